@@ -1,0 +1,193 @@
+"""Comparison: variants against the first of them, as ratios with an interval and a verdict within the evidence."""
+
+import html
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from effgpu import units
+from effgpu.device import Device
+from effgpu.measurement import Measurement, measure_all
+from effgpu.variants import Variant
+
+FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
+    "faster",
+    "slower",
+    "within noise",
+    "baseline",
+    "baseline failed",
+)
+FEWEST_ROUNDS = 6  # with fewer, even the whole range of the ratios covers their median less often than 95 times in 100
+MIME_TYPE = "application/vnd.effgpu.comparison+json"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A variant's value over the baseline's, and its 95 % interval; below 1 the variant takes less."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return units.format_ratio(self.value)
+        return f"{units.format_ratio(self.value)} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Measurements taken in the same rounds; the first one is the baseline. Shows itself as a table."""
+
+    name: str
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def baseline(self) -> Measurement:
+        """The variant that the others are held against."""
+        return self.measurements[0]
+
+    @property
+    def device(self) -> Device:
+        """The device, with the versions, that all of it ran on."""
+        return self.baseline.device
+
+    def __getitem__(self, label: str) -> Measurement:
+        for measurement in self.measurements:
+            if measurement.label == label:
+                return measurement
+        raise KeyError(f"no variant {label!r} in {self.name!r}, only {[m.label for m in self.measurements]}")
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self.measurements)
+
+    def time_ratio(self, label: str) -> Ratio | None:
+        """Time per item (per step, where no items were given) over the baseline's; None where either has none."""
+        return self._round_by_round(label, lambda m: m.times)
+
+    def energy_ratio(self, label: str) -> Ratio | None:
+        """Energy per item (per step, where no items were given) over the baseline's; None where none was measured."""
+        return self._round_by_round(label, lambda m: m.energies)
+
+    def memory_ratio(self, label: str) -> Ratio | None:
+        """Peak of allocated memory over the baseline's: counted, not sampled, so its interval is a point."""
+        ours, theirs = self[label].peak_allocated, self.baseline.peak_allocated
+        return Ratio(ours / theirs, ours / theirs, ours / theirs) if ours is not None and theirs else None
+
+    def verdict(self, label: str) -> str:
+        """Faster or slower only where the whole interval of the time ratio is on that side of 1."""
+        if self[label].failed or label == self.baseline.label:
+            return self[label].failed or BASELINE
+        ratio = self.time_ratio(label)
+        if ratio is None:
+            return BASELINE_FAILED
+        return FASTER if ratio.high < 1 else SLOWER if ratio.low > 1 else WITHIN_NOISE
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
+        columns = {
+            "variant": lambda m: m.label,
+            "time per step": lambda m: units.format_seconds(m.median),
+            "throughput": lambda m: units.format_count(m.throughput, f"{m.unit}/s"),
+            "time": lambda m: self._told(self.time_ratio(m.label), m),
+            "peak memory": lambda m: units.format_bytes(m.peak_allocated),
+            "memory": lambda m: self._told(self.memory_ratio(m.label), m),
+            "energy per step": lambda m: units.format_joules(m.joules),
+            "energy": lambda m: self._told(self.energy_ratio(m.label), m) if m.energies else units.NOT_MEASURED,
+            "verdict": lambda m: self.verdict(m.label),
+        }
+        filled = {name: [cell(m) for m in self] for name, cell in columns.items()}
+        filled = {name: cells for name, cells in filled.items() if set(cells) != {units.NOT_MEASURED}}
+        return list(filled), [list(row) for row in zip(*filled.values())]
+
+    def caption(self) -> str:
+        """Where it was measured: the device, and the versions that made the kernels."""
+        versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
+        whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
+        ratios = f"Ratios to {self.baseline.label!r}, with 95 % intervals"
+        return f"{self.name} on {self.device.label}, {versions}{whose}. {ratios}."
+
+    def to_dict(self) -> dict:
+        """The comparison in JSON's types; `from_dict` reads it back."""
+        rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
+        return {"name": self.name, "device": asdict(self.device), "measurements": rows}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping) -> "Comparison":
+        """A comparison from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        capability = stored["device"]["capability"]
+        device = Device(**stored["device"] | {"capability": tuple(capability) if capability else None})
+        rows = [
+            row | {"times": tuple(row["times"]), "energies": tuple(row["energies"])} for row in stored["measurements"]
+        ]
+        return cls(check_name(stored["name"]), tuple(Measurement(device=device, **row) for row in rows))
+
+    def _round_by_round(self, label: str, values: Callable[[Measurement], Sequence[float]]) -> Ratio | None:
+        """Each round's own ratio, so that what slows a round down slows both sides of it."""
+        ours, theirs = self[label], self.baseline
+        scale = (theirs.items or 1) / (ours.items or 1)
+        ratios = [a / b * scale for a, b in zip(values(ours), values(theirs)) if b > 0]
+        return Ratio(statistics.median(ratios), *median_interval(ratios)) if len(ratios) >= FEWEST_ROUNDS else None
+
+    def _told(self, ratio: Ratio | None, measurement: Measurement) -> str:
+        return str(ratio) if ratio and measurement is not self.baseline else units.NOT_MEASURED
+
+    def __repr__(self) -> str:
+        headings, rows = self.table()
+        widths = [max(map(len, column)) for column in zip(headings, *rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [headings, *rows]]
+        return "\n".join([*lines, self.caption()])
+
+    def _repr_html_(self) -> str:
+        headings, rows = self.table()
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        caption = f'<caption style="caption-side: bottom; text-align: left">{html.escape(self.caption())}</caption>'
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        """Beside the table its data, so that an executed notebook carries its own evidence."""
+        return {"text/plain": repr(self), "text/html": self._repr_html_(), MIME_TYPE: self.to_dict()}
+
+
+def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **options) -> Comparison:
+    """Measure variants side by side; the first one is the baseline.
+
+    A variant is a function that builds its own state and returns one training step. `name` is what the result is stored
+    under. The options are those of `measure_all`: items, unit, flops, seconds, rounds (at least six), warmup.
+
+    >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
+    """
+    check_name(name)
+    rounds = options.get("rounds", FEWEST_ROUNDS)
+    if isinstance(rounds, int) and 0 < rounds < FEWEST_ROUNDS:
+        raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, for a 95 % interval takes as many, got {rounds}")
+    return Comparison(name, tuple(measure_all(variants, **options)))
+
+
+def check_name(name: str) -> str:
+    """The name, if it can be a file's on every system. Raises TypeError or ValueError."""
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a string, got {type(name).__name__}")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError(f"name: expected letters, digits, '_', '-' and '.' only, as in a file name, got {name!r}")
+    return name
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The interval that covers the median with at least `confidence`, from the order of the values alone.
+
+    It reaches from the k-th smallest to the k-th largest value, with the largest k that suffices by the binomial
+    distribution (David and Nagaraja, Order Statistics, section 7.1). No shape of the noise is assumed. Raises
+    ValueError where even the whole range does not suffice (fewer than six values at 95 %).
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while k < n // 2 and outside + 2 * math.comb(n, k) / 2**n <= 1 - confidence:
+        outside += 2 * math.comb(n, k) / 2**n
+        k += 1
+    if k == 0:
+        raise ValueError(f"values: expected enough for a {confidence:.0%} interval, got {n}")
+    return ordered[k - 1], ordered[n - k]

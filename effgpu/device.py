@@ -1,0 +1,189 @@
+"""What this machine is, what it supports, and how much memory there is to use."""
+
+import contextlib
+import gc
+import math
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from effgpu.units import GiB
+
+LARGE_GPU = 30 * GiB  # the line between a gaming card or a T4 and a data-centre card
+_CAPABILITY_OF = {
+    "fp16 tensor cores": (7, 0),
+    "torch.compile": (7, 0),
+    "TF32": (8, 0),
+    "flash attention": (8, 0),
+    "2:4 sparsity": (8, 0),
+    "fp8": (8, 9),
+}
+_VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
+
+_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a result was measured on. `memory` in bytes; what does not apply to a CPU is None."""
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    memory: int | None
+    cores: int
+    multiprocessors: int | None = None
+    capability: tuple[int, int] | None = None
+    driver: str | None = None
+    supports: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name as results carry it: a CPU is always called one."""
+        return self.name if self.kind == "cuda" else f"{self.name} (CPU, {self.cores} cores)"
+
+    @property
+    def slug(self) -> str:
+        """The name as a file name: `nvidia-h200`, `cpu-amd-epyc-2-cores`."""
+        name = self.name if self.kind == "cuda" else f"cpu {self.name} {self.cores} cores"
+        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def find_device() -> torch.device:
+    """The device that everything here measures: the current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def describe() -> Device:
+    """This machine, as a value that results are stored with."""
+    versions = {"python": platform.python_version()} | {name: v for name in _VERSIONED if (v := _version(name))}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if find_device().type == "cpu":
+        return Device(_cpu_name(), "cpu", _total_host_memory(), cores, versions=versions)
+    properties = torch.cuda.get_device_properties()
+    capability = (properties.major, properties.minor)
+    return Device(
+        properties.name,
+        "cuda",
+        properties.total_memory,
+        cores,
+        properties.multi_processor_count,
+        capability,
+        _driver(),
+        {"bf16": _bf16()} | {name: "yes" if capability >= least else "no" for name, least in _CAPABILITY_OF.items()},
+        versions | {"cuda": torch.version.cuda or "rocm"},
+    )
+
+
+def by_tier(*, cpu, small, large):
+    """The sizes that fit this machine: `cpu`, `small` (a GPU under 30 GiB: T4, gaming cards) or `large`.
+
+    >>> batch, seq = by_tier(cpu=(8, 64), small=(32, 128), large=(128, 128))
+    """
+    if find_device().type == "cpu":
+        return cpu
+    return large if torch.cuda.get_device_properties().total_memory >= LARGE_GPU else small
+
+
+def free_memory() -> int | None:
+    """Bytes that a new model could take on the device now, within `memory_limit`; None where it cannot be told."""
+    if find_device().type == "cpu":
+        free = _available_host_memory()
+        return free if _limit is None or free is None else min(free, _limit)
+    free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    return (free if _limit is None else min(free, max(0, _limit - reserved))) + reserved - torch.cuda.memory_allocated()
+
+
+@contextlib.contextmanager
+def memory_limit(limit: float) -> Iterator[None]:
+    """Let this process use at most `limit` bytes, so that "does not fit" happens here as on a smaller card.
+
+    On a GPU the caching allocator is capped (`torch.cuda.set_per_process_memory_fraction`). On a CPU a step whose
+    recorded peak is above the limit counts as out of memory. Limits nest; the tightest one holds.
+    """
+    if not limit > 0 or math.isinf(limit):
+        raise ValueError(f"limit: expected a positive number of bytes, got {limit!r}")
+    global _limit
+    before = _limit
+    _limit = int(limit) if before is None else min(int(limit), before)
+    _cap_allocator()
+    try:
+        yield
+    finally:
+        _limit = before
+        _cap_allocator()
+
+
+def current_limit() -> int | None:
+    """The bytes that `memory_limit` allows at present, or None."""
+    return _limit
+
+
+def release_memory() -> None:
+    """Collect what nothing refers to any more, and give the allocator's cached blocks back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
+    told = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in told)
+
+
+def _cap_allocator() -> None:
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if _limit is None else min(1.0, _limit / total))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _bf16() -> str:
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "yes"
+    return "emulated" if torch.cuda.is_bf16_supported() else "no"
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _total_host_memory() -> int | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _available_host_memory() -> int | None:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return None

@@ -1,0 +1,46 @@
+"""FLOPs of a step, the matmul rate that this device reaches, and how much of it a step uses (MFU)."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from effgpu.device import by_tier, find_device
+from effgpu.timing import plan_steps, time_steps, warm_up
+
+
+def count_flops(step: Callable[[], object]) -> int:
+    """FLOPs of the matrix products, convolutions and attention that one call of `step` runs, forward and backward.
+
+    A multiplication and an addition are two. Counted by torch.utils.flop_counter: what a checkpointed step computes
+    twice counts twice, element-wise operations do not count.
+    """
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, seconds: float = 0.5) -> float:
+    """FLOP/s of a square matrix product on random data: the practical ceiling for `dtype` on this device.
+
+    `size` is the edge of the matrices, by default one that fills the device.
+    """
+    size = by_tier(cpu=1024, small=4096, large=8192) if size is None else size
+    if size < 1:
+        raise ValueError(f"size: expected a positive edge length, got {size!r}")
+    a, b = (torch.randn(size, size, device=find_device()).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def step():
+        torch.mm(a, b, out=out)
+
+    times = time_steps(step, plan_steps(warm_up(step, 3), seconds))
+    return 2 * size**3 / statistics.median(times)
+
+
+def mfu(flops: float, seconds: float, peak: float) -> float:
+    """Model FLOPs utilisation: the share of `peak` FLOP/s that `flops` in `seconds` make (PaLM, 2022, appendix B)."""
+    if not (seconds > 0 and peak > 0):
+        raise ValueError(f"seconds and peak: expected positive numbers, got {seconds!r} and {peak!r}")
+    return flops / seconds / peak

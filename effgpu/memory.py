@@ -1,0 +1,123 @@
+"""Bytes: the trace of one step, its peak, and what autograd saves for backward. One mechanism for CPU and GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from effgpu.device import current_limit, find_device
+from effgpu.units import format_bytes
+from effgpu.variants import Step, Variant, use
+
+_WINDOW = "effgpu::step"
+
+
+@dataclass(frozen=True, repr=False)
+class Trace:
+    """The bytes alive after each allocation and free of one step, above what was alive before the variant was built.
+
+    `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
+    running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held for it, None
+    on a CPU.
+    """
+
+    bytes: tuple[int, ...]
+    phases: tuple[str, ...]
+    reserved: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at any moment of the step."""
+        return max(self.bytes)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace(peak={format_bytes(self.peak)}, start={format_bytes(self.bytes[0])}, events={len(self.bytes) - 1})"
+        )
+
+
+def trace(variant: Variant, *, warmup: int = 2) -> Trace:
+    """Build the variant, warm it up, record every allocation of one more step, and free it all.
+
+    The events are the allocator's own, as torch.profiler reports them: on a CPU the peak is the same at every run.
+    Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice.
+    """
+    reserved_before = _peak_reserved()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        reserved = use(variant, lambda step: _record(step, warmup))
+    found = _read(profiler.profiler.kineto_results.events())
+    recorded = Trace(*found, None if reserved is None else max(0, reserved - reserved_before))
+    limit = current_limit()
+    if limit is not None and find_device().type == "cpu" and recorded.peak > limit:
+        needed, allowed = format_bytes(recorded.peak), format_bytes(limit)
+        raise torch.OutOfMemoryError(f"out of memory: the step needs {needed}, the limit is {allowed}")
+    return recorded
+
+
+def saved_bytes(forward: Callable[[], object]) -> int:
+    """Bytes that autograd keeps for the backward pass of `forward`: each storage once, parameters not counted.
+
+    Seen by torch.autograd.graph.saved_tensors_hooks; the same on every device. `forward` returns its loss or output.
+    """
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        root = tensor if tensor._base is None else tensor._base
+        if not (root.is_leaf and root.requires_grad):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    del output
+    return sum(kept.values())
+
+
+def _record(step: Step, warmup: int) -> int | None:
+    for _ in range(warmup):
+        step()
+    if find_device().type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    with record_function(_WINDOW):
+        step()
+    return _peak_reserved()
+
+
+def _peak_reserved() -> int | None:
+    return torch.cuda.max_memory_reserved() if find_device().type == "cuda" else None
+
+
+def _read(events) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Bytes and phases over the window, from the profiler's events in the order of their start."""
+    kind = find_device().type.upper()
+    alive, phase, until = 0, "forward", 0
+    window = next(event for event in events if event.name() == _WINDOW)
+    levels: list[int] = []
+    phases: list[str] = []
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        name, start = event.name(), event.start_ns()
+        if start > window.end_ns():
+            break
+        if name == "[memory]" and event.device_type().name == kind:
+            if start >= window.start_ns():
+                levels = levels or [alive]
+                phases = phases or [phase]
+                levels.append(alive + event.nbytes())
+                phases.append(phase)
+            alive += event.nbytes()
+        elif (running := _phase(name, start >= until)) is not None:
+            phase = running
+            until = max(until, event.end_ns()) if phase != "forward" else until
+    return tuple(levels or [alive]), tuple(phases or ["forward"])
+
+
+def _phase(name: str, outside: bool) -> str | None:
+    """The phase that an event begins: "forward" only where no backward or optimizer event is still running."""
+    if name.startswith("autograd::engine::evaluate_function"):
+        return "backward"
+    if name.startswith("Optimizer."):
+        return "optimizer"
+    return "forward" if outside and name.startswith("aten::") else None

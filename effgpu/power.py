@@ -1,0 +1,97 @@
+"""Utilisation, power and energy of the GPU, from NVML. Where NVML does not tell, the answer is None."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pynvml
+import torch
+
+_LONGEST_TICK = (
+    0.5  # seconds: the energy counter moves every 20 to 100 ms; one that stands still for longer is of no use
+)
+_POLL = 0.002  # seconds between two looks at the counter, so that asking does not slow short steps
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reading of the board: the share of time in which any kernel ran (0 to 1), bytes in use by all processes,
+    watts now, joules since the driver was loaded.
+    """
+
+    utilisation: float | None
+    memory_used: int | None
+    watts: float | None
+    joules: float | None
+
+
+def sample() -> Sample | None:
+    """Read the current GPU once; None without a GPU or NVML."""
+    handle = _handle()
+    if handle is None:
+        return None
+    return Sample(
+        _ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+        _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used),
+        _ask(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        _joules(handle),
+    )
+
+
+def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float | None:
+    """Joules per step of the whole board, over at least `seconds` of steps.
+
+    The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) moves in ticks, so a window is as exact as its
+    ends: both are laid on a tick, with the GPU at work. None where there is no such counter.
+    """
+    handle = _handle()
+    if handle is None or (last := _joules(handle)) is None:
+        return None
+    begin = None
+    polled = ticked = time.perf_counter()
+    for steps, _ in enumerate(_paced(step), start=1):
+        now = time.perf_counter()
+        if now - polled < _POLL:
+            continue
+        polled, joules = now, _joules(handle)
+        if joules is None or (joules == last and now - ticked > _LONGEST_TICK):
+            return None
+        if joules != last:
+            last, ticked = joules, now
+            if begin is None:
+                begin = joules, steps, now
+            elif now - begin[2] >= seconds:
+                return (joules - begin[0]) / (steps - begin[1])
+
+
+def _paced(step: Callable[[], object]) -> Iterator[None]:
+    """Run steps for ever, the CPU at most two ahead of the GPU: overlaps stay as they are, and the count stays true."""
+    pending: deque[torch.cuda.Event] = deque()
+    while True:
+        step()
+        mark = torch.cuda.Event()
+        mark.record()
+        pending.append(mark)
+        if len(pending) > 2:
+            pending.popleft().synchronize()
+        yield
+
+
+def _handle():
+    """NVML's handle of CUDA's current device: by UUID, since the two number their devices differently."""
+    if not torch.cuda.is_available():
+        return None
+    uuid = str(torch.cuda.get_device_properties().uuid)
+    return _ask(lambda: pynvml.nvmlInit() or pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}"))
+
+
+def _joules(handle) -> float | None:
+    return _ask(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
+
+
+def _ask(question: Callable[[], object]):
+    try:
+        return question()
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,51 @@
+"""Seconds per step, without serialising the steps: no wait between them, one at the end."""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from effgpu.device import find_device
+
+FEWEST_STEPS = 5
+
+
+def time_steps(step: Callable[[], object], count: int) -> list[float]:
+    """Seconds that each of `count` consecutive steps took, as a training loop would run them.
+
+    On a GPU, CUDA events mark the ends of the steps and the only wait is after the last: a wait per step would hide
+    every overlap of copies, loading and launches with the GPU's work. On a CPU, `time.perf_counter`.
+    """
+    if count < 1:
+        raise ValueError(f"count: expected at least 1 step, got {count!r}")
+    return _time_on_gpu(step, count) if find_device().type == "cuda" else _time_on_cpu(step, count)
+
+
+def warm_up(step: Callable[[], object], steps: int) -> float:
+    """Run `steps` steps, so that lazy work is done (allocation, tuning, compiling). Returns the last one's seconds."""
+    return [time_steps(step, 1)[0] for _ in range(max(1, steps))][-1]
+
+
+def plan_steps(seconds_per_step: float, budget: float) -> int:
+    """How many steps fill `budget` seconds: never fewer than five."""
+    return max(FEWEST_STEPS, round(budget / max(seconds_per_step, 1e-7)))
+
+
+def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        step()
+        marks.append(time.perf_counter())
+    return [after - before for before, after in pairwise(marks)]
+
+
+def _time_on_gpu(step: Callable[[], object], count: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]

@@ -1,0 +1,65 @@
+"""Numbers as people read them. Everywhere else in the package: seconds, bytes, joules, FLOPs."""
+
+KiB, MiB, GiB = 2**10, 2**20, 2**30
+
+NOT_MEASURED = "–"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`0.0123` -> `"12.3 ms"`; `None` (not measured) -> `"–"`."""
+    return (
+        _scale(seconds, 1000, {1e-6: "µs", 1e-3: "ms", 1: "s"}) if seconds is None or seconds < 120 else _clock(seconds)
+    )
+
+
+def format_bytes(count: float | None) -> str:
+    """`1_500_000` -> `"1.43 MiB"`, in powers of 1024; `None` -> `"–"`."""
+    return _scale(count, 1024, {1: "B", KiB: "KiB", MiB: "MiB", GiB: "GiB", 2**40: "TiB"})
+
+
+def format_joules(joules: float | None) -> str:
+    """`0.25` -> `"250 mJ"`; `None` -> `"–"`."""
+    return _scale(joules, 1000, {1e-6: "µJ", 1e-3: "mJ", 1: "J", 1e3: "kJ", 1e6: "MJ"})
+
+
+def format_count(count: float | None, unit: str = "") -> str:
+    """A count or a rate to three digits: `2853, "samples/s"` -> `"2,850 samples/s"`; `None` -> `"–"`.
+
+    From a million on, and for units with a capital, in powers of 1000: `1.3e12, "FLOP/s"` -> `"1.30 TFLOP/s"`.
+    """
+    prefixes = {1: "", 1e3: "k", 1e6: "M", 1e9: "G", 1e12: "T", 1e15: "P"}
+    if unit[:1].isupper():
+        return _scale(count, 1000, {scale: prefix + unit for scale, prefix in prefixes.items()})
+    if count is None or abs(count) >= 999_500 or abs(count) < 999.5:
+        return _scale(count, 1000, {s: f"{p} {unit}".strip() for s, p in prefixes.items() if s == 1 or s >= 1e6})
+    return f"{float(f'{count:.3g}'):,.0f} {unit}".strip()
+
+
+def format_ratio(ratio: float | None) -> str:
+    """`0.5` -> `"0.50 ×"`, three significant digits or more; `None` -> `"–"`."""
+    if ratio is None:
+        return NOT_MEASURED
+    return f"{ratio:.3f} ×" if ratio < 10 else f"{_three_digits(ratio)} ×"
+
+
+def _scale(value: float | None, base: int, names: dict[float, str]) -> str:
+    """The value in the largest unit that it fills, a value that rounds up to `base` counted as full."""
+    if value is None:
+        return NOT_MEASURED
+    if value == 0:
+        return f"0 {names[1]}".rstrip()
+    fitting = [scale for scale in names if abs(value) >= scale * (1 - 0.5 / base)] or [min(names)]
+    scale = max(fitting)
+    return f"{_three_digits(value / scale)} {names[scale]}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, never in exponent form: `0.0123`, `1.23`, `12.3`, `1023`."""
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,53 @@
+"""How often an A/A comparison cries "different", and how often a step made 10 % slower is called slower.
+
+Usage: python tests/benchmarks/aa.py [COMPARISONS] [--load] [--slower]
+"""
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+
+import torch
+
+import effgpu
+
+
+def variant(extra: int = 0):
+    """A training step of ten layers; `extra` adds whole layers' worth of matrix products to it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(10)]).to(effgpu.find_device())
+    x = torch.randn(512, 256, device=effgpu.find_device())
+
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).sum().backward()
+        if extra:
+            model[:extra](x).sum().backward()
+
+    return step
+
+
+def main() -> None:
+    """Run the comparisons and print how often each verdict came out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("comparisons", type=int, nargs="?", default=200)
+    parser.add_argument("--load", action="store_true", help="while another process keeps one core busy")
+    parser.add_argument("--slower", action="store_true", help="the second variant does 10 %% more of the same work")
+    parser.add_argument("--seconds", type=float, default=0.5)
+    args = parser.parse_args()
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if args.load else None
+    try:
+        variants = {"A": variant, "B": (lambda: variant(1)) if args.slower else variant}
+        results = [effgpu.compare(variants, seconds=args.seconds) for _ in range(args.comparisons)]
+    finally:
+        if other:
+            other.kill()
+    print(dict(Counter(result.verdict("B") for result in results)), "on", results[0].device.label)
+    ratios = torch.tensor([result.time_ratio("B").value for result in results])
+    print("ratio of times, quantiles 0/5/50/95/100 %:", ratios.quantile(torch.tensor([0, 0.05, 0.5, 0.95, 1.0])))
+
+
+if __name__ == "__main__":
+    main()
