@@ -34,7 +34,8 @@ class Ratio:
     def __str__(self) -> str:
         if self.low == self.high:
             return units.format_ratio(self.value)
-        return f"{units.format_ratio(self.value)} [{self.low:.3f}, {self.high:.3f}]"
+        low, high = (units.format_ratio(end).removesuffix(" ×") for end in (self.low, self.high))
+        return f"{units.format_ratio(self.value)} [{low}, {high}]"
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,9 +120,10 @@ class Comparison:
         """A comparison from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         capability = stored["device"]["capability"]
         device = Device(**stored["device"] | {"capability": tuple(capability) if capability else None})
-        rows = [
-            row | {"times": tuple(row["times"]), "energies": tuple(row["energies"])} for row in stored["measurements"]
-        ]
+        series = ("times", "energies")
+        rows = [row | {key: tuple(map(float, row[key])) for key in series} for row in stored["measurements"]]
+        if not rows:
+            raise ValueError("measurements: expected at least one, got none")
         return cls(check_name(stored["name"]), tuple(Measurement(device=device, **row) for row in rows))
 
     def _round_by_round(self, label: str, values: Callable[[Measurement], Sequence[float]]) -> Ratio | None:

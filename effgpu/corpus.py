@@ -135,7 +135,6 @@ def train_tokenizer(*, vocab_size: int = 8192, seed: int = 0) -> "PreTrainedToke
         tokenizer_object=bpe,
         model_max_length=MOST_TOKENS,
         model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
         **SPECIAL_TOKENS,
     )
 
@@ -231,8 +230,8 @@ def _draw_glyph(
 def augment(size: int = 48) -> "Transform":
     """Return a training-time augmentation of images of `size` pixels a side: a random transform, new at every call.
 
-    It turns, shifts, scales, shears, tilts, warps, blurs and adds noise, in about three milliseconds of one core at 48
-    pixels, and more in proportion to the pixels: enough for DataLoader workers to matter. A torchvision v2 transform
+    It turns, shifts, scales, shears, tilts, warps, blurs and adds noise, in three to four milliseconds of one core at
+    48 pixels, growing with their number: enough for DataLoader workers to matter. A torchvision v2 transform
     from a float32 tensor [..., size, size] with values from 0 to 1 to one of the same shape and range. It draws from
     torch's global generator, so `torch.manual_seed` repeats it; a DataLoader seeds each of its workers differently.
     Raises TypeError or ValueError for a bad `size`.

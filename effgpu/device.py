@@ -107,7 +107,7 @@ def memory_limit(limit: float) -> Iterator[None]:
     On a GPU the caching allocator is capped (`torch.cuda.set_per_process_memory_fraction`). On a CPU a step whose
     recorded peak is above the limit counts as out of memory. Limits nest; the tightest one holds.
     """
-    if not limit > 0 or math.isinf(limit):
+    if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
         raise ValueError(f"limit: expected a positive number of bytes, got {limit!r}")
     global _limit
     before = _limit
@@ -126,9 +126,13 @@ def current_limit() -> int | None:
 
 
 def release_memory() -> None:
-    """Collect what nothing refers to any more, and give the allocator's cached blocks back to the device."""
+    """Collect what nothing refers to any more, and give the allocator's cached blocks back to the device.
+
+    Among them cuBLAS's workspaces, or only the first model in a process would seem to need them.
+    """
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # as PyTorch's notes on CUDA say to
         torch.cuda.empty_cache()
 
 

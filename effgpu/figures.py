@@ -24,9 +24,6 @@ LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
 PHASES = {"forward": SKY, "backward": BLUE, "optimizer": ORANGE}
 PHASE_WIDTH = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 STYLE = {
-    "figure.facecolor": "white",
-    "figure.constrained_layout.use": True,
-    "savefig.facecolor": "white",
     "axes.facecolor": "white",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -57,6 +54,7 @@ def plot(comparison: Comparison) -> Figure:
     times this baseline. A CPU's times are hatched and said to be a CPU's.
     """
     others = [other for other in stored(comparison.name) if other.device.name != comparison.device.name]
+    others = [] if comparison.baseline.failed else others
     panels = [_plot_time, _plot_memory_bars] + [_plot_energy] * any(m.energies for m in comparison)
     rows = len(comparison.measurements)
     with _figure(len(panels), height=0.75 + 0.42 * rows) as (figure, axes):
@@ -141,21 +139,22 @@ class _Shown(Figure):
 
 @contextmanager
 def _figure(rows: int, *, height: float, sharey: bool = False):
-    """A figure of panels above one another, handed to pyplot only where a notebook will show it."""
+    """A figure of panels above one another, handed to pyplot only where a notebook will show it.
+
+    Made outside of rc_context, which would undo the interactive mode that pyplot's first figure switches on.
+    """
+    look = {"figsize": (WIDTH, height * rows), "facecolor": "white", "layout": "constrained"}
+    figure = plt.figure(FigureClass=_Shown, **look) if "ipykernel" in sys.modules else Figure(**look)
     with plt.rc_context(STYLE):
-        size = (WIDTH, height * rows)
-        figure = plt.figure(FigureClass=_Shown, figsize=size) if "ipykernel" in sys.modules else Figure(figsize=size)
         yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
 
 
 def _plot_time(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    per_item = len({m.items for m in comparison}) > 1
-    scale = {m.label: 1 / m.items if per_item else 1 for m in comparison}
-    values = {m.label: [t * scale[m.label] for t in m.times] for m in comparison}
+    values = {m.label: [t / _share(comparison, m) for t in m.times] for m in comparison}
     told = {m.label: _tell(comparison, m, comparison.time_ratio, comparison.verdict(m.label)) for m in comparison}
     _draw_bars(ax, comparison, values, told, units.format_seconds)
     _draw_stored(ax, comparison, others, lambda c, label: c.time_ratio(label))
-    ax.set_title(f"time per {comparison.baseline.unit.removesuffix('s') if per_item else 'step'}")
+    ax.set_title(f"time per {_whole(comparison)}")
 
 
 def _plot_memory_bars(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
@@ -167,16 +166,27 @@ def _plot_memory_bars(ax, comparison: Comparison, others: Iterable[Comparison]) 
             ax.barh(
                 row, m.peak_reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":"
             )
+            _make_room(ax, m.peak_reserved)
     _draw_stored(ax, comparison, others, lambda c, label: c.memory_ratio(label))
     ax.set_title("peak memory" + (" (dotted: reserved)" if any(m.peak_reserved for m in comparison) else ""))
 
 
 def _plot_energy(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: list(m.energies) for m in comparison}
+    values = {m.label: [joules / _share(comparison, m) for joules in m.energies] for m in comparison}
     told = {m.label: _tell(comparison, m, comparison.energy_ratio) for m in comparison}
     _draw_bars(ax, comparison, values, told, units.format_joules)
     _draw_stored(ax, comparison, others, lambda c, label: c.energy_ratio(label))
-    ax.set_title("energy per step")
+    ax.set_title(f"energy per {_whole(comparison)}")
+
+
+def _share(comparison: Comparison, measurement: Measurement) -> float:
+    """What a step's value is divided by: its items, where the variants' steps differ in them."""
+    return measurement.items if len({m.items for m in comparison}) > 1 else 1
+
+
+def _whole(comparison: Comparison) -> str:
+    """What values are per: a step, or an item where the variants' steps differ in items."""
+    return comparison.baseline.unit.removesuffix("s") if len({m.items for m in comparison}) > 1 else "step"
 
 
 def _draw_bars(
@@ -205,9 +215,15 @@ def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], ratio
     rows = {m.label: row for row, m in enumerate(comparison)}
     for other, color in zip(others, LINES[1:]):
         found = {m.label: ratio_of(other, m.label) for m in other if m.label in rows and m is not other.baseline}
-        points = [(ratio.value * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio]
+        points = [(ratio.value * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
         if points:
             ax.plot(*zip(*points), "D", color=color, markersize=5, alpha=0.55, clip_on=False)
+            _make_room(ax, max(points)[0])
+
+
+def _make_room(ax, x: float) -> None:
+    """Widen a panel of bars so that `x` lies in it."""
+    ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
 
 
 def _legend_stored(ax, others: Iterable[Comparison]) -> None:
@@ -306,6 +322,6 @@ def _value_axis(axis, format_value: Callable[[float], str]) -> None:
 def _say_where(figure: Figure, measured: Iterable[Measurement]) -> None:
     """One line at the foot: the device, and whose times these are."""
     devices = {m.device.label: m.device.kind for m in measured}
-    for label, kind in devices.items():
-        note = "" if kind == "cuda" else " – a CPU's times, not a GPU's"
-        figure.supxlabel(f"measured on {label}{note}", fontsize=8, x=0.01, ha="left", color="#4B5563")
+    told = [label + ("" if kind == "cuda" else " – a CPU's times, not a GPU's") for label, kind in devices.items()]
+    if told:
+        figure.supxlabel(f"measured on {'; '.join(told)}", fontsize=8, x=0.01, ha="left", color="#4B5563")

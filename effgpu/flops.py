@@ -1,6 +1,5 @@
 """FLOPs of a step, the matmul rate that this device reaches, and how much of it a step uses (MFU)."""
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -24,7 +23,8 @@ def count_flops(step: Callable[[], object]) -> int:
 def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, seconds: float = 0.5) -> float:
     """FLOP/s of a square matrix product on random data: the practical ceiling for `dtype` on this device.
 
-    `size` is the edge of the matrices, by default one that fills the device.
+    The fastest of the products that fit into `seconds` counts, for a ceiling is what was reached at best. `size` is the
+    edge of the matrices, by default one that fills the device.
     """
     size = by_tier(cpu=1024, small=4096, large=8192) if size is None else size
     if size < 1:
@@ -35,8 +35,7 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     def step():
         torch.mm(a, b, out=out)
 
-    times = time_steps(step, plan_steps(warm_up(step, 3), seconds))
-    return 2 * size**3 / statistics.median(times)
+    return 2 * size**3 / min(time_steps(step, plan_steps(warm_up(step, 3), seconds)))
 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:

@@ -105,9 +105,10 @@ def measure_all(
     and is raised. Raises TypeError or ValueError for arguments that are not as expected.
     """
     variants = check_variants(variants)
-    for name, value in {"seconds": seconds, "rounds": rounds, "warmup": warmup, "flops": flops}.items():
-        if value is not None and not is_positive(value):
-            raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    whole = {"rounds": rounds, "warmup": warmup}
+    for name, value in (whole | {"seconds": seconds} | ({} if flops is None else {"flops": flops})).items():
+        if not is_positive(value) or (name in whole and not isinstance(value, int)):
+            raise ValueError(f"{name}: expected a positive {'whole ' * (name in whole)}number, got {value!r}")
     items_of = _items_by_label(variants, items)
     records = {label: _Record() for label in variants}
     jobs = [(label, partial(_take_memory, warmup=warmup)) for label in variants]
@@ -169,11 +170,13 @@ def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: floa
 def _items_by_label(
     variants: Mapping[str, Variant], items: float | Mapping[str, float] | None
 ) -> dict[str, float | None]:
+    if items is None:
+        return dict.fromkeys(variants)
     by_label = dict(items) if isinstance(items, Mapping) else dict.fromkeys(variants, items)
     if set(by_label) != set(variants):
         raise ValueError(f"items: expected a number for each of {list(variants)}, got them for {list(by_label)}")
     for label, value in by_label.items():
-        if value is not None and not is_positive(value):
+        if not is_positive(value):
             raise ValueError(f"items: expected a positive number for {label!r}, got {value!r}")
     return by_label
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from effgpu.device import current_limit, find_device
+from effgpu.device import current_limit, find_device, release_memory
 from effgpu.units import format_bytes
 from effgpu.variants import Step, Variant, use
 
@@ -18,8 +18,8 @@ class Trace:
     """The bytes alive after each allocation and free of one step, above what was alive before the variant was built.
 
     `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
-    running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held for it, None
-    on a CPU.
+    running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held, likewise
+    above what was alive before; None on a CPU.
     """
 
     bytes: tuple[int, ...]
@@ -43,11 +43,12 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     The events are the allocator's own, as torch.profiler reports them: on a CPU the peak is the same at every run.
     Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice.
     """
-    reserved_before = _peak_reserved()
+    release_memory()
+    alive_before = torch.cuda.memory_allocated() if find_device().type == "cuda" else 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         reserved = use(variant, lambda step: _record(step, warmup))
     found = _read(profiler.profiler.kineto_results.events())
-    recorded = Trace(*found, None if reserved is None else max(0, reserved - reserved_before))
+    recorded = Trace(*found, None if reserved is None else reserved - alive_before)
     limit = current_limit()
     if limit is not None and find_device().type == "cpu" and recorded.peak > limit:
         needed, allowed = format_bytes(recorded.peak), format_bytes(limit)
@@ -93,25 +94,25 @@ def _peak_reserved() -> int | None:
 def _read(events) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Bytes and phases over the window, from the profiler's events in the order of their start."""
     kind = find_device().type.upper()
+    end = next(event.end_ns() for event in events if event.name() == _WINDOW)
     alive, phase, until = 0, "forward", 0
-    window = next(event for event in events if event.name() == _WINDOW)
     levels: list[int] = []
     phases: list[str] = []
     for event in sorted(events, key=lambda event: event.start_ns()):
         name, start = event.name(), event.start_ns()
-        if start > window.end_ns():
+        if start > end:
             break
-        if name == "[memory]" and event.device_type().name == kind:
-            if start >= window.start_ns():
-                levels = levels or [alive]
-                phases = phases or [phase]
-                levels.append(alive + event.nbytes())
-                phases.append(phase)
+        if name == _WINDOW:
+            levels, phases, phase, until = [alive], ["forward"], "forward", 0
+        elif name == "[memory]" and event.device_type().name == kind:
             alive += event.nbytes()
+            if levels:
+                levels.append(alive)
+                phases.append(phase)
         elif (running := _phase(name, start >= until)) is not None:
             phase = running
             until = max(until, event.end_ns()) if phase != "forward" else until
-    return tuple(levels or [alive]), tuple(phases or ["forward"])
+    return tuple(levels), tuple(phases)
 
 
 def _phase(name: str, outside: bool) -> str | None:

@@ -36,10 +36,10 @@ def format_count(count: float | None, unit: str = "") -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """`0.5` -> `"0.50 ×"`, three significant digits or more; `None` -> `"–"`."""
+    """`0.5` -> `"0.500 ×"`, three significant digits or more; `None` -> `"–"`."""
     if ratio is None:
         return NOT_MEASURED
-    return f"{ratio:.3f} ×" if ratio < 10 else f"{_three_digits(ratio)} ×"
+    return f"{ratio:.3f} ×" if 0.1 <= ratio < 10 else f"{_three_digits(ratio)} ×"
 
 
 def _scale(value: float | None, base: int, names: dict[float, str]) -> str:
@@ -57,7 +57,8 @@ def _three_digits(value: float) -> str:
     """Three significant digits, never in exponent form: `0.0123`, `1.23`, `12.3`, `1023`."""
     if abs(value) >= 99.95:
         return f"{value:.0f}"
-    return f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+    exponent = int(f"{value:.2e}".partition("e")[2])
+    return f"{value:.{2 - exponent}f}"
 
 
 def _clock(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """A variant's life: a function builds a training step, the step is used, and all of it is freed, whatever happens."""
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -14,13 +15,15 @@ Result = TypeVar("Result")
 def use(variant: Variant, action: Callable[[Step], Result]) -> Result:
     """Build the variant's step, return what `action` makes of it, and free everything that the variant held.
 
-    Also when it raises or is interrupted: the frames in the traceback would keep models and DataLoader workers alive,
-    so their local variables are dropped. Raises TypeError for a variant that returns no step.
+    Also when it raises or is interrupted: the frames in the traceback would keep models and DataLoader workers alive
+    for as long as somebody keeps the error, as a notebook does, so the error takes along their text instead. Raises
+    TypeError for a variant that returns no step.
     """
+    handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
     try:
         return action(_build(variant))
     except BaseException as error:
-        _drop_locals(error)
+        _drop_frames(error, handled)
         raise
     finally:
         release_memory()
@@ -49,7 +52,16 @@ def _build(variant: Variant) -> Step:
     return step
 
 
-def _drop_locals(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _drop_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Turn the tracebacks of an error, and of all that it is chained to, into a note.
+
+    To clear the frames' local variables would not do: a frame keeps its function, and a step its model in its closure.
+    """
+    error.add_note("In the variant:\n" + "".join(traceback.format_exception(error)))
+    dropped, linked = [handled, None], [error]
+    while linked:
+        error = linked.pop()
+        if not any(error is other for other in dropped):
+            error.__traceback__ = None
+            dropped.append(error)
+            linked += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]

@@ -57,8 +57,9 @@ def idle(ax, x, y, width, height, words):
 
 def arrow(ax, start, end, color=GREY, style="-|>", lw=1.4):
     """An arrow from start to end, both (x, y); "<|-|>" measures a stretch."""
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle=style, color=color, lw=lw, mutation_scale=11,
-                                 shrinkA=0, shrinkB=0))
+    ax.add_patch(
+        FancyArrowPatch(start, end, arrowstyle=style, color=color, lw=lw, mutation_scale=11, shrinkA=0, shrinkB=0)
+    )
 
 
 def line(ax, xs, ys, color=GREY, lw=1.6, dashed=False, **style):
@@ -176,8 +177,9 @@ def dataloader():
     for k, start in enumerate(steps[:7]):
         box(ax, left + start, 300, step, 28, BLUE, str(k + 1))
         box(ax, left + start, 332, step, 22, BLUE)
-    for y, words in zip((90, 119, 195, 223, 268, 314, 343),
-                        ("loop", "GPU", "worker 1", "worker 2", "queue", "loop", "GPU"), strict=True):
+    for y, words in zip(
+        (90, 119, 195, 223, 268, 314, 343), ("loop", "GPU", "worker 1", "worker 2", "queue", "loop", "GPU"), strict=True
+    ):
         text(ax, 18, y, words, ha="left")
     arrow(ax, (left, 376), (342, 376))
     text(ax, 210, 391, "time", color=GREY)

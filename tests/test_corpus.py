@@ -62,8 +62,13 @@ def test_text_rows_are_windows_of_the_package_they_are_labelled_with(count, spli
 
 def test_text_is_the_same_again_and_a_larger_count_appends():
     assert corpus.load_text(50)[:] == corpus.load_text(80)[:50]
-    assert corpus.load_text(50)[:]["text"] != corpus.load_text(50, seed=1)[:]["text"]
-    assert corpus.load_text(50)[:]["label"] != corpus.load_text(50, seed=1)[:]["label"]
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"split": "test"}])
+def test_text_of_another_seed_or_split_is_other_text(other):
+    rows, others = corpus.load_text(300)[:], corpus.load_text(300, **other)[:]
+    assert sum(one == two for one, two in zip(rows["label"], others["label"])) < 60  # 21 expected by chance
+    assert sum(one == two for one, two in zip(rows["text"], others["text"])) < 6
 
 
 def test_text_is_the_same_in_another_process_and_no_import_but_torch_is_slow():
@@ -104,7 +109,7 @@ def test_text_labels_are_balanced_and_lengths_spread():
     assert all(abs(count - 500) < 5 * math.sqrt(500) for count in counts.values()), counts
     lengths = sorted(text.count("\n") + 1 for text in rows["text"])
     low, middle, high = (lengths[int(share * len(lengths))] for share in (0.1, 0.5, 0.9))
-    assert low <= 3 and 5 <= middle <= 8 and high >= 16
+    assert low <= 3 and 5 <= middle <= 8 and high >= 16 and 60 < lengths[-1] <= 120
     assert len(set(rows["text"])) > 0.95 * len(rows["text"])
 
 
@@ -243,6 +248,14 @@ def test_fonts_that_are_missing_are_named(monkeypatch):
     monkeypatch.setattr(corpus.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="matplotlib"):
         corpus.Glyphs(1)
+
+
+def test_the_strength_of_the_augmentation_follows_the_size():
+    image, results = torch.rand(1, 64, 64), []
+    for size in (16, 64, 64):
+        torch.manual_seed(0)
+        results.append(corpus.augment(size)(image))
+    assert torch.equal(results[1], results[2]) and not torch.equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("size", [16, 48, 80])

@@ -1,0 +1,47 @@
+# The set-up is one rule, $(INSTALLED); every other target stands on it and a second call does not repeat it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SOURCES := effgpu tests images notebooks
+ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 300
+
+.PHONY: run test lab lint floor readme address clean
+
+run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
+	$(BIN)/effgpu run
+
+test: $(INSTALLED)  ## unit tests, and every notebook through nbval; one thread a process
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n 2 --dist loadfile -q $(ARGS)
+
+lab: $(INSTALLED)  ## JupyterLab on the lessons
+	$(BIN)/jupyter lab notebooks
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+floor:  ## the tests on the lowest versions that pyproject.toml admits
+	$(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/python -m pip install --quiet uv
+	VIRTUAL_ENV=$(CURDIR)/.venv-floor .venv-floor/bin/uv pip install --resolution lowest-direct -e ".[dev]"
+	touch .venv-floor/.installed
+	$(MAKE) test VENV=.venv-floor
+
+readme: $(INSTALLED)  ## README's table of lessons, from the committed notebooks
+	$(BIN)/python tests/test_readme.py
+
+address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
+	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }
+	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml README.md CONTRIBUTING.md notebooks/*.ipynb
+	perl -pi -e 's|\]\(\.\./images/|](https://raw.githubusercontent.com/$(REPO)/main/images/|g' notebooks/*.ipynb
+
+clean:
+	rm -rf $(VENV) .venv-floor out
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
+	touch $@

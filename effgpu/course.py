@@ -1,0 +1,236 @@
+"""Run the lessons headless, each in a kernel of its own, and collect the results that they carry."""
+
+import asyncio
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from effgpu import reference
+from effgpu.comparison import MIME_TYPE, Comparison
+
+LESSONS = Path(__file__).parent.parent / "notebooks"  # of a clone
+CELL_TIMEOUT = 3600  # seconds
+_STABLE_METADATA = {  # what a kernel reports of itself differs from machine to machine
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot of a lesson: the PNG in base64, and what it shows in words."""
+
+    png: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a lesson gave. `name` is its file's, `title` its heading; `failure` says in one line why it stopped."""
+
+    name: str
+    title: str
+    comparisons: tuple[Comparison, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    failure: str | None = None
+
+
+def find_lessons(names: Sequence[str] = ()) -> list[Path]:
+    """The lessons meant by `names` (a path, `02_dataloader.ipynb`, `02_dataloader`, `02` or `dataloader`), or all.
+
+    They are looked for in ./notebooks, else beside the package, as in a clone. Raises ValueError for an unknown name,
+    and where there are no lessons at all.
+    """
+    here = sorted(Path("notebooks").glob("*.ipynb")) or sorted(LESSONS.glob("*.ipynb"))
+    known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
+    if not names and not here:
+        raise ValueError(f"no lessons in ./notebooks nor in {LESSONS}: run effgpu in a clone of it, or name a path")
+    return list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
+
+
+def prepare(out: Path, *others: Path) -> None:
+    """Make the folders of a run, before anything is run.
+
+    Raises OSError where they, or `others`, cannot be written to, ValueError for results that are not effgpu's.
+    """
+    for folder in (out, out / "notebooks", out / "results", *others):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    for path in (out / "results").glob("*.json"):
+        reference.load(path)
+
+
+def run(lessons: Sequence[Path], out: Path, *, inplace: bool = False) -> Iterator[Outcome]:
+    """Run lessons one after another, with a progress bar, and yield each outcome; a failure does not stop the rest.
+
+    Executed lessons go to `out`/notebooks and, with `inplace`, over those lessons that succeeded. Ctrl-C ends the
+    running kernel and raises KeyboardInterrupt.
+    """
+    width = max(len(path.stem) for path in lessons)
+    with tqdm(total=len(lessons), leave=False, bar_format="{desc} |{bar:30}| {remaining} left") as bar:
+        for number, path in enumerate(lessons):
+            bar.set_description_str(f"{number + 1}/{len(lessons)} {path.stem:{width}}", refresh=False)
+            yield run_lesson(path, out / "notebooks", inplace=inplace, progress=partial(_show, bar, number))
+
+
+def run_lesson(
+    path: Path, folder: Path, *, inplace: bool = False, progress: Callable[[float], None] = lambda share: None
+) -> Outcome:
+    """Run one lesson in its own kernel and folder, and write it, executed, into `folder`.
+
+    `progress` is told the share of the cells that are done, from 0 to 1.
+    """
+    import nbformat
+
+    progress(0)
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except Exception as error:  # nbformat raises whatever the broken content leads to
+        return Outcome(path.stem, path.stem, failure=f"not a notebook: {type(error).__name__}: {_first_line(error)}")
+    _clear(notebook)
+    _execute(notebook, path.parent, progress)
+    _drop_blank_output(notebook)
+    outcome = _outcome(path.stem, notebook)
+    text = nbformat.writes(notebook) + "\n"
+    reference.write_whole(folder / path.name, text)
+    if inplace and not outcome.failure:
+        reference.write_whole(path, text)
+    return outcome
+
+
+def read_lessons(folder: Path) -> list[Outcome]:
+    """What the executed lessons in a folder hold, without running them; those of another format are passed over."""
+    import nbformat
+
+    outcomes = []
+    for path in sorted(folder.glob("*.ipynb")):
+        try:
+            outcomes.append(_outcome(path.stem, nbformat.read(path, as_version=4)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return outcomes
+
+
+def store(outcomes: Iterable[Outcome], folder: Path) -> list[Path]:
+    """Write the results into one file a machine; those of an earlier run stay, unless they have the same name."""
+    fresh: dict[Path, dict[str, Comparison]] = {}
+    for outcome in outcomes:
+        for comparison in outcome.comparisons:
+            fresh.setdefault(folder / f"{comparison.device.slug}.json", {})[comparison.name] = comparison
+    for path, named in fresh.items():
+        before = {comparison.name: comparison for comparison in reference.load(path)} if path.exists() else {}
+        reference.save(named.values(), path)
+    return list(fresh)
+
+
+def alt_text(comparison: Comparison) -> str:
+    """A comparison in one line, for those who cannot see its plot."""
+    verdicts = ", ".join(f"{measurement.label}: {comparison.verdict(measurement.label)}" for measurement in comparison)
+    return f"Plot of {comparison.name} on {comparison.device.label}. {verdicts}"
+
+
+def _find_lesson(name: str, known: dict[str, Path]) -> Path:
+    if Path(name).suffix == ".ipynb" and Path(name).is_file():
+        return Path(name)
+    if name in known:
+        return known[name]
+    stems = ", ".join(dict.fromkeys(path.stem for path in known.values())) or "none"
+    raise ValueError(f"unknown lesson {name!r}; known: {stems}")
+
+
+def _show(bar: tqdm, number: int, share: float) -> None:
+    bar.n = number + share
+    bar.refresh()
+
+
+def _clear(notebook) -> None:
+    """Forget an earlier execution, so that nothing of it can pass for this one's."""
+    notebook.metadata.update(_STABLE_METADATA)
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+
+
+def _execute(notebook, folder: Path, progress: Callable[[float], None]) -> None:
+    """Run the cells up to the first one that fails. Whatever stopped them stands in that cell's output as an error."""
+    import nbformat
+    from nbclient.exceptions import CellExecutionError
+
+    waiting = list(enumerate(notebook.cells))
+    try:
+        asyncio.run(_execute_cells(notebook, waiting, folder, progress))
+    except CellExecutionError:
+        pass
+    except Exception as error:  # the kernel died or did not start, a cell ran out of time
+        told = {"ename": type(error).__name__, "evalue": str(error), "traceback": [str(error)]}
+        for cell in _code_cells(cell for _, cell in waiting)[:1]:
+            cell.outputs.append(nbformat.v4.new_output("error", **told))
+
+
+async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callable[[float], None]) -> None:
+    """As nbclient's own `execute`, but for signals: its handlers would swallow a Ctrl-C, asyncio's cancel this task."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import DeadKernelError
+
+    options = {"record_timing": False, "coalesce_streams": True, "extra_arguments": ["--log-level=ERROR"]}
+    client = NotebookClient(notebook, kernel_name="python3", timeout=CELL_TIMEOUT, **options)
+    kernel = client.create_kernel_manager()
+    try:
+        await client.async_start_new_kernel(cwd=str(folder))
+        await client.async_start_new_kernel_client()
+        while waiting:
+            index, cell = waiting[0]
+            await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
+            del waiting[0]
+            progress((index + 1) / len(notebook.cells))
+    except DeadKernelError as error:
+        if asyncio.current_task().cancelling():  # which nbclient takes for the kernel's death
+            raise asyncio.CancelledError from error
+        raise
+    finally:
+        if client.kc:
+            client.kc.stop_channels()
+        await kernel.shutdown_kernel(now=bool(waiting))
+
+
+def _drop_blank_output(notebook) -> None:
+    """A progress bar that wiped itself out leaves blanks behind."""
+    for cell in _code_cells(notebook.cells):
+        cell.outputs = [out for out in cell.outputs if out.output_type != "stream" or out.text.strip()]
+
+
+def _outcome(name: str, notebook) -> Outcome:
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    heading = re.search(r"^# +(.+)", prose, re.MULTILINE)
+    title = heading[1].strip() if heading else name
+    comparisons, pictures = {}, []
+    for cell in _code_cells(notebook.cells):
+        data = [output.data for output in cell.outputs if "data" in output]
+        shown = [Comparison.from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
+        comparisons |= {comparison.name: comparison for comparison in shown}
+        alt = "; ".join(alt_text(comparison) for comparison in shown) or f"Plot of the lesson {title}"
+        pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
+    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook))
+
+
+def _failure(notebook) -> str | None:
+    for number, cell in enumerate(_code_cells(notebook.cells), start=1):
+        for output in cell.outputs:
+            if output.output_type == "error" and "raises-exception" not in cell.metadata.get("tags", []):
+                return f"cell [{number}] {_first_line(cell.source)!r}: {output.ename}: {_first_line(output.evalue)}"
+    return None
+
+
+def _code_cells(cells: Iterable) -> list:
+    return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def _first_line(text: object) -> str:
+    return next((line.strip() for line in str(text).splitlines() if line.strip()), "")

@@ -1,0 +1,156 @@
+"""What the tests share: one thread, the skip of `gpu` tests, a simulated GPU, and variants that tell what became of them."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two torch processes on two cores are 40 times slower
+
+from types import SimpleNamespace
+
+import hypothesis
+import pytest
+
+import effgpu  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
+import torch  # isort: skip
+
+from effgpu.device import Device
+from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.units import GiB
+
+hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  # no test depends on the machine's speed
+hypothesis.settings.load_profile("effgpu")
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_unless_marked(request, monkeypatch):
+    """Every test that is not marked `gpu` sees a machine without one, and so runs the same everywhere."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+class SimulatedGpu:
+    """The face of a GPU: it says what it is, and logs what it is asked for. Its clock is moved by the tests' steps."""
+
+    def __init__(self, name, capability, memory):
+        self.properties = SimpleNamespace(
+            name=name,
+            major=capability[0],
+            minor=capability[1],
+            total_memory=memory,
+            multi_processor_count=132,
+            uuid="01234567-89ab-cdef-0123-456789abcdef",
+        )
+        self.log = []
+        self.clock = 0.0  # seconds
+        self.free, self.reserved, self.allocated, self.most_reserved = memory, 0, 0, 0
+        self.fraction = 1.0
+
+    def step(self, seconds=0.01):
+        self.log.append("step")
+        self.clock += seconds
+
+
+@pytest.fixture
+def simulate_gpu(monkeypatch):
+    """A function that puts a simulated GPU in place of torch.cuda's."""
+
+    def simulate(name="NVIDIA H200", capability=(9, 0), memory=140 * GiB):
+        gpu = SimulatedGpu(name, capability, memory)
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                self.timing = enable_timing
+
+            def record(self):
+                gpu.log.append("record")
+                self.at = gpu.clock
+
+            def synchronize(self):
+                gpu.log.append("wait for event")
+
+            def elapsed_time(self, later):
+                assert self.timing and later.timing, "elapsed_time needs enable_timing=True"
+                assert gpu.log[-1] == "wait", "elapsed_time needs a finished event"
+                return (later.at - self.at) * 1000
+
+        replaced = {
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda device=None: gpu.properties,
+            "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+            "mem_get_info": lambda device=None: (gpu.free, memory),
+            "memory_reserved": lambda device=None: gpu.reserved,
+            "memory_allocated": lambda device=None: gpu.allocated,
+            "max_memory_reserved": lambda device=None: gpu.most_reserved,
+            "reset_peak_memory_stats": lambda device=None: setattr(gpu, "most_reserved", gpu.reserved),
+            "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
+            "empty_cache": lambda: gpu.log.append("empty cache"),
+            "synchronize": lambda device=None: gpu.log.append("wait"),
+            "Event": Event,
+        }
+        for attribute, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, attribute, value)
+        clear = lambda: gpu.log.append("clear workspaces")
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+        return gpu
+
+    return simulate
+
+
+@pytest.fixture
+def cpu():
+    """A CPU that results were measured on."""
+    return Device("Test CPU", "cpu", 8 * GiB, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
+
+
+@pytest.fixture
+def make_gpu():
+    """A function that describes a GPU that results were measured on."""
+
+    def make(name="NVIDIA Test"):
+        versions = {"torch": "2.15.0", "cuda": "13.0"}
+        return Device(name, "cuda", 80 * GiB, 16, 132, (9, 0), "580.1", {"bf16": "yes"}, versions)
+
+    return make
+
+
+@pytest.fixture
+def make_measurement(cpu):
+    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 8 rounds."""
+
+    def make(label, seconds=0.02, *, rounds=8, device=cpu, failed=False, **fields):
+        if failed:
+            return Measurement(label, (), device, failed=OUT_OF_MEMORY, **fields)
+        wobble = [1 + 0.002 * (number - (rounds - 1) / 2) for number in range(rounds)]
+        fields = {"peak_allocated": 1000} | fields
+        return Measurement(label, tuple(seconds * w for w in wobble), device, **fields)
+
+    return make
+
+
+def tiny_variant(width=8):
+    """The smallest training that there is: a linear layer and SGD."""
+    model = torch.nn.Linear(width, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.ones(4, width)
+
+    def step():
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.fixture
+def tiny():
+    """The variant `tiny_variant`."""
+    return tiny_variant

@@ -1,0 +1,190 @@
+"""Tests of effgpu.device: the same questions answered on a CPU, on a T4 and on an H200, and limits that come undone."""
+
+import json
+import math
+import os
+from dataclasses import asdict
+
+import pynvml
+import pytest
+import torch
+
+from effgpu import device
+from effgpu.device import Device, by_tier, current_limit, describe, free_memory, is_out_of_memory, memory_limit
+from effgpu.units import GiB, MiB
+
+T4 = {"name": "Tesla T4", "capability": (7, 5), "memory": 15 * GiB}
+TIERS = {"cpu": "cpu", "small": "small", "large": "large"}
+
+
+def test_find_device(simulate_gpu):
+    assert device.find_device() == torch.device("cpu")
+    simulate_gpu()
+    assert device.find_device() == torch.device("cuda", 0)
+
+
+def test_by_tier_goes_by_the_memory_of_the_gpu(simulate_gpu):
+    assert by_tier(**TIERS) == "cpu"
+    simulate_gpu(**T4)
+    assert by_tier(**TIERS) == "small"
+    simulate_gpu(memory=30 * GiB - 1)
+    assert by_tier(**TIERS) == "small"
+    simulate_gpu(memory=30 * GiB)
+    assert by_tier(**TIERS) == "large"
+
+
+def test_describe_on_a_cpu():
+    here = describe()
+    assert here.kind == "cpu" and here.name.strip()
+    assert here.cores >= 1 and here.memory > 64 * MiB
+    assert (here.multiprocessors, here.capability, here.driver, here.supports) == (None, None, None, {})
+    assert {"python", "effgpu", "torch"} <= set(here.versions) and here.versions["torch"] in torch.__version__
+    assert json.loads(json.dumps(asdict(here))) == asdict(here)
+
+
+def test_describe_on_a_t4_says_that_bf16_is_emulated_and_what_is_missing(simulate_gpu, monkeypatch):
+    simulate_gpu(**T4)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.1")
+    here = describe()
+    assert (here.name, here.kind, here.memory) == ("Tesla T4", "cuda", 15 * GiB)
+    assert (here.multiprocessors, here.capability, here.driver) == (132, (7, 5), "580.1")
+    assert here.supports == {
+        "bf16": "emulated",
+        "fp16 tensor cores": "yes",
+        "torch.compile": "yes",
+        "TF32": "no",
+        "flash attention": "no",
+        "2:4 sparsity": "no",
+        "fp8": "no",
+    }
+    assert "cuda" in here.versions
+
+
+def test_describe_on_an_h200_has_everything(simulate_gpu):
+    simulate_gpu()
+    assert set(describe().supports.values()) == {"yes"}
+
+
+@pytest.mark.parametrize(("capability", "fp8"), [((8, 0), "no"), ((8, 6), "no"), ((8, 9), "yes"), ((12, 0), "yes")])
+def test_fp8_needs_ada_or_newer(simulate_gpu, capability, fp8):
+    simulate_gpu(capability=capability)
+    supports = describe().supports
+    assert supports["fp8"] == fp8 and supports["TF32"] == supports["bf16"] == "yes"
+
+
+def test_a_driver_that_nvml_does_not_tell_is_none(simulate_gpu, monkeypatch):
+    simulate_gpu()
+
+    def refuse():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert describe().driver is None
+
+
+def test_names_of_devices(cpu, make_gpu):
+    assert cpu.label == "Test CPU (CPU, 2 cores)" and cpu.slug == "cpu-test-cpu-2-cores"
+    assert make_gpu("NVIDIA H200").label == "NVIDIA H200" and make_gpu("NVIDIA H200").slug == "nvidia-h200"
+    assert Device("NVIDIA A100-SXM4 (80GB)/x", "cuda", None, 1).slug == "nvidia-a100-sxm4-80gb-x"
+
+
+def test_free_memory_on_a_cpu_is_at_most_the_limit():
+    free = free_memory()
+    assert free is None or free > 0
+    with memory_limit(1000):
+        assert free_memory() in (None, 1000)
+
+
+def test_free_memory_on_a_gpu_counts_what_the_cache_can_give_back(simulate_gpu):
+    gpu = simulate_gpu(memory=16 * GiB)
+    gpu.free, gpu.reserved, gpu.allocated = 10 * GiB, 3 * GiB, 1 * GiB
+    assert free_memory() == 12 * GiB
+    with memory_limit(5 * GiB):
+        assert free_memory() == 4 * GiB
+    with memory_limit(2 * GiB):  # more is cached than that, but only 1 GiB of it is in use
+        assert free_memory() >= 1 * GiB
+
+
+def test_the_tightest_limit_holds_and_each_comes_undone(simulate_gpu):
+    gpu = simulate_gpu(memory=16 * GiB)
+    with memory_limit(8 * GiB):
+        assert (current_limit(), gpu.fraction) == (8 * GiB, 0.5)
+        with memory_limit(4 * GiB):
+            assert (current_limit(), gpu.fraction) == (4 * GiB, 0.25)
+            with memory_limit(12 * GiB):
+                assert (current_limit(), gpu.fraction) == (4 * GiB, 0.25)
+        assert (current_limit(), gpu.fraction) == (8 * GiB, 0.5)
+    assert (current_limit(), gpu.fraction) == (None, 1.0)
+    with memory_limit(64 * GiB):
+        assert gpu.fraction == 1.0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_limit_comes_undone_after_an_error(simulate_gpu, error):
+    gpu = simulate_gpu(memory=16 * GiB)
+    with pytest.raises(error), memory_limit(8 * GiB):
+        raise error
+    assert (current_limit(), gpu.fraction) == (None, 1.0)
+
+
+@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, None, "1 GiB"])
+def test_a_limit_is_a_positive_number(limit):
+    with pytest.raises(ValueError, match="^limit: expected a positive number of bytes, got"), memory_limit(limit):
+        raise AssertionError("a limit that is none was taken")
+    assert current_limit() is None
+
+
+def test_release_memory_empties_the_allocators_cache_after_all_that_holds_it(simulate_gpu):
+    gpu = simulate_gpu()
+    device.release_memory()
+    assert gpu.log == ["clear workspaces", "empty cache"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_an_impossible_allocation_counts_as_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.gpu
+def test_describe_on_this_gpu():
+    here, properties = describe(), torch.cuda.get_device_properties()
+    assert (here.name, here.kind, here.memory) == (properties.name, "cuda", properties.total_memory)
+    assert here.capability == torch.cuda.get_device_capability()
+    assert here.multiprocessors > 0 and here.cores == len(os.sched_getaffinity(0))
+    assert here.versions["cuda"] == (torch.version.cuda or "rocm")
+    assert set(here.supports.values()) <= {"yes", "no", "emulated"}
+    assert json.loads(json.dumps(asdict(here)))["name"] == here.name
+
+
+@pytest.mark.gpu
+def test_a_limit_on_this_gpu_holds_and_comes_undone():
+    device.release_memory()
+    limit = torch.cuda.memory_reserved() + 256 * MiB
+    with memory_limit(limit):
+        assert free_memory() <= limit
+        torch.empty(64 * MiB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+    torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+    device.release_memory()
+    assert 0 < free_memory() <= torch.cuda.get_device_properties().total_memory

@@ -1,0 +1,70 @@
+"""Tests of effgpu.flops: FLOPs by arithmetic, the matmul peak from the times, and the share of it that is used."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from effgpu import flops
+from effgpu.flops import count_flops, matmul_peak, mfu
+
+
+@given(rows=st.integers(1, 16), width=st.integers(1, 16), out=st.integers(1, 16), gradient=st.booleans())
+def test_flops_of_a_linear_layer_by_arithmetic(rows, width, out, gradient):
+    model = torch.nn.Linear(width, out)
+    batch = torch.randn(rows, width, requires_grad=gradient)
+    product = 2 * rows * width * out  # one for the output, one for the weight's gradient, one for the batch's
+    assert count_flops(lambda: model(batch)) == product
+    assert count_flops(lambda: model(batch).sum().backward()) == (3 if gradient else 2) * product
+
+
+def test_what_a_checkpoint_computes_twice_counts_twice():
+    model, batch = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    step = lambda: checkpoint(lambda x: model(x).tanh(), batch, use_reentrant=False).sum().backward()
+    assert count_flops(step) == 3 * 2 * 4 * 8 * 8
+
+
+def test_element_wise_operations_do_not_count():
+    assert count_flops(lambda: torch.randn(100).exp().sum()) == 0
+
+
+def test_the_step_runs_once():
+    calls = []
+    count_flops(lambda: calls.append(1))
+    assert len(calls) == 1
+
+
+def test_matmul_peak_is_the_flops_over_the_best_time(monkeypatch):
+    monkeypatch.setattr(flops, "warm_up", lambda step, count: 1.0)
+    monkeypatch.setattr(flops, "time_steps", lambda step, count: [0.5, 0.25, 1.0])
+    assert matmul_peak(size=8) == 2 * 8**3 / 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matmul_peak_of_this_machine(dtype):
+    assert matmul_peak(dtype, size=64, seconds=0.001) > 0
+
+
+@pytest.mark.parametrize("size", [0, -8])
+def test_matmul_peak_needs_a_size(size):
+    with pytest.raises(ValueError, match=r"^size: expected a positive edge length, got"):
+        matmul_peak(size=size)
+
+
+@given(share=st.floats(0.01, 1), seconds=st.floats(1e-6, 1e3), peak=st.floats(1e9, 1e15))
+def test_mfu_is_the_share_of_the_peak(share, seconds, peak):
+    assert mfu(share * peak * seconds, seconds, peak) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("seconds", "peak"), [(0, 1), (-1, 1), (1, 0), (1, -1), (float("nan"), 1)])
+def test_mfu_needs_positive_numbers(seconds, peak):
+    with pytest.raises(ValueError, match=r"^seconds and peak: expected positive numbers, got"):
+        mfu(1e9, seconds, peak)
+
+
+@pytest.mark.gpu
+def test_matmul_peak_is_higher_in_bf16_where_the_gpu_has_it():
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU has no bf16")
+    assert matmul_peak(torch.bfloat16) > 1.5 * matmul_peak(torch.float32) > 1e12

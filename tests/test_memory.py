@@ -1,0 +1,284 @@
+"""Tests of effgpu.memory: the trace against torch's own tracker and against arithmetic, phase by phase."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+from effgpu.device import find_device, memory_limit, release_memory
+from effgpu.memory import Trace, saved_bytes, trace
+from effgpu.units import GiB, MiB
+
+
+def train(model, batch, compute_loss=lambda model, batch: model(batch).float().square().mean()):
+    device = find_device()
+    model, batch = model.to(device), batch.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        compute_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def make_mlp(blocks=1):
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(blocks))
+    )
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    return train(nn.TransformerEncoder(layer, 2), torch.randn(8, 64, 64))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 500, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="eager"))
+    ids = torch.randint(500, (4, 64))
+    return train(
+        model, ids, lambda model, ids: nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+    )
+
+
+def resnet():
+    from torchvision.models import resnet18
+
+    return train(resnet18(num_classes=10), torch.randn(2, 3, 64, 64))
+
+
+def checkpointed():
+    def compute_loss(model, batch):
+        for block in model:
+            batch = checkpoint(block, batch, use_reentrant=False)
+        return batch.square().mean()
+
+    return train(make_mlp(4), torch.randn(2048, 64), compute_loss)
+
+
+def autocast():
+    def compute_loss(model, batch):
+        with torch.autocast(find_device().type, dtype=torch.bfloat16):
+            return model(batch).float().square().mean()
+
+    return train(make_mlp(), torch.randn(4096, 64), compute_loss)
+
+
+MODELS = [transformer, gpt2, resnet, checkpointed, autocast]
+
+
+def track(variant):
+    """The peak of one step by torch's own tracker, which follows tensors and not the allocator."""
+    tracker = MemTracker()
+    with tracker:
+        step = variant()
+        for _ in range(3):
+            tracker.reset_mod_stats()
+            step()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def order(phases):
+    return list(dict.fromkeys(phases))
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("variant", MODELS)
+def test_trace_agrees_with_torchs_tracker_repeats_itself_and_goes_forward_backward_optimizer(variant):
+    first, second = trace(variant), trace(variant)
+    assert first.peak == second.peak and first.bytes[0] == second.bytes[0]
+    assert first.peak == pytest.approx(track(variant), rel=0.01)
+    assert order(first.phases) == ["forward", "backward", "optimizer"]
+    assert len(first.phases) == len(first.bytes) and first.reserved is None
+
+
+def test_trace_starts_with_parameters_optimizer_state_and_inputs():
+    sizes = []
+
+    def variant():
+        model, batch = make_mlp(), torch.randn(16, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            state = [v for values in optimizer.state.values() for v in values.values()]
+            sizes.append(sum(tensor.nbytes for tensor in [*model.parameters(), batch, *state]))
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    recorded = trace(variant)
+    assert recorded.bytes[0] == recorded.bytes[-1] == sizes[-1] > sizes[0]
+    assert min(recorded.bytes) >= sizes[-1]
+
+
+def test_trace_of_one_allocation_is_exact():
+    def variant():
+        return lambda: torch.empty(1000, dtype=torch.uint8) is None
+
+    recorded = trace(variant)
+    assert recorded.bytes == (0, 1000, 0)
+    assert recorded.phases == ("forward",) * 3
+    assert repr(recorded) == "Trace(peak=1000 B, start=0 B, events=2)"
+
+
+def test_trace_of_a_step_that_allocates_nothing():
+    assert trace(lambda: lambda: None) == Trace((0,), ("forward",))
+
+
+def test_what_was_alive_before_the_variant_was_built_is_not_counted():
+    alone = trace(transformer)
+    before = torch.ones(4 * MiB)
+    beside = trace(transformer)
+    assert (beside.peak, beside.bytes[0]) == (alone.peak, alone.bytes[0])
+    assert before.sum() > 0
+
+
+def test_what_the_warm_up_holds_counts_but_what_it_frees_does_not():
+    def variant():
+        kept = []
+
+        def step():
+            kept[:] = [torch.empty(MiB, dtype=torch.uint8)]
+            torch.empty(8 * MiB if len(calls) == 0 else MiB, dtype=torch.uint8)
+            calls.append(1)
+
+        return step
+
+    calls = []
+    recorded = trace(variant, warmup=1)
+    assert len(calls) == 2
+    assert (recorded.bytes[0], recorded.peak) == (MiB, 2 * MiB)
+
+
+def test_backward_in_a_checkpoint_is_backward():
+    recorded = trace(checkpointed)
+    edges = sum(a != b for a, b in zip(recorded.phases, recorded.phases[1:]))
+    assert edges == 2, "recomputing the forward pass belongs to backward"
+
+
+def test_a_limit_on_a_cpu_is_out_of_memory():
+    peak = trace(transformer).peak
+    with memory_limit(peak):
+        assert trace(transformer).peak == peak
+    with memory_limit(peak - 1), pytest.raises(torch.OutOfMemoryError, match="out of memory: the step needs"):
+        trace(transformer)
+
+
+def test_nothing_is_left_of_a_traced_variant():
+    def count():
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    trace(transformer)
+    before = count()
+    trace(transformer)
+    assert count() <= before
+
+
+def test_reserved_is_the_steps_own_whatever_was_reserved_before(simulate_gpu):
+    gpu = simulate_gpu()
+    gpu.allocated, gpu.reserved, gpu.most_reserved = 1 * GiB, 2 * GiB, 50 * GiB  # an earlier variant's peak
+
+    def variant():
+        def step():
+            gpu.most_reserved = max(gpu.most_reserved, 4 * GiB)
+
+        return step
+
+    gpu.reserved = 2 * GiB
+    assert trace(variant).reserved == 3 * GiB
+
+
+# What autograd saves
+
+
+def test_saved_bytes_of_a_chain_by_arithmetic():
+    rows, width, hidden = 32, 16, 64
+    model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+    batch = torch.randn(rows, width)
+    inputs_of_each = rows * width + rows * hidden + rows * hidden  # of the linear, the GELU and the linear
+    assert saved_bytes(lambda: model(batch).sum()) == 4 * inputs_of_each
+    assert saved_bytes(lambda: model.double()(batch.double()).sum()) == 8 * inputs_of_each
+
+
+def test_parameters_are_not_saved_bytes_not_even_seen_through_a_view():
+    weight = nn.Parameter(torch.randn(64, 64))
+    batch = torch.randn(8, 64, requires_grad=True) * 1
+    assert saved_bytes(lambda: batch @ weight) == batch.nbytes
+    assert saved_bytes(lambda: batch @ weight.t()) == batch.nbytes
+
+
+def test_a_storage_saved_more_than_once_counts_once():
+    start = torch.randn(100, requires_grad=True)
+
+    def forward():
+        x = start * 1
+        return (x[:50].sin() * x[:50].cos()).sum()  # keeps x's storage for both, and both results
+
+    assert saved_bytes(forward) == start.nbytes + 2 * 50 * 4
+
+
+def test_nothing_is_saved_without_gradients():
+    model = make_mlp()
+    with torch.no_grad():
+        assert saved_bytes(lambda: model(torch.randn(8, 64))) == 0
+
+
+def test_checkpoints_save_their_inputs_only():
+    model, batch = make_mlp(4), torch.randn(32, 64)
+
+    def forward():
+        x = batch
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+    assert saved_bytes(forward) == 4 * batch.nbytes
+    assert saved_bytes(lambda: model(batch).sum()) > 4 * saved_bytes(forward)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", MODELS)
+def test_trace_agrees_with_the_allocators_own_statistics(variant):
+    recorded = trace(variant)
+    release_memory()
+    before = torch.cuda.memory_allocated()
+    step = variant()
+    step()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated() - before
+    step()
+    torch.cuda.synchronize()
+    assert recorded.peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.01)
+    assert recorded.bytes[0] == pytest.approx(start, rel=0.01)
+    assert recorded.reserved >= recorded.peak
+    assert order(recorded.phases) == ["forward", "backward", "optimizer"]
+    del step
+    release_memory()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_what_came_before_changes_neither_peak_nor_reserved_on_a_gpu():
+    trace(lambda: lambda: torch.empty(GiB, dtype=torch.uint8, device="cuda").zero_())  # leaves a high peak behind
+    first = trace(transformer)
+    beside = torch.empty(100 * MiB, dtype=torch.uint8, device="cuda")
+    second = trace(transformer)
+    assert first.peak == pytest.approx(second.peak, rel=0.01)
+    assert second.reserved >= second.peak > 0
+    assert abs(first.reserved - second.reserved) <= 40 * MiB  # two of the allocator's segments
+    del beside

@@ -1,0 +1,181 @@
+"""Tests of effgpu.power: joules per step against a simulated board, and None wherever NVML does not tell."""
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from effgpu import power
+
+
+class Board:
+    """A board at work: the host launches, the GPU runs behind it, and a counter of energy moves in ticks."""
+
+    def __init__(self, *, watts=300.0, tick=0.05, step=0.01):
+        self.watts, self.tick, self.seconds_per_step = watts, tick, step
+        self.now = 5.0  # the host's clock
+        self.busy_until = 5.0
+        self.ahead = self.most_ahead = self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        self.now += 1e-5
+        self.busy_until = max(self.busy_until, self.now) + self.seconds_per_step
+        self.most_ahead = max(self.most_ahead, (self.busy_until - self.now) / self.seconds_per_step)
+
+    def clock(self):
+        self.now += 1e-6
+        return self.now
+
+    def millijoules(self, handle):
+        assert handle == "handle"
+        return int(int(self.now / self.tick) * self.tick * self.watts * 1000)
+
+    def install(self, monkeypatch):
+        board = self
+
+        class Event:
+            def record(self):
+                self.at = board.busy_until
+
+            def synchronize(self):
+                board.now = max(board.now, self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(power, "_handle", lambda: "handle")
+        monkeypatch.setattr(power, "time", SimpleNamespace(perf_counter=board.clock))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", board.millijoules)
+        return board
+
+
+def refuse(*_):
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    watts=st.floats(20, 1000),
+    tick=st.floats(0.02, 0.1),
+    step=st.floats(0.001, 1.5),
+    seconds=st.floats(0.3, 3.0),
+)
+def test_joules_per_step_are_right_within_the_ticks(watts, tick, step, seconds):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        board = Board(watts=watts, tick=tick, step=step).install(monkeypatch)
+        joules = power.measure_energy(board.step, seconds=seconds)
+    resolution = min(tick, step) + 2 * (power._POLL + step * (step < tick))  # at the window's ends
+    assert joules == pytest.approx(watts * step, rel=resolution / max(seconds, step) + 1e-3)
+    assert board.now - 5.0 >= seconds
+
+
+def test_steps_are_launched_ahead_of_the_gpu_but_not_far(monkeypatch):
+    board = Board().install(monkeypatch)
+    power.measure_energy(board.step, seconds=0.5)
+    assert 2 < board.most_ahead <= 3.01
+
+
+def test_a_counter_that_stands_still_is_none(monkeypatch):
+    board = Board().install(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: 123_456)
+    assert power.measure_energy(board.step, seconds=0.5) is None
+    assert board.now - 5.0 < 1.0, "gave up too late"
+
+
+def test_a_counter_that_stops_midway_is_none(monkeypatch):
+    board = Board().install(monkeypatch)
+    stopping = lambda handle: min(board.millijoules(handle), int(5.2 * 300_000))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", stopping)
+    assert power.measure_energy(board.step, seconds=2.0) is None
+
+
+def test_no_counter_is_none_and_runs_no_step(monkeypatch):
+    board = Board().install(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", refuse)
+    assert power.measure_energy(board.step) is None
+    assert board.steps == 0
+
+
+def test_a_counter_that_fails_midway_is_none(monkeypatch):
+    board = Board().install(monkeypatch)
+    failing = lambda handle: board.millijoules(handle) if board.now < 5.2 else refuse()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", failing)
+    assert power.measure_energy(board.step, seconds=2.0) is None
+
+
+def test_without_a_gpu_all_is_none():
+    ran = []
+    assert power.sample() is None
+    assert power.measure_energy(lambda: ran.append(1)) is None and not ran
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-"])
+def test_the_handle_is_asked_for_by_uuid(simulate_gpu, monkeypatch, prefix):
+    gpu, asked = simulate_gpu(), []
+    uuid = gpu.properties.uuid
+    gpu.properties.uuid = prefix + uuid
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: asked.append("init"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: asked.append(uuid) or "handle")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", None)
+    assert power._handle() == "handle"
+    assert asked == ["init", f"GPU-{uuid}"]
+
+
+def test_a_machine_whose_nvml_does_not_start_has_no_handle(simulate_gpu, monkeypatch):
+    simulate_gpu()
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert power._handle() is None and power.sample() is None and power.measure_energy(lambda: None) is None
+
+
+QUESTIONS = {
+    "utilisation": ("nvmlDeviceGetUtilizationRates", SimpleNamespace(gpu=55, memory=20), 0.55),
+    "memory_used": ("nvmlDeviceGetMemoryInfo", SimpleNamespace(used=2**30, total=2**34), 2**30),
+    "watts": ("nvmlDeviceGetPowerUsage", 312_500, 312.5),
+    "joules": ("nvmlDeviceGetTotalEnergyConsumption", 7_000, 7.0),
+}
+
+
+@pytest.mark.parametrize("missing", [None, *QUESTIONS])
+def test_a_sample_has_none_for_exactly_what_nvml_refuses(monkeypatch, missing):
+    monkeypatch.setattr(power, "_handle", lambda: "handle")
+    for field, (function, answer, _) in QUESTIONS.items():
+        monkeypatch.setattr(pynvml, function, refuse if field == missing else lambda handle, answer=answer: answer)
+    expected = {field: None if field == missing else value for field, (_, _, value) in QUESTIONS.items()}
+    assert power.sample() == power.Sample(**expected)
+
+
+# On a GPU
+
+
+@pytest.fixture
+def busy():
+    a = torch.randn(4096, 4096, device="cuda")
+    return lambda: torch.mm(a, a)
+
+
+@pytest.mark.gpu
+def test_sample_is_plausible():
+    reading = power.sample()
+    if reading is None:
+        pytest.skip("this GPU has no NVML")
+    held = torch.empty(2**28, dtype=torch.uint8, device="cuda").zero_()
+    assert reading.utilisation is None or 0 <= reading.utilisation <= 1
+    assert reading.watts is None or 1 < reading.watts < 3000
+    assert reading.joules is None or reading.joules > 0
+    if reading.memory_used is not None:
+        assert 0 < reading.memory_used <= torch.cuda.get_device_properties().total_memory * 1.1
+        assert power.sample().memory_used >= held.nbytes
+
+
+@pytest.mark.gpu
+def test_energy_repeats_itself_and_grows_with_the_work(busy):
+    reading = power.sample()
+    if reading is None or reading.joules is None:
+        pytest.skip("this GPU counts no energy")
+    power.measure_energy(busy, seconds=1.0)  # until clock and power have settled
+    first, second = (power.measure_energy(busy, seconds=1.5) for _ in range(2))
+    assert first > 0 and second == pytest.approx(first, rel=0.25)
+    double = power.measure_energy(lambda: (busy(), busy()), seconds=1.5)
+    assert 1.4 < double / first < 2.8

@@ -1,0 +1,84 @@
+"""README's table of lessons says what the committed notebooks hold; run as a script, this file writes it there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from effgpu import units
+from effgpu.comparison import Comparison
+from effgpu.course import Outcome, read_lessons
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+TABLE = re.compile(r"(?<=committed notebooks carry -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
+
+
+def address() -> str:
+    return re.search(r'^Repository = "https://github.com/(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+
+
+def table() -> str:
+    """A row a lesson: its name, what its main comparison gave and on which device, and the badge."""
+    lessons = read_lessons(ROOT / "notebooks")
+    rows = ["| lesson | what it gave | Colab |", "|---|---|---|", *map(row, lessons)]
+    return "\n".join(rows) + "\n"
+
+
+def row(lesson: Outcome) -> str:
+    main = next(comparison for comparison in lesson.comparisons if comparison.name == lesson.name)
+    effects = "<br>".join(effect(main, m.label) for m in main.measurements[1:])
+    badge = f"https://colab.research.google.com/github/{address()}/blob/main/notebooks/{lesson.name}.ipynb"
+    image = "https://colab.research.google.com/assets/colab-badge.svg"
+    told = f"{effects}<br><sub>against *{main.baseline.label}*, on {main.device.label}</sub>"
+    link = f"[{lesson.name[:2]}](notebooks/{lesson.name}.ipynb)"
+    return f"| {link} {lesson.title} | {told} | [![Open in Colab]({image})]({badge}) |"
+
+
+def effect(comparison: Comparison, label: str) -> str:
+    time, memory = comparison.time_ratio(label), comparison.memory_ratio(label)
+    return f"*{label}*: time {time} ({comparison.verdict(label)}), memory {units.format_ratio(memory.value)}"
+
+
+def test_table_is_what_the_notebooks_hold():
+    assert TABLE.search(README.read_text())[0] == table(), "make readme brings it up to date"
+
+
+def test_every_link_and_picture_exists():
+    text = README.read_text()
+    targets = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r'src="([^":]+)"', text)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_target_named_exists(name):
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make ([a-z]+)", (ROOT / name).read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_example_runs():
+    """The README's example, with a model of one layer on the CPU for the reader's own."""
+    import torch
+
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1].replace('"cuda"', '"cpu"')
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            return type("Output", (), {"loss": super().forward(x).float().square().mean()})
+
+    def build():
+        model = Model(8, 8)
+        return model, torch.optim.SGD(model.parameters()), {"x": torch.randn(32, 8)}
+
+    names = {"build": build}
+    exec(code, names)
+    assert isinstance(names["result"], Comparison)
+    assert [m.label for m in names["result"]] == ["fp32", "bf16"]
+
+
+if __name__ == "__main__":
+    text = README.read_text()
+    README.write_text(TABLE.sub(lambda _: table(), text))

@@ -1,0 +1,78 @@
+"""Tests of effgpu.timing: one wait before the steps, one after, none between; the budget gives the number of steps."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effgpu import timing
+
+
+def test_gpu_is_waited_for_once_before_and_once_after_the_steps_and_never_between(simulate_gpu):
+    gpu = simulate_gpu()
+    durations = iter([0.01, 0.03, 0.02])
+    times = timing.time_steps(lambda: gpu.step(next(durations)), 3)
+    assert gpu.log == ["wait", "record", *["step", "record"] * 3, "wait"]
+    assert times == pytest.approx([0.01, 0.03, 0.02])
+
+
+def test_cpu_times_each_step_with_nothing_before_the_first_or_after_the_last(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    durations = iter([0.5, 0.25, 1.0, 2.0])
+
+    def step():
+        clock[0] += next(durations)
+
+    assert timing.time_steps(step, 4) == pytest.approx([0.5, 0.25, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_needs_a_step(count):
+    with pytest.raises(ValueError, match=r"^count: expected at least 1 step, got"):
+        timing.time_steps(lambda: None, count)
+
+
+@pytest.mark.parametrize(("asked", "run"), [(0, 1), (1, 1), (3, 3)])
+def test_warm_up_runs_its_steps_and_tells_the_last_ones_time(asked, run, simulate_gpu):
+    gpu = simulate_gpu()
+    durations = iter([9.0, 3.0, 1.0][-run:])
+    assert timing.warm_up(lambda: gpu.step(next(durations)), asked) == pytest.approx(1.0)
+    assert gpu.log.count("step") == run
+
+
+@given(seconds=st.floats(0, 100), budget=st.floats(0.001, 100))
+def test_steps_fill_the_budget_and_are_never_fewer_than_five(seconds, budget):
+    count = timing.plan_steps(seconds, budget)
+    assert count >= timing.FEWEST_STEPS == 5
+    if count > 5:
+        assert count * max(seconds, 1e-7) == pytest.approx(budget, abs=max(seconds, 1e-7))
+
+
+@pytest.mark.gpu
+def test_gpu_time_grows_with_the_work():
+    def busy(cycles):
+        return timing.warm_up(lambda: torch.cuda._sleep(cycles), 3)
+
+    busy(200_000_000)  # until the clock has risen from idle
+    short, long = busy(5_000_000), busy(20_000_000)
+    assert long / short == pytest.approx(4, rel=0.2)
+    times = timing.time_steps(lambda: torch.cuda._sleep(20_000_000), 10)
+    assert sum(times) / 10 == pytest.approx(long, rel=0.2)
+
+
+@pytest.mark.gpu
+def test_gpu_steps_are_launched_ahead_of_the_gpu():
+    launched = []
+
+    def step():
+        torch.cuda._sleep(20_000_000)
+        launched.append(time.perf_counter())
+
+    timing.warm_up(step, 3)
+    launched.clear()
+    times = timing.time_steps(step, 10)
+    assert launched[-1] - launched[0] < sum(times) / 2

@@ -1,0 +1,121 @@
+"""Tests of effgpu.units: three digits that read back as the value, in order, and never an exponent."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effgpu import units
+from effgpu.units import GiB, KiB, MiB, format_bytes, format_count, format_joules, format_ratio, format_seconds
+
+PREFIXES = {"µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+BYTES = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": 2**40}
+SECONDS = {f"{prefix}s": PREFIXES[prefix] for prefix in ("µ", "m", "")}
+JOULES = {f"{prefix}J": PREFIXES[prefix] for prefix in ("µ", "m", "", "k", "M")}
+FLOPS = {f"{prefix}FLOP": PREFIXES[prefix] for prefix in ("", "k", "M", "G", "T", "P")}
+ITEMS = {"items": 1, "M items": 1e6, "G items": 1e9, "T items": 1e12, "P items": 1e15}
+
+FORMATS = {
+    "seconds": (format_seconds, SECONDS, st.floats(1e-9, 119.9)),
+    "bytes": (format_bytes, BYTES, st.integers(1, 2**50)),
+    "joules": (format_joules, JOULES, st.floats(1e-9, 1e9)),
+    "flops": (lambda value: format_count(value, "FLOP"), FLOPS, st.floats(1e-6, 1e18)),
+    "items": (lambda value: format_count(value, "items"), ITEMS, st.floats(1e-6, 1e18)),
+    "ratio": (format_ratio, {"×": 1}, st.floats(1e-6, 1e6)),
+}
+with_each_format = pytest.mark.parametrize("kind", FORMATS)
+
+
+def read(text, scales):
+    """The number that a reader takes from the text."""
+    found = re.fullmatch(r"(-?[\d,]+(?:\.\d+)?) (.+)", text)
+    assert found, f"not a plain number and a unit: {text!r}"
+    return float(found[1].replace(",", "")) * scales[found[2]]
+
+
+@with_each_format
+@given(data=st.data())
+def test_reads_back_within_three_digits(kind, data):
+    format_value, scales, values = FORMATS[kind]
+    value = data.draw(values)
+    assert read(format_value(value), scales) == pytest.approx(value, rel=0.00501)
+
+
+@with_each_format
+@given(data=st.data())
+def test_larger_values_never_read_smaller(kind, data):
+    format_value, scales, values = FORMATS[kind]
+    low, high = sorted([data.draw(values), data.draw(values)])
+    assert read(format_value(low), scales) <= read(format_value(high), scales) * (1 + 1e-12)
+
+
+@with_each_format
+@given(data=st.data())
+def test_shows_at_least_three_digits_and_at_most_four_before_the_point(kind, data):
+    format_value, _, values = FORMATS[kind]
+    number = format_value(data.draw(values.filter(lambda v: v < 1e15))).split(" ")[0]
+    assert len(number.replace(".", "").replace(",", "").lstrip("0")) >= 3 or "." not in number
+    if kind in ("bytes", "joules", "flops") and "," not in number:
+        assert len(number.split(".")[0]) <= 4
+
+
+@pytest.mark.parametrize("format_value", [format_seconds, format_bytes, format_joules, format_count, format_ratio])
+def test_what_was_not_measured_is_a_dash(format_value):
+    assert format_value(None) == units.NOT_MEASURED == "–"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (format_seconds(0.0123), "12.3 ms"),
+        (format_seconds(0.0009994), "999 µs"),
+        (format_seconds(0.00099951), "1.00 ms"),
+        (format_seconds(0.9996), "1.00 s"),
+        (format_seconds(9.996), "10.0 s"),
+        (format_seconds(99.96), "100 s"),
+        (format_seconds(3e-10), "0.000300 µs"),
+        (format_seconds(0), "0 s"),
+        (format_seconds(119.9), "120 s"),
+        (format_seconds(120), "2 min 00 s"),
+        (format_seconds(7199), "119 min 59 s"),
+        (format_seconds(7200), "2 h 00 min"),
+        (format_seconds(7200 + 59 * 60), "2 h 59 min"),
+        (format_bytes(1_500_000), "1.43 MiB"),
+        (format_bytes(1023), "1023 B"),
+        (format_bytes(1024), "1.00 KiB"),
+        (format_bytes(MiB - 600), "1023 KiB"),
+        (format_bytes(MiB - 500), "1.00 MiB"),
+        (format_bytes(80 * GiB), "80.0 GiB"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(-2048), "-2.00 KiB"),
+        (format_joules(0.25), "250 mJ"),
+        (format_joules(999.4), "999 J"),
+        (format_joules(999.5), "1.00 kJ"),
+        (format_count(2853, "samples/s"), "2,850 samples/s"),
+        (format_count(999.4, "items"), "999 items"),
+        (format_count(999.5, "items"), "1,000 items"),
+        (format_count(999_499, "items"), "999,000 items"),
+        (format_count(999_500, "items"), "1.00 M items"),
+        (format_count(2853), "2,850"),
+        (format_count(2.5e6), "2.50 M"),
+        (format_count(1.3e12, "FLOP/s"), "1.30 TFLOP/s"),
+        (format_count(2853, "FLOP"), "2.85 kFLOP"),
+        (format_ratio(0.5), "0.500 ×"),
+        (format_ratio(0.0123), "0.0123 ×"),
+        (format_ratio(12.34), "12.3 ×"),
+    ],
+)
+def test_examples_and_boundaries(text, expected):
+    assert text == expected
+
+
+@given(st.floats(120, 1e7), st.floats(120, 1e7))
+def test_minutes_and_hours_come_in_order(first, second):
+    def read_clock(text):
+        left, right = (int(part) for part in re.findall(r"\d+", text))
+        return left * 3600 + right * 60 if "h" in text else left * 60 + right
+
+    low, high = sorted([first, second])
+    assert read_clock(format_seconds(low)) <= read_clock(format_seconds(high))
+    assert read_clock(format_seconds(low)) == pytest.approx(low, abs=60)

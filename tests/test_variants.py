@@ -1,0 +1,208 @@
+"""Tests of effgpu.variants: whatever happens to a step, its model, its tensors and its DataLoader's workers are gone."""
+
+import multiprocessing
+import signal
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from effgpu.variants import check_variants, use
+
+
+class Watched:
+    """A variant whose model is watched: `alive` says whether any that it built still is."""
+
+    def __init__(self, fault=None, build_fault=None):
+        self.models, self.fault, self.build_fault = [], fault, build_fault
+
+    @property
+    def alive(self):
+        return any(model() is not None for model in self.models)
+
+    def __call__(self):
+        model = torch.nn.Linear(8, 8)
+        self.models.append(weakref.ref(model))
+        if self.build_fault:
+            self.build_fault()
+        fault = self.fault
+
+        def step():
+            loss = model(torch.ones(2, 8)).sum()
+            loss.backward()
+            if fault:
+                fault()
+            return loss
+
+        return step
+
+
+def run(step):
+    return step()
+
+
+def fail():
+    raise RuntimeError("a fault")
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail_from_a_cause():
+    try:
+        raise KeyError("first")
+    except KeyError as error:
+        raise RuntimeError("a fault") from error
+
+
+def fail_as_a_group():
+    raise ExceptionGroup("a fault", [RuntimeError("one")])
+
+
+FAULTS = {
+    fail: RuntimeError,
+    interrupt: KeyboardInterrupt,
+    fail_from_a_cause: RuntimeError,
+    fail_as_a_group: ExceptionGroup,
+}
+with_each_fault = pytest.mark.parametrize(("fault", "error"), FAULTS.items(), ids=lambda f: f.__name__)
+
+
+def test_returns_what_the_action_makes_of_the_step_and_frees_the_rest():
+    watched = Watched()
+    assert use(watched, lambda step: (step().shape, watched.alive)) == (torch.Size([]), True)
+    assert len(watched.models) == 1 and not watched.alive
+
+
+@with_each_fault
+def test_frees_everything_when_the_step_fails_although_the_error_is_kept(fault, error):
+    watched = Watched(fault)
+    with pytest.raises(error) as caught:
+        use(watched, run)
+    assert watched.models and not watched.alive
+    assert isinstance(caught.value, error)
+
+
+@with_each_fault
+def test_frees_everything_when_the_build_fails(fault, error):
+    watched = Watched(build_fault=fault)
+    with pytest.raises(error) as caught:
+        use(watched, run)
+    assert watched.models and not watched.alive
+    del caught
+
+
+def test_frees_everything_when_the_action_fails():
+    watched = Watched()
+
+    def act(step):
+        kept = step
+        fail()
+        return kept
+
+    with pytest.raises(RuntimeError) as caught:
+        use(watched, act)
+    assert watched.models and not watched.alive
+    del caught
+
+
+def test_frees_what_an_error_that_was_turned_into_another_held():
+    watched = Watched(fail)
+
+    def act(step):
+        try:
+            step()
+        except RuntimeError:
+            raise ValueError("another") from OSError("a cause that holds nothing")
+
+    with pytest.raises(ValueError, match="another") as caught:
+        use(watched, act)
+    assert isinstance(caught.value.__context__, RuntimeError)
+    assert watched.models and not watched.alive
+
+
+def test_the_error_still_tells_the_line_that_failed():
+    with pytest.raises(RuntimeError) as caught:
+        use(Watched(fail_from_a_cause), run)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "in fail_from_a_cause" in told and 'raise KeyError("first")' in told and "test_variants.py" in told
+
+
+def test_the_error_that_the_caller_is_handling_keeps_its_traceback():
+    try:
+        fail()
+    except RuntimeError as handled:
+        with pytest.raises(KeyboardInterrupt):
+            use(Watched(interrupt), run)
+        assert traceback.extract_tb(handled.__traceback__)[-1].name == "fail"
+
+
+def test_errors_that_refer_to_each_other_are_taken_once():
+    def fault():
+        first, second = RuntimeError("first"), RuntimeError("second")
+        first.__cause__, second.__cause__ = second, first
+        raise first
+
+    with pytest.raises(RuntimeError, match="first"):
+        use(Watched(fault), run)
+
+
+@pytest.mark.parametrize(("fault", "error"), [(None, None), (fail, RuntimeError), (interrupt, KeyboardInterrupt)])
+def test_dataloader_workers_are_gone(fault, error):
+    before = set(multiprocessing.active_children())
+    workers = []
+
+    def loading():
+        loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=2, persistent_workers=True)
+        batches = iter(loader)
+
+        def step():
+            next(batches)
+            workers.extend(set(multiprocessing.active_children()) - before)
+            if fault:
+                fault()
+
+        return step
+
+    if error:
+        with pytest.raises(error) as caught:
+            use(loading, run)
+        assert caught.value.__notes__
+    else:
+        use(loading, run)
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.parametrize("result", [None, 3, torch.zeros(1)])
+def test_a_variant_that_returns_no_step_is_named(result):
+    def forgetful():
+        return result
+
+    with pytest.raises(TypeError, match=r"variant 'forgetful': expected it to return its training step, a function"):
+        use(forgetful, run)
+
+
+@pytest.mark.parametrize(
+    ("variants", "error", "message"),
+    [
+        ([fail], TypeError, "variants: expected a mapping of labels to functions, got list"),
+        (fail, TypeError, "variants: expected a mapping of labels to functions, got function"),
+        (None, TypeError, "variants: expected a mapping"),
+        ({}, ValueError, "variants: expected at least one labelled function, got an empty mapping"),
+        ({"a": fail, 3: fail}, TypeError, "variants: expected every label to be a non-empty string, got 3"),
+        ({" ": fail}, TypeError, "variants: expected every label to be a non-empty string, got ' '"),
+        ({"a": fail, "b": 5}, TypeError, r"variants\['b'\]: expected a function that returns a training step, got int"),
+    ],
+)
+def test_variants_that_are_none(variants, error, message):
+    with pytest.raises(error, match=message):
+        check_variants(variants)
+
+
+def test_variants_are_handed_back_in_their_order():
+    variants = {"b": fail, "a": interrupt}
+    assert list(check_variants(variants).items()) == list(variants.items())
