@@ -19,6 +19,7 @@ _HOME = {  # where each public name lives; loaded on first use, so that importin
     "find_device": "device",
     "free_memory": "device",
     "memory_limit": "device",
+    "time_for": "timing",
     "time_steps": "timing",
     "trace": "memory",
     "saved_bytes": "memory",

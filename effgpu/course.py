@@ -124,7 +124,7 @@ def store(outcomes: Iterable[Outcome], folder: Path) -> list[Path]:
             fresh.setdefault(folder / f"{comparison.device.slug}.json", {})[comparison.name] = comparison
     for path, named in fresh.items():
         before = {comparison.name: comparison for comparison in reference.load(path)} if path.exists() else {}
-        reference.save(named.values(), path)
+        reference.save((before | named).values(), path)
     return list(fresh)
 
 

@@ -81,7 +81,7 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
             _draw_trace(ax, trace)
             ax.set_title(f"{label}: peak {units.format_bytes(trace.peak)}")
         top = max(trace.peak for trace in traces.values())
-        axes[0].set_ylim(0, top * 1.12)
+        axes[0].set_ylim(0, (top or 1) * 1.12)
         _value_axis(axes[0].yaxis, units.format_bytes)
     return axes[0].figure
 
@@ -205,7 +205,7 @@ def _draw_bars(
         text = f"{format_value(middle)}  {told[label]}".strip() if samples else told[label]
         ax.annotate(text, (high, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
         ends.append(high)
-    ax.set_xlim(0, (max(ends) or 1) * 1.75)
+    ax.set_xlim(0, (max(ends) or 1) * 1.9)
     _value_axis(ax.xaxis, format_value)
 
 
@@ -274,7 +274,7 @@ def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None
         errors = [[m - low for m, low in zip(middles, lows)], [high - m for m, high in zip(middles, highs)]]
         cpu = any(isinstance(v, Measurement) and v.device.kind == "cpu" for v in points.values())
         look = {"color": color, "marker": "o", "capsize": 3, "linestyle": "--" if cpu else "-"}
-        ax.errorbar(list(known), middles, errors, label=label, **look)
+        ax.errorbar(list(known), middles, errors if any(map(any, errors)) else None, label=label, **look)
     for x in points.keys() - known.keys():
         ax.plot(x, 0.03, "X", color=color, markersize=9, transform=ax.get_xaxis_transform(), clip_on=False)
         ax.annotate("out of memory", (x, 0.07), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center")

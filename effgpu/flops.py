@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from effgpu.device import by_tier, find_device
-from effgpu.timing import plan_steps, time_steps, warm_up
+from effgpu.timing import time_for
 
 
 def count_flops(step: Callable[[], object]) -> int:
@@ -35,7 +35,7 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     def step():
         torch.mm(a, b, out=out)
 
-    return 2 * size**3 / min(time_steps(step, plan_steps(warm_up(step, 3), seconds)))
+    return 2 * size**3 / min(time_for(step, seconds))
 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:

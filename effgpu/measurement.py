@@ -158,8 +158,9 @@ def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
 
 def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float) -> None:
     def action(step: Step) -> None:
-        count = timing.plan_steps(timing.warm_up(step, warmup), seconds)
-        record.times.append(statistics.fmean(timing.time_steps(step, count)))
+        for _ in range(warmup):
+            step()
+        record.times.append(statistics.fmean(timing.time_for(step, seconds)))
         joules = power.measure_energy(step)
         if joules is not None:
             record.energies.append(joules)

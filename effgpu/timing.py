@@ -22,14 +22,11 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
     return _time_on_gpu(step, count) if find_device().type == "cuda" else _time_on_cpu(step, count)
 
 
-def warm_up(step: Callable[[], object], steps: int) -> float:
-    """Run `steps` steps, so that lazy work is done (allocation, tuning, compiling). Returns the last one's seconds."""
-    return [time_steps(step, 1)[0] for _ in range(max(1, steps))][-1]
-
-
-def plan_steps(seconds_per_step: float, budget: float) -> int:
-    """How many steps fill `budget` seconds: never fewer than five."""
-    return max(FEWEST_STEPS, round(budget / max(seconds_per_step, 1e-7)))
+def time_for(step: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each of as many steps as fill `seconds`: never fewer than five, which tell how many more fit."""
+    times = time_steps(step, FEWEST_STEPS)
+    more = round((seconds - sum(times)) * FEWEST_STEPS / max(sum(times), 1e-6))
+    return times + (time_steps(step, more) if more > 0 else [])
 
 
 def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:

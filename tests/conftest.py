@@ -1,17 +1,18 @@
-"""What the tests share: one thread, the skip of `gpu` tests, a simulated GPU, and variants that tell what became of them."""
+"""What the tests share: one thread, the skip of `gpu` tests, a simulated GPU, results made by hand."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two torch processes on two cores are 40 times slower
 
+import effgpu  # isort: skip  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
+
 from types import SimpleNamespace
 
 import hypothesis
 import pytest
+import torch
 
-import effgpu  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
-import torch  # isort: skip
-
+from effgpu import memory, variants
 from effgpu.device import Device
 from effgpu.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.units import GiB
@@ -134,6 +135,13 @@ def make_measurement(cpu):
         return Measurement(label, tuple(seconds * w for w in wobble), device, **fields)
 
     return make
+
+
+@pytest.fixture
+def no_collecting(monkeypatch):
+    """No garbage collection, which takes a tenth of a second a time, where a test does not watch what is freed."""
+    monkeypatch.setattr(variants, "release_memory", lambda: None)
+    monkeypatch.setattr(memory, "release_memory", lambda: None)
 
 
 def tiny_variant(width=8):

@@ -130,7 +130,7 @@ def test_a_limit_comes_undone_after_an_error(simulate_gpu, error):
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, None, "1 GiB"])
 def test_a_limit_is_a_positive_number(limit):
-    with pytest.raises(ValueError, match="^limit: expected a positive number of bytes, got"), memory_limit(limit):
+    with pytest.raises(ValueError, match=r"^limit: expected a positive number of bytes, got"), memory_limit(limit):
         raise AssertionError("a limit that is none was taken")
     assert current_limit() is None
 

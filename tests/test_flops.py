@@ -36,8 +36,7 @@ def test_the_step_runs_once():
 
 
 def test_matmul_peak_is_the_flops_over_the_best_time(monkeypatch):
-    monkeypatch.setattr(flops, "warm_up", lambda step, count: 1.0)
-    monkeypatch.setattr(flops, "time_steps", lambda step, count: [0.5, 0.25, 1.0])
+    monkeypatch.setattr(flops, "time_for", lambda step, seconds: [0.5, 0.25, 1.0])
     assert matmul_peak(size=8) == 2 * 8**3 / 0.25
 
 

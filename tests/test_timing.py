@@ -36,26 +36,26 @@ def test_needs_a_step(count):
         timing.time_steps(lambda: None, count)
 
 
-@pytest.mark.parametrize(("asked", "run"), [(0, 1), (1, 1), (3, 3)])
-def test_warm_up_runs_its_steps_and_tells_the_last_ones_time(asked, run, simulate_gpu):
-    gpu = simulate_gpu()
-    durations = iter([9.0, 3.0, 1.0][-run:])
-    assert timing.warm_up(lambda: gpu.step(next(durations)), asked) == pytest.approx(1.0)
-    assert gpu.log.count("step") == run
+@given(duration=st.floats(1e-5, 100), seconds=st.floats(0.001, 0.1))
+def test_steps_fill_the_time_and_are_never_fewer_than_five(duration, seconds):
+    clock = [100.0]
 
+    def step():
+        clock[0] += duration
 
-@given(seconds=st.floats(0, 100), budget=st.floats(0.001, 100))
-def test_steps_fill_the_budget_and_are_never_fewer_than_five(seconds, budget):
-    count = timing.plan_steps(seconds, budget)
-    assert count >= timing.FEWEST_STEPS == 5
-    if count > 5:
-        assert count * max(seconds, 1e-7) == pytest.approx(budget, abs=max(seconds, 1e-7))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        times = timing.time_for(step, seconds)
+    assert times == pytest.approx([duration] * len(times), rel=1e-3)
+    assert len(times) >= 5
+    if len(times) > 5:
+        assert len(times) * duration == pytest.approx(seconds, abs=duration)
 
 
 @pytest.mark.gpu
 def test_gpu_time_grows_with_the_work():
     def busy(cycles):
-        return timing.warm_up(lambda: torch.cuda._sleep(cycles), 3)
+        return min(timing.time_steps(lambda: torch.cuda._sleep(cycles), 3))
 
     busy(200_000_000)  # until the clock has risen from idle
     short, long = busy(5_000_000), busy(20_000_000)
@@ -72,7 +72,7 @@ def test_gpu_steps_are_launched_ahead_of_the_gpu():
         torch.cuda._sleep(20_000_000)
         launched.append(time.perf_counter())
 
-    timing.warm_up(step, 3)
+    timing.time_steps(step, 3)
     launched.clear()
     times = timing.time_steps(step, 10)
     assert launched[-1] - launched[0] < sum(times) / 2

@@ -1,4 +1,4 @@
-"""Tests of effgpu.variants: whatever happens to a step, its model, its tensors and its DataLoader's workers are gone."""
+"""Tests of effgpu.variants: whatever happens to a step, its model and its DataLoader's workers are gone."""
 
 import multiprocessing
 import signal

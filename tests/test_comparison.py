@@ -1,0 +1,325 @@
+"""Tests of effgpu.comparison: an interval that covers, a verdict inside the evidence, a table that says it."""
+
+import html
+import itertools
+import json
+import math
+import random
+import re
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effgpu import comparison, power
+from effgpu.comparison import BASELINE_FAILED, MIME_TYPE, Comparison, Ratio, compare, median_interval
+from effgpu.device import Device
+from effgpu.measurement import OUT_OF_MEMORY, Measurement
+
+CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
+GPU = Device("NVIDIA Test", "cuda", 2**36, 16, 132, (9, 0), "580.1", {"bf16": "yes"}, {"torch": "2.15", "cuda": "13.0"})
+positive = st.floats(1e-6, 1e6)
+
+
+@st.composite
+def measurements(draw, label, rounds, device):
+    if draw(st.booleans()) and draw(st.booleans()):
+        return Measurement(label, (), device, failed=OUT_OF_MEMORY)
+    times = tuple(draw(st.lists(positive, min_size=rounds, max_size=rounds)))
+    energies = tuple(draw(st.one_of(st.just(()), st.lists(positive, min_size=rounds, max_size=rounds))))
+    peak = draw(st.none() | st.integers(0, 2**40))
+    reserved = draw(st.none() | st.integers(0, 2**40))
+    items, flops = draw(st.none() | positive), draw(st.none() | positive)
+    return Measurement(label, times, device, items, draw(st.text(max_size=9)), peak, reserved, energies, flops)
+
+
+@st.composite
+def comparisons(draw):
+    labels = draw(st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=4, unique=True))
+    rounds, device = draw(st.integers(6, 10)), draw(st.sampled_from([CPU, GPU]))
+    return Comparison("some_name", tuple(draw(measurements(label, rounds, device)) for label in labels))
+
+
+def pair(ours, theirs, device=CPU, **fields):
+    return Comparison(
+        "pair",
+        (Measurement("theirs", tuple(theirs), device, **fields), Measurement("ours", tuple(ours), device, **fields)),
+    )
+
+
+# The interval
+
+
+@pytest.mark.parametrize("n", range(6, 15))
+def test_interval_takes_the_innermost_order_statistics_that_cover(n):
+    """By brute force: the interval misses the median if fewer than k of the n values lie on one side of it."""
+    below = [sum(signs) for signs in itertools.product((0, 1), repeat=n)]
+    covers = {k: statistics.fmean(k <= count <= n - k for count in below) for k in range(1, n // 2 + 1)}
+    k = max(k for k, covered in covers.items() if covered >= 0.95)
+    shuffled = random.Random(n).sample(range(1, n + 1), n)
+    assert median_interval(shuffled) == (k, n + 1 - k)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=6, max_size=60))
+def test_interval_holds_the_median_and_ends_at_values(values):
+    low, high = median_interval(values)
+    assert low in values and high in values
+    assert low <= statistics.median(values) <= high
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=6, max_size=40), st.floats(0.5, 0.95), st.floats(0.5, 0.95))
+def test_more_confidence_never_narrows_the_interval(values, one, other):
+    narrow, wide = (median_interval(values, c) for c in sorted([one, other]))
+    assert wide[0] <= narrow[0] and narrow[1] <= wide[1]
+
+
+@pytest.mark.parametrize("n", [6, 8, 9, 12])
+@pytest.mark.parametrize("noise", ["lognormal", "two humps"])
+def test_interval_covers_the_true_median_95_times_in_100(n, noise):
+    generator = random.Random(f"{n} {noise}")
+    draw = {
+        "lognormal": lambda: generator.lognormvariate(0, 1),  # median 1
+        "two humps": lambda: generator.choice([1 - generator.random(), 1 + 5 * generator.random()]),  # median 1
+    }[noise]
+    trials = 4000
+    covered = 0
+    for _ in range(trials):
+        low, high = median_interval([draw() for _ in range(n)])
+        covered += low <= 1 <= high
+    assert covered / trials >= 0.95
+
+
+@pytest.mark.parametrize("n", range(6))
+def test_too_few_values_for_an_interval(n):
+    with pytest.raises(ValueError, match=f"values: expected enough for a 95% interval, got {n}"):
+        median_interval([1.0] * n)
+
+
+# Ratios and verdicts
+
+
+@given(
+    st.lists(st.tuples(positive, positive), min_size=6, max_size=12),
+    st.floats(1e-3, 1e3),
+    st.data(),
+)
+def test_ratios_know_no_scale_and_no_drift_that_both_share(pairs, scale, data):
+    drift = data.draw(st.lists(st.floats(0.1, 10), min_size=len(pairs), max_size=len(pairs)))
+    ours, theirs = zip(*pairs)
+    ratio = pair(ours, theirs).time_ratio("ours")
+    scaled = pair([o * scale * d for o, d in zip(ours, drift)], [t * scale * d for t, d in zip(theirs, drift)])
+    again = scaled.time_ratio("ours")
+    assert (again.value, again.low, again.high) == pytest.approx((ratio.value, ratio.low, ratio.high))
+    assert ratio.low <= ratio.value <= ratio.high
+    assert pair(ours, theirs, energies=tuple(theirs)).energy_ratio("ours").value == 1
+
+
+@given(st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(0.9, 1.1)), min_size=6, max_size=12))
+def test_faster_or_slower_only_where_the_whole_interval_is(pairs):
+    result = pair(*zip(*pairs))
+    ratio = result.time_ratio("ours")
+    expected = "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else "within noise"
+    assert result.verdict("ours") == expected
+    assert result.verdict("theirs") == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [
+        ([0.98] * 8, "faster"),
+        ([1.02] * 8, "slower"),
+        ([1.0] * 8, "within noise"),
+        ([0.5] * 7 + [1.0], "within noise"),  # of eight rounds all must agree
+        ([0.5] * 8 + [2.0], "faster"),  # of nine, one may not
+    ],
+)
+def test_verdicts(ours, verdict):
+    assert pair(ours, [1.0] * len(ours)).verdict("ours") == verdict
+
+
+def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measurement):
+    fields = {"energies": (4.0,) * 8, "peak_allocated": 100}
+    small = make_measurement("small", 0.01, items=8, **fields)
+    large = make_measurement("large", 0.02, items=32, **fields)
+    result = Comparison("items", (small, large))
+    assert result.time_ratio("large").value == pytest.approx(0.5)
+    assert result.energy_ratio("large").value == pytest.approx(0.25)
+    assert result.memory_ratio("large") == Ratio(1, 1, 1)
+    assert result.verdict("large") == "faster"
+
+
+def test_ratios_of_what_was_not_measured_are_none(make_measurement):
+    result = Comparison("none", (make_measurement("a"), make_measurement("b", peak_allocated=None)))
+    assert result.energy_ratio("b") is None and result.memory_ratio("b") is None
+    no_base = Comparison("none", (make_measurement("a", peak_allocated=0), make_measurement("b")))
+    assert no_base.memory_ratio("b") is None
+
+
+def test_a_baseline_out_of_memory_leaves_no_ratios(make_measurement):
+    result = Comparison(
+        "oom", (make_measurement("a", failed=True), make_measurement("b"), make_measurement("c", failed=True))
+    )
+    assert [result.verdict(label) for label in "abc"] == [OUT_OF_MEMORY, BASELINE_FAILED, OUT_OF_MEMORY]
+    assert result.time_ratio("b") is None and result.memory_ratio("b") is None
+    headings, rows = result.table()
+    assert headings == ["variant", "time per step", "peak memory", "verdict"]
+    assert [row[-1] for row in rows] == [OUT_OF_MEMORY, BASELINE_FAILED, OUT_OF_MEMORY]
+    assert "b" in repr(result) and "out of memory" in result._repr_html_()
+
+
+def test_a_label_that_is_not_there(make_measurement):
+    result = Comparison("some", (make_measurement("a"), make_measurement("b")))
+    assert result["b"].label == "b" and [m.label for m in result] == ["a", "b"]
+    with pytest.raises(KeyError, match=r"no variant 'c' in 'some', only \['a', 'b'\]"):
+        result["c"]
+
+
+# As a table, as JSON
+
+
+def test_table_leaves_out_what_was_not_measured(make_measurement):
+    plain = Comparison("t", (make_measurement("a", 0.02), make_measurement("b", 0.01, failed=False)))
+    assert plain.table()[0] == ["variant", "time per step", "time", "peak memory", "memory", "verdict"]
+    rich = Comparison("t", tuple(replace(m, items=32, unit="rows", energies=(1.0,) * 8) for m in plain))
+    assert rich.table()[0] == [
+        *("variant", "time per step", "throughput", "time", "peak memory", "memory"),
+        *("energy per step", "energy", "verdict"),
+    ]
+    assert rich.table()[1][1] == [
+        *("b", "10.0 ms", "3,200 rows/s", "0.500 ×", "1000 B", "1.000 ×", "1.00 J", "1.000 ×", "faster")
+    ]
+
+
+def test_a_ratio_shows_its_interval():
+    assert str(Ratio(0.5, 0.48, 0.52)) == "0.500 × [0.480, 0.520]"
+    assert str(Ratio(0.5, 0.5, 0.5)) == "0.500 ×"
+    assert str(Ratio(25.04, 24.26, 26)) == "25.0 × [24.3, 26.0]"
+
+
+@given(comparisons())
+def test_round_trip_through_json(result):
+    assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+@given(comparisons())
+def test_shows_every_variant_its_verdict_and_the_device(result):
+    page = result._repr_html_()
+    cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", page, re.DOTALL)]
+    for m in result:
+        assert m.label in repr(result) and m.label in cells
+        assert result.verdict(m.label) in repr(result) and result.verdict(m.label) in cells
+    for text in (repr(result), html.unescape(page)):
+        assert result.device.label in text and f"torch {result.device.versions['torch']}" in text
+        assert ("CPU's" in text) == (result.device.kind == "cpu")
+
+
+def test_html_escapes_labels_names_and_devices(make_measurement, cpu):
+    evil = "<script>alert('x')</script>"
+    device = replace(cpu, name=f"CPU {evil}")
+    result = Comparison("a", (make_measurement(evil, device=device), make_measurement(f'"{evil}&', device=device)))
+    page = result._repr_html_()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert set(re.findall(r"</?([a-z]+)", page)) == {"table", "caption", "thead", "tbody", "tr", "th", "td"}
+
+
+@given(comparisons())
+def test_a_notebook_keeps_the_data_beside_the_table(result):
+    bundle = json.loads(json.dumps(result._repr_mimebundle_()))
+    assert bundle.keys() == {"text/plain", "text/html", MIME_TYPE}
+    assert Comparison.from_dict(bundle[MIME_TYPE]) == result
+    assert bundle["text/plain"] == repr(result) and bundle["text/html"] == result._repr_html_()
+
+
+def spoil(stored, path, value):
+    *parents, last = path
+    for key in parents:
+        stored = stored[key]
+    stored[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["name"], "../elsewhere"),
+        (["name"], None),
+        (["device"], None),
+        (["device", "colour"], "red"),
+        (["measurements"], []),
+        (["measurements"], None),
+        (["measurements", 0], "row"),
+        (["measurements", 0, "times"], None),
+        (["measurements", 0, "times"], ["soon"]),
+        (["measurements", 0, "colour"], "red"),
+    ],
+)
+def test_what_is_no_comparison_is_refused(make_measurement, path, value):
+    stored = Comparison("some", (make_measurement("a"), make_measurement("b"))).to_dict()
+    spoil(stored, path, value)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Comparison.from_dict(json.loads(json.dumps(stored)))
+
+
+# compare
+
+
+def test_compare_measures_all_and_keeps_their_order(tiny, no_collecting):
+    result = compare({"first": tiny, "second": tiny}, name="two", items=4, unit="rows", seconds=0.001)
+    assert (result.name, [m.label for m in result], result.baseline.label) == ("two", ["first", "second"], "first")
+    assert result.memory_ratio("second") == Ratio(1, 1, 1)
+    assert len(result["second"].times) >= 6 and result.time_ratio("second").value > 0
+    assert result.verdict("second") in ("faster", "slower", "within noise")
+
+
+@pytest.mark.parametrize("failing", ["first", "second"])
+def test_compare_survives_out_of_memory(tiny, failing, no_collecting):
+    def too_large():
+        return lambda: torch.empty(2**60, dtype=torch.uint8)
+
+    result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001, rounds=6)
+    assert result[failing].failed == result.verdict(failing) == OUT_OF_MEMORY
+    assert sum(m.failed is None for m in result) == 1 and OUT_OF_MEMORY in repr(result)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../a", "a/b", "a\\b", ".hidden", "a\n", "ä", "a:b", "-a", None, 3])
+def test_names_that_are_no_file_name(name, tiny):
+    with pytest.raises((TypeError, ValueError), match=r"^name: expected"):
+        compare({"a": tiny}, name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "mixed_precision", "08_mixed-precision.v2", "_a"])
+def test_names_that_are_one(name):
+    assert comparison.check_name(name) == name
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 0, -3, True, 6.5, math.nan, None])
+def test_compare_needs_six_rounds(rounds, tiny):
+    with pytest.raises(ValueError, match=r"^rounds: expected"):
+        compare({"a": tiny, "b": tiny}, rounds=rounds)
+
+
+@pytest.mark.gpu
+def test_the_same_step_twice_is_within_noise(monkeypatch):
+    monkeypatch.setattr(power, "measure_energy", lambda step: None)
+
+    def variant():
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.randn(2048, 2048, device="cuda")
+
+        def step():
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    compare({"warm": variant}, seconds=1)  # until the clock has risen from idle
+    results = [compare({"a": variant, "again": variant}, seconds=0.5) for _ in range(10)]
+    verdicts = [result.verdict("again") for result in results]
+    assert verdicts.count("within noise") >= 9, [str(result.time_ratio("again")) for result in results]
+    for result in results:
+        assert result.memory_ratio("again").value == pytest.approx(1, abs=0.01)
+        assert result.time_ratio("again").value == pytest.approx(1, abs=0.05)

@@ -1,0 +1,195 @@
+"""Lessons run in real kernels here: tiny notebooks, written for the purpose."""
+
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from effgpu import course, reference
+
+COMPARISON = """\
+from effgpu.comparison import Comparison
+from effgpu.device import Device
+from effgpu.measurement import Measurement
+
+cpu = Device("Pocket calculator", "cpu", 2**30, 1, versions={{"torch": "2.8.0"}})
+slow = Measurement("slow", (0.2,) * 8, cpu, peak_allocated=2000)
+fast = Measurement("fast", ({seconds},) * 8, cpu, peak_allocated=1000)
+Comparison("{name}", (slow, fast))"""
+PICTURE = """\
+from IPython.display import display
+display({"image/png": "aGVsbG8=\\n", "text/plain": "Figure"}, raw=True)"""
+WIPED_BAR = "import sys\nprint('\\r 1/2', end='', file=sys.stderr)\nprint('\\r      \\r', end='', file=sys.stderr)"
+FAILING = "\n# a comment\nraise ArithmeticError('no such number\\nat all')"
+DYING = "import os\nos._exit(1)"
+
+
+def write_lesson(folder: Path, name: str, *sources: str) -> Path:
+    """A notebook with a heading and these code cells, as JupyterLab would leave it: executed once, long ago."""
+    cells = [nbformat.v4.new_markdown_cell(f"# The {name} lesson\nIts claim.")]
+    for number, source in enumerate(sources):
+        stale = nbformat.v4.new_output("stream", text="stale")
+        timing = {"execution": {"iopub.execute_input": "2020-01-01T00:00:00Z"}}
+        cells.append(nbformat.v4.new_code_cell(source, outputs=[stale], execution_count=number + 7, metadata=timing))
+    metadata = {"language_info": {"name": "python", "version": "3.1"}, "kernelspec": {"name": "x", "display_name": "X"}}
+    folder.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), folder / f"{name}.ipynb")
+    return folder / f"{name}.ipynb"
+
+
+def compares(name: str, seconds: float = 0.1) -> str:
+    """The source of a cell whose value is a comparison."""
+    return COMPARISON.format(name=name, seconds=seconds)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    course.prepare(tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def lessons(tmp_path, monkeypatch) -> Path:
+    """A folder with three lessons, and nothing beside the package."""
+    for name in ("01_anatomy", "02_dataloader", "03_pinned_memory"):
+        write_lesson(tmp_path / "notebooks", name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "nowhere")
+    return tmp_path / "notebooks"
+
+
+def test_a_lesson_may_be_named_in_five_ways(lessons):
+    for name in ("02", "02_dataloader", "dataloader", "02_dataloader.ipynb", str(lessons / "02_dataloader.ipynb")):
+        assert [path.resolve() for path in course.find_lessons([name])] == [lessons / "02_dataloader.ipynb"]
+
+
+def test_all_lessons_in_reading_order_unless_some_are_named(lessons):
+    assert [path.stem for path in course.find_lessons()] == ["01_anatomy", "02_dataloader", "03_pinned_memory"]
+    assert [path.stem for path in course.find_lessons(["03", "pinned_memory", "01"])] == [
+        "03_pinned_memory",
+        "01_anatomy",
+    ]
+
+
+def test_an_unknown_lesson_is_told_with_the_known_ones(lessons):
+    with pytest.raises(ValueError, match=r"'02_dataloder'.*01_anatomy, 02_dataloader, 03_pinned_memory"):
+        course.find_lessons(["02_dataloder"])
+
+
+def test_lessons_beside_the_package_are_found_from_anywhere(lessons, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no lessons"):
+        course.find_lessons()
+    monkeypatch.setattr(course, "LESSONS", lessons)
+    assert len(course.find_lessons()) == 3
+
+
+def test_an_executed_lesson_carries_what_it_measured(tmp_path, out):
+    lesson = write_lesson(tmp_path, "05_good", f"{PICTURE}\n{compares('good')}", PICTURE, WIPED_BAR, "1 + 1")
+    shares = []
+    outcome = course.run_lesson(lesson, out / "notebooks", progress=shares.append)
+    assert (outcome.name, outcome.title, outcome.failure) == ("05_good", "The 05_good lesson", None)
+    assert outcome.comparisons[0].verdict("fast") == "faster"
+    assert [picture.png for picture in outcome.pictures] == ["aGVsbG8=", "aGVsbG8="]
+    assert outcome.pictures[0].alt == "Plot of good on Pocket calculator (CPU, 1 cores). slow: baseline, fast: faster"
+    assert outcome.pictures[1].alt == "Plot of the lesson The 05_good lesson"
+    assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+    assert course.read_lessons(out / "notebooks") == [outcome]
+
+
+def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
+    lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, "1 + 1")
+    course.run_lesson(lesson, out / "notebooks")
+    first = (out / "notebooks" / "stable.ipynb").read_bytes()
+    notebook = nbformat.reads(first.decode(), as_version=4)
+    assert notebook.metadata.language_info == {"name": "python"}
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert all(not cell.metadata for cell in notebook.cells)
+    assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
+    assert notebook.cells[2].outputs == []  # of the bar
+    course.run_lesson(out / "notebooks" / "stable.ipynb", out / "notebooks")
+    assert (out / "notebooks" / "stable.ipynb").read_bytes() == first
+
+
+def test_a_failing_lesson_is_told_and_does_not_stop_the_others(tmp_path, out):
+    failing = write_lesson(tmp_path, "01_failing", compares("before"), "", FAILING, "print('never')")
+    broken = tmp_path / "02_broken.ipynb"
+    broken.write_text("{")
+    good = write_lesson(tmp_path, "03_good", "1 + 1")
+    first, second, third = course.run([failing, broken, good], out)
+    assert first.failure == "cell [2] '# a comment': ArithmeticError: no such number"
+    assert [comparison.name for comparison in first.comparisons] == ["before"]
+    assert second.failure.startswith("not a notebook: ")
+    assert third.failure is None
+    executed = nbformat.read(out / "notebooks" / "01_failing.ipynb", as_version=4)
+    assert "stale" not in str(executed.cells)
+    assert executed.cells[-1].execution_count is None
+
+
+def test_a_failure_that_the_lesson_announces_is_none(tmp_path, out):
+    lesson = write_lesson(tmp_path, "tagged", "1 / 0", "1 + 1")
+    notebook = nbformat.read(lesson, as_version=4)
+    notebook.cells[1].metadata.tags = ["raises-exception"]
+    nbformat.write(notebook, lesson)
+    assert course.run_lesson(lesson, out / "notebooks").failure is None
+
+
+def test_a_dead_kernel_is_noticed_at_once(tmp_path, out):
+    lesson = write_lesson(tmp_path, "dying", compares("before"), DYING, "1 + 1")
+    start = time.monotonic()
+    outcome = course.run_lesson(lesson, out / "notebooks")
+    assert time.monotonic() - start < 60 < 1800 <= course.CELL_TIMEOUT
+    assert outcome.failure == "cell [2] 'import os': DeadKernelError: Kernel died"
+    assert [comparison.name for comparison in outcome.comparisons] == ["before"]
+    assert course.read_lessons(out / "notebooks") == [outcome]
+
+
+def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
+    monkeypatch.setattr(course, "CELL_TIMEOUT", 2)
+    lesson = write_lesson(tmp_path, "sleepy", "import time, os\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    outcome = course.run_lesson(lesson, out / "notebooks")
+    assert outcome.failure.startswith("cell [1] 'import time, os': CellTimeoutError")
+    pid = nbformat.read(out / "notebooks" / "sleepy.ipynb", as_version=4).cells[1].outputs[0].text.strip()
+    assert not Path("/proc", pid).exists()
+
+
+def test_each_lesson_runs_in_its_own_folder_and_kernel(tmp_path, out):
+    first = write_lesson(tmp_path / "a", "first", "import os\nleft = 1\nprint(os.getcwd())")
+    second = write_lesson(tmp_path / "b", "second", "import os\nassert 'left' not in globals()\nprint(os.getcwd())")
+    assert [outcome.failure for outcome in course.run([first, second], out)] == [None, None]
+    for folder, lesson in {"a": first, "b": second}.items():
+        executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
+        assert executed.cells[1].outputs[0].text.strip() == str(tmp_path / folder)
+
+
+def test_inplace_overwrites_only_the_lessons_that_succeeded(tmp_path, out):
+    good, bad = write_lesson(tmp_path, "good", "1 + 1"), write_lesson(tmp_path, "bad", FAILING)
+    before = bad.read_bytes()
+    list(course.run([good, bad], out))
+    assert "stale" in good.read_text()
+    list(course.run([good, bad], out, inplace=True))
+    assert good.read_bytes() == (out / "notebooks" / "good.ipynb").read_bytes()
+    assert bad.read_bytes() == before
+
+
+def test_the_results_of_a_partial_run_join_those_in_the_folder(tmp_path, out):
+    lessons = [write_lesson(tmp_path, name, compares(name)) for name in ("first", "second")]
+    paths = course.store(course.run(lessons, out), out / "results")
+    assert paths == [out / "results" / "cpu-pocket-calculator-1-cores.json"]
+    write_lesson(tmp_path, "second", compares("second", seconds=0.4), compares("third"))
+    course.store(course.run(lessons[1:], out), out / "results")
+    verdicts = {comparison.name: comparison.verdict("fast") for comparison in reference.load(paths[0])}
+    assert verdicts == {"first": "faster", "second": "slower", "third": "faster"}
+
+
+def test_a_run_prepares_before_it_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        course.prepare(tmp_path / "file" / "out")
+    with pytest.raises(OSError):
+        course.prepare(tmp_path / "out", tmp_path / "file")
+    (tmp_path / "out" / "results" / "foreign.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"foreign\.json"):
+        course.prepare(tmp_path / "out")

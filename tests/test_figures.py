@@ -1,0 +1,384 @@
+"""Tests of effgpu.figures through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
+
+import io
+import re
+import sys
+from dataclasses import replace
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+from matplotlib.figure import Figure
+from nbclient import NotebookClient
+
+from effgpu import figures
+from effgpu.comparison import Comparison, median_interval
+from effgpu.figures import plot, plot_memory, plot_sweep, to_png
+from effgpu.memory import Trace
+from effgpu.units import MiB
+
+GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "energies": (2.0,) * 8}
+
+
+@pytest.fixture(autouse=True)
+def _outside_a_notebook(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.setattr(figures, "stored", lambda name: [])
+
+
+@pytest.fixture
+def on_cpu(make_measurement):
+    fields = {"peak_allocated": 3 * MiB}
+    return Comparison(
+        "synthetic", tuple(make_measurement(label, s, **fields) for label, s in {"a": 0.02, "b": 0.01}.items())
+    )
+
+
+@pytest.fixture
+def on_gpu(make_measurement, make_gpu):
+    times = {"fp32": 0.02, "bf16": 0.01, "fp8": 0.021}
+    fields = GPU_FIELDS | {"device": make_gpu()}
+    return Comparison("synthetic", tuple(make_measurement(label, s, **fields) for label, s in times.items()))
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def ticks(axis):
+    axis.figure.canvas.draw()
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def read_ticks(axis, unit, scale):
+    """The values that the labels of the ticks tell; each must be its tick's, plainly written, in the unit."""
+    values = []
+    for place, text in zip(axis.get_ticklocs(), ticks(axis)):
+        assert re.fullmatch(rf"0 \w+|[1-9]\d*(\.\d*[1-9])? {unit}", text), text
+        values.append(float(text.split()[0]) * scale)
+        assert values[-1] == pytest.approx(place, rel=0.005)
+    return values
+
+
+def diamonds(ax):
+    """The places of all diamonds in a panel."""
+    return [point for line in ax.lines if line.get_marker() == "D" for point in zip(*line.get_data())]
+
+
+def bars(ax):
+    return [patch for patch in ax.patches if patch.get_linestyle() == "-" or patch.get_linestyle() == "solid"]
+
+
+# plot
+
+
+def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
+    figure = plot(on_cpu)
+    time, memory = figure.axes
+    assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
+    assert figure.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
+
+
+def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
+    figure = plot(on_gpu)
+    assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
+    assert figure.get_supxlabel() == "measured on NVIDIA Test"
+
+
+def test_bars_are_the_medians_in_their_order_from_the_top(on_gpu):
+    time, memory, energy = plot(on_gpu).axes
+    assert [bar.get_width() for bar in time.patches] == pytest.approx([0.02, 0.01, 0.021])
+    assert [bar.get_width() for bar in bars(memory)] == [64 * MiB] * 3
+    assert [bar.get_width() for bar in energy.patches] == [2.0] * 3
+    assert [ax.get_title(loc="left") for ax in (time, memory, energy)] == [
+        *("time per step", "peak memory (dotted: reserved)", "energy per step")
+    ]
+    for ax in (time, memory, energy):
+        assert ticks(ax.yaxis) == ["fp32", "bf16", "fp8"]
+        assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first variant belongs on top"
+
+
+def test_bars_carry_their_interval_and_tell_value_ratio_and_verdict(on_gpu):
+    time, memory, _ = plot(on_gpu).axes
+    low, high = median_interval(on_gpu["bf16"].times)
+    (segment,) = time.containers[3].lines[2][0].get_segments()
+    assert segment[:, 0] == pytest.approx([low, high])
+    assert texts(time) == ["20.0 ms  baseline", "10.0 ms  0.500 ×  faster", "21.0 ms  1.050 ×  slower"]
+    assert texts(memory) == ["64.0 MiB", "64.0 MiB  1.000 ×", "64.0 MiB  1.000 ×"]
+
+
+def test_reserved_memory_is_outlined_over_allocated_and_lies_in_the_panel(on_gpu):
+    wide = replace(on_gpu["bf16"], peak_reserved=640 * MiB)
+    memory = plot(Comparison("synthetic", (on_gpu["fp32"], wide))).axes[1]
+    outlines = [patch for patch in memory.patches if patch not in bars(memory)]
+    assert [patch.get_width() for patch in outlines] == [96 * MiB, 640 * MiB]
+    assert all(patch.get_facecolor()[3] == 0 for patch in outlines)
+    assert memory.get_xlim()[1] > 640 * MiB
+
+
+def test_units_stand_on_the_ticks(on_gpu, on_cpu):
+    time, memory, energy = plot(on_gpu).axes
+    for ax, unit, scale in ((time, "ms", 1e-3), (memory, "MiB", MiB), (energy, "J", 1)):
+        assert 3 <= len(read_ticks(ax.xaxis, unit, scale)) <= 6
+    assert 3 <= len(read_ticks(plot(on_cpu).axes[1].xaxis, "MiB", MiB)) <= 6
+
+
+def test_no_energy_no_panel(on_cpu, on_gpu):
+    assert len(plot(on_cpu).axes) == 2 and len(plot(on_gpu).axes) == 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_out_of_memory_is_written_where_its_bar_would_be(make_measurement, make_gpu, failing):
+    fields = {"device": make_gpu(), "peak_allocated": MiB}
+    both = [make_measurement("a", **fields), make_measurement("b", **fields)]
+    both[failing] = make_measurement("ab"[failing], failed=True, device=make_gpu())
+    for ax in plot(Comparison("synthetic", tuple(both))).axes:
+        place = ax.texts[failing]
+        assert place.get_text() == "out of memory" and place.xy == (0, failing)
+        assert ax.patches[failing].get_width() == 0 < ax.patches[1 - failing].get_width()
+        assert "out of memory" not in ax.texts[1 - failing].get_text()
+
+
+def test_all_out_of_memory(make_measurement):
+    both = (make_measurement("a", failed=True), make_measurement("b", failed=True))
+    for ax in plot(Comparison("synthetic", both)).axes:
+        assert texts(ax) == ["out of memory"] * 2
+
+
+@pytest.fixture
+def others(make_measurement, make_gpu):
+    """What two GPUs gave under the same name, the second with a variant of its own and one out of memory."""
+
+    def make(name, seconds, **failed):
+        fields = {"device": make_gpu(name), "energies": (1.0,) * 8}
+        found = [make_measurement(label, s, peak_allocated=int(s * 1000), **fields) for label, s in seconds.items()]
+        found += [make_measurement(label, failed=True, device=make_gpu(name)) for label in failed]
+        return Comparison("synthetic", tuple(found))
+
+    return [
+        make("GPU one", {"fp32": 1.0, "bf16": 0.25}),
+        make("GPU two", {"fp32": 4.0, "new": 1.0, "bf16": 12.0}, fp8=True),
+    ]
+
+
+def test_diamonds_are_the_others_ratios_times_this_baseline(on_gpu, others, monkeypatch):
+    asked = []
+    monkeypatch.setattr(figures, "stored", lambda name: asked.append(name) or others)
+    time, memory, energy = plot(on_gpu).axes
+    assert asked == ["synthetic"]
+    for ax, baseline, ratios in ((time, 0.02, [0.25, 3]), (memory, 64 * MiB, [0.25, 3]), (energy, 2.0, [1, 1])):
+        places = diamonds(ax)
+        assert [x for x, _ in places] == pytest.approx([ratio * baseline for ratio in ratios])
+        assert all(0.5 < y < 1.5 for _, y in places), "in the row of bf16"
+        assert ax.get_xlim()[1] > max(x for x, _ in places), "in the panel"
+    assert [t.get_text() for t in time.get_legend().get_texts()] == ["GPU one (its ratio)", "GPU two (its ratio)"]
+
+
+def test_diamonds_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(
+    on_gpu, others, monkeypatch, make_measurement
+):
+    monkeypatch.setattr(figures, "stored", lambda name: [on_gpu])
+    assert not any(diamonds(ax) for ax in plot(on_gpu).axes)
+    monkeypatch.setattr(figures, "stored", lambda name: others)
+    failed = make_measurement("fp32", failed=True, device=on_gpu.device)
+    figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"])))
+    assert not any(diamonds(ax) for ax in figure.axes) and figure.axes[0].get_legend() is None
+
+
+def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, monkeypatch):
+    fields = {"device": make_gpu(), "unit": "samples", "energies": (8.0,) * 8}
+    both = (make_measurement("a", 0.08, items=8, **fields), make_measurement("b", 0.08, items=32, **fields))
+    result = Comparison("synthetic", both)
+    elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu("GPU two")) for m in both))
+    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere])
+    time, _, energy = plot(result).axes
+    assert [bar.get_width() for bar in time.patches] == pytest.approx([0.01, 0.0025])
+    assert [bar.get_width() for bar in energy.patches] == pytest.approx([1.0, 0.25])
+    assert (time.get_title(loc="left"), energy.get_title(loc="left")) == ("time per sample", "energy per sample")
+    for ax in (time, energy):
+        assert diamonds(ax)[0][0] == pytest.approx(ax.patches[1].get_width())
+
+
+# plot_memory
+
+TRACES = {
+    "plain": Trace((10, 40, 90, 60, 20, 30, 10), ("forward",) * 3 + ("backward",) * 2 + ("optimizer",) * 2),
+    "checkpointed": Trace((10, 20, 50, 45, 20, 25, 10), ("forward",) * 2 + ("backward",) * 3 + ("optimizer",) * 2),
+}
+
+
+def test_saw_teeth_have_a_panel_each_on_one_scale_with_their_phases_and_peaks():
+    figure = plot_memory({label: replace(t, bytes=tuple(b * MiB for b in t.bytes)) for label, t in TRACES.items()})
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["plain: peak 90.0 MiB", "checkpointed: peak 50.0 MiB"]
+    assert len({ax.get_ylim() for ax in figure.axes}) == 1 and figure.axes[0].get_ylim()[1] > 90 * MiB
+    for ax, trace in zip(figure.axes, TRACES.values()):
+        level, peak = ax.lines
+        assert list(level.get_ydata())[:-1] == [b * MiB for b in trace.bytes]
+        assert set(peak.get_ydata()) == {trace.peak * MiB}
+        assert texts(ax) == ["forward", "backward", "optimizer"]
+        assert [text.get_position()[0] for text in ax.texts] == pytest.approx([0.5, 2.0, 3.25])
+    assert max(read_ticks(figure.axes[0].yaxis, "MiB", MiB)) >= 80 * MiB
+
+
+def test_a_trace_of_a_step_that_allocates_nothing_can_be_drawn():
+    (ax,) = plot_memory({"idle": Trace((0,), ("forward",))}).axes
+    assert ax.get_title(loc="left") == "idle: peak 0 B"
+
+
+# plot_sweep
+
+
+def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(make_measurement, make_gpu):
+    fields = {"device": make_gpu(), "unit": "samples"}
+    points = {8: make_measurement("8", 0.01, items=8, **fields), 4: make_measurement("4", 0.01, items=4, **fields)}
+    points |= {16: make_measurement("16", failed=True, device=make_gpu()), 32: None}
+    figure = plot_sweep({"eager": points, "compiled": {4: points[8]}}, xlabel="batch size", log=True)
+    (ax,) = figure.axes
+    line, _, (errors,) = ax.containers[0].lines
+    assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
+    low, high = median_interval(points[8].times)
+    assert errors.get_segments()[1][:, 1] == pytest.approx([8 / high, 8 / low])
+    marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
+    assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2
+    assert ax.get_xscale() == "log" and ticks(ax.xaxis) == ["4", "8", "16", "32"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("batch size", "samples per second")
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["eager", "compiled"]
+    assert figure.get_supxlabel() == "measured on NVIDIA Test"
+    assert line.get_linestyle() == "-"
+
+
+def test_a_sweep_of_a_cpu_is_dashed_and_says_so(make_measurement):
+    figure = plot_sweep({"workers": {0: make_measurement("0", 0.02), 2: make_measurement("2", 0.01)}}, xlabel="workers")
+    (ax,) = figure.axes
+    assert ax.containers[0].lines[0].get_linestyle() == "--"
+    assert "a CPU's times, not a GPU's" in figure.get_supxlabel()
+    assert ax.get_ylabel() == "time per step" and ax.get_legend() is None
+    assert read_ticks(ax.yaxis, "ms", 1e-3)[0] == ax.get_ylim()[0] == 0
+
+
+def test_a_sweep_over_two_devices_names_both(make_measurement, make_gpu):
+    figure = plot_sweep(
+        {"cpu": {1: make_measurement("a")}, "gpu": {1: make_measurement("b", device=make_gpu())}}, xlabel="x"
+    )
+    assert "Test CPU" in figure.get_supxlabel() and "NVIDIA Test" in figure.get_supxlabel()
+
+
+def test_a_sweep_of_plain_numbers_is_written_as_asked():
+    figure = plot_sweep(
+        {"saved": {1: 2.0 * MiB, 2: 4.0 * MiB}},
+        xlabel="layers",
+        ylabel="saved",
+        format_value=figures.units.format_bytes,
+    )
+    (ax,) = figure.axes
+    assert list(ax.containers[0].lines[0].get_ydata()) == [2 * MiB, 4 * MiB]
+    assert max(read_ticks(ax.yaxis, "MiB", MiB)) >= 3 * MiB
+    assert ax.get_ylabel() == "saved" and figure.get_supxlabel() == ""
+
+
+# All of them
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: plot_memory({}), "traces"),
+        (lambda: plot_sweep({}, xlabel="x"), "series"),
+        (lambda: plot_sweep({"a": {}}, xlabel="x"), "series"),
+        (lambda: plot_sweep({"a": {1: 1.0}, "b": {}}, xlabel="x"), "series"),
+    ],
+)
+def test_nothing_to_draw_is_named(draw, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected at least one labelled"):
+        draw()
+
+
+def test_plots_leave_pyplot_as_it_was(on_gpu):
+    before = dict(mpl.rcParams), plt.get_fignums()
+    drawn = [plot(on_gpu), plot_memory(TRACES), plot_sweep({"a": {1: 1.0}}, xlabel="x")]
+    with pytest.raises(TypeError):
+        plot_sweep({"a": {1: "one"}}, xlabel="x")
+    assert (dict(mpl.rcParams), plt.get_fignums()) == before
+    assert all(isinstance(figure, Figure) for figure in drawn)
+
+
+def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
+    figure = plot(on_cpu)
+    png = to_png(figure)
+    assert png.startswith(b"\x89PNG")
+    assert int.from_bytes(png[16:20], "big") == pytest.approx(200 * figure.get_size_inches()[0], abs=1)
+    assert set(plt.imread(io.BytesIO(png))[[0, 0, -1, -1], [0, -1, 0, -1]].flat) == {1.0}, "red, green, blue, opaque"
+
+
+CELLS = """
+import gc, weakref, torch, effgpu
+from effgpu import Comparison, Measurement
+cpu = effgpu.describe()
+times = tuple(1 + 0.001 * i for i in range(8))
+both = tuple(Measurement(label, times, cpu, peak_allocated=1) for label in "ab")
+result = Comparison("nothing_is_stored_of_this", both)
+---
+effgpu.plot(result)
+---
+figure = effgpu.plot(result)
+x = 1
+---
+figure
+---
+effgpu.plot(result)
+effgpu.plot_sweep({"a": {1: 1.0, 2: 3.0}}, xlabel="x")
+---
+result
+---
+import matplotlib.pyplot as plt
+print(plt.get_fignums())
+---
+models = []
+def broken():
+    model = torch.nn.Linear(4, 4)
+    models.append(weakref.ref(model))
+    def step():
+        return model(torch.ones(1, 5))
+    return step
+effgpu.compare({"broken": broken})
+---
+print(len(models), [model() for model in models])
+"""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What each cell of a small notebook put out."""
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.split("---\n")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    folder = str(tmp_path_factory.mktemp("notebook"))
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": folder}}
+    ).execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+def count_images(outputs):
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_a_notebook_shows_each_plot_exactly_once(outputs):
+    assert [count_images(of_cell) for of_cell in outputs[:7]] == [0, 1, 1, 1, 2, 0, 0]
+    assert not any(output.output_type in ("error", "stream") for of_cell in outputs[:6] for output in of_cell)
+    assert outputs[1][0].metadata["image/png"]["width"] == 640
+    assert outputs[6][0].text == "[]\n", "a figure was left open"
+
+
+def test_a_notebook_shows_a_result_as_a_table_with_its_data(outputs):
+    (shown,) = outputs[5]
+    assert {"text/plain", "text/html", "application/vnd.effgpu.comparison+json"} <= shown.data.keys()
+    assert "<table>" in shown.data["text/html"]
+
+
+def test_a_notebook_does_not_keep_the_model_of_a_step_that_failed(outputs):
+    error = outputs[7][-1]
+    assert error.output_type == "error" and error.ename == "RuntimeError"
+    told = "\n".join(error.traceback)
+    assert "model(torch.ones(1, 5))" in told and "while measuring the variant 'broken'" in told
+    assert outputs[8][0].text == "1 [None]\n"

@@ -1,0 +1,193 @@
+"""The commands, as processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from test_course import FAILING, compares, write_lesson
+
+from effgpu import course, device, reference
+from effgpu.__main__ import main
+from effgpu.comparison import MIME_TYPE, Comparison
+from effgpu.device import Device
+from effgpu.measurement import Measurement
+
+ENDLESS = """\
+import os, pathlib, subprocess, time
+worker = subprocess.Popen(["sleep", "600"])
+pathlib.Path("pids.part").write_text(f"{os.getpid()} {worker.pid}")
+os.rename("pids.part", "pids")
+time.sleep(600)"""
+HEAVY = ("transformers", "datasets", "matplotlib")
+
+
+def effgpu(*arguments, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "effgpu", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+
+
+def is_refused(answer: subprocess.CompletedProcess, *told: str) -> bool:
+    """One line that says what is wrong, and nothing else."""
+    one_line = answer.stderr.startswith("effgpu: error: ") and answer.stderr.count("\n") == 1
+    return answer.returncode == 2 and one_line and all(text in answer.stderr for text in told)
+
+
+@pytest.mark.parametrize("arguments, unwanted", [(["--help"], ("torch", *HEAVY)), (["info"], HEAVY)])
+def test_what_is_asked_for_at_once_loads_nothing_heavy(arguments, unwanted, tmp_path):
+    script = (
+        "import sys\nfrom effgpu.__main__ import main\n"
+        f"try: main({arguments})\nexcept SystemExit: pass\n"
+        f"print('loaded', [name for name in {unwanted} if name in sys.modules])"
+    )
+    options = {"env": environment(), "cwd": tmp_path, "capture_output": True, "text": True}
+    answer = subprocess.run([sys.executable, "-c", script], **options)
+    assert answer.stdout.splitlines()[-1] == "loaded []", answer.stderr
+
+
+def test_info_says_plainly_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(device, "describe", lambda: Device("Abacus", "cpu", 2**30, 3, versions={"torch": "2.8.0"}))
+    assert main(["info"]) == 0
+    told = capsys.readouterr().out
+    for text in ("Abacus (CPU, 3 cores)", "1.00 GiB", "2.8.0", "No GPU", "Every lesson still runs"):
+        assert text in told
+    assert "compute capability" not in told
+
+
+def test_info_says_what_the_gpu_supports(monkeypatch, capsys):
+    gpu = Device("Tesla T4", "cuda", 2**34, 2, 40, (7, 5), "570.1", {"bf16": "emulated", "fp8": "no"}, {"cuda": "12.8"})
+    monkeypatch.setattr(device, "describe", lambda: gpu)
+    assert main(["info"]) == 0
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in ("device Tesla T4", "memory 16.0 GiB", "compute capability 7.5", "driver 570.1", "CPU cores 2"):
+        assert line in told
+    assert "bf16 emulated" in told and "fp8 no" in told and "cuda 12.8" in told
+
+
+def test_a_run_leaves_notebooks_results_and_a_page(tmp_path):
+    for name in ("01_one", "02_two"):
+        write_lesson(tmp_path / "notebooks", name, compares(name))
+    before = (tmp_path / "notebooks" / "01_one.ipynb").read_bytes()
+    answer = effgpu("run", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == "2 of 2 lessons ran without an error: out/report.html\n"
+    assert "01_one" in answer.stderr and "left" in answer.stderr and "WARNING" not in answer.stderr
+    made = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*"))
+    results = "results/cpu-pocket-calculator-1-cores.json"
+    assert made == ["notebooks/01_one.ipynb", "notebooks/02_two.ipynb", "report.html", results]
+    assert [comparison.name for comparison in reference.load(tmp_path / "out" / results)] == ["01_one", "02_two"]
+    assert (tmp_path / "notebooks" / "01_one.ipynb").read_bytes() == before
+
+
+def test_the_page_of_a_partial_run_keeps_this_machines_other_lessons(tmp_path):
+    lessons = {"01_here": device.describe(), "02_elsewhere": Device("Abacus", "cpu", 2**30, 3)}
+    course.prepare(tmp_path / "out")
+    for name, where in lessons.items():
+        rows = tuple(Measurement(label, (1.0,) * 8, where) for label in ("slow", "fast"))
+        data = {MIME_TYPE: Comparison(name, rows).to_dict(), "text/plain": ""}
+        cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data)])
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "out" / "notebooks" / f"{name}.ipynb")
+    assert effgpu("run", write_lesson(tmp_path, "03_now", compares("03_now")), cwd=tmp_path).returncode == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "01_here" in page and "03_now" in page and "02_elsewhere" not in page
+
+
+def test_a_failing_lesson_is_named_at_the_end_and_on_the_page(tmp_path):
+    write_lesson(tmp_path / "notebooks", "01_bad", "1 + 1", FAILING)
+    write_lesson(tmp_path / "notebooks", "02_good", "1 + 1")
+    answer = effgpu("run", "--out", "here", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert answer.stderr.splitlines()[-1] == "failed: 01_bad: cell [2] '# a comment': ArithmeticError: no such number"
+    assert "no such number" in (tmp_path / "here" / "report.html").read_text()
+    assert (tmp_path / "here" / "notebooks" / "02_good.ipynb").exists()
+    answer = effgpu("run", "02", "--out", "here", cwd=tmp_path)
+    assert answer.returncode == 0
+    assert "no such number" in (tmp_path / "here" / "report.html").read_text()  # it still stands as it was
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, number):
+    write_lesson(tmp_path / "notebooks", "01_done", compares("done"))
+    write_lesson(tmp_path / "notebooks", "02_endless", "1 + 1", ENDLESS)
+    write_lesson(tmp_path / "notebooks", "03_never", "1 + 1")
+    run = subprocess.Popen(
+        [sys.executable, "-m", "effgpu", "run"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+    )
+    pids = wait_for(tmp_path / "notebooks" / "pids").split()
+    run.send_signal(number)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "Traceback" not in told and told.endswith("interrupted: 2 of 3 lessons were not run\n"), told
+    assert [pid for pid in pids if is_running(pid)] == []
+    assert [path.name for path in (tmp_path / "out" / "notebooks").iterdir()] == ["01_done.ipynb"]
+    assert len(list((tmp_path / "out" / "results").iterdir())) == 1
+    assert "02_endless" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.1)
+    return path.read_text()
+
+
+def is_running(pid: str) -> bool:
+    status = Path("/proc", pid, "stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_what_cannot_be_run_is_refused_before_anything_runs(tmp_path):
+    write_lesson(tmp_path / "notebooks", "01_one", "open('ran', 'w')")
+    (tmp_path / "file").write_text("")
+    assert is_refused(effgpu("run", "2", cwd=tmp_path), "'2'", "01_one")
+    assert is_refused(effgpu("run", "--out", "file/out", cwd=tmp_path), "file/out")
+    (tmp_path / "out" / "results").mkdir(parents=True)
+    (tmp_path / "out" / "results" / "mine.json").write_text("[]")
+    assert is_refused(effgpu("run", cwd=tmp_path), "mine.json")
+    assert not (tmp_path / "notebooks" / "ran").exists()
+
+
+def test_a_missing_runner_is_refused_with_what_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr("effgpu.__main__.find_spec", lambda name: None if name == "nbclient" else object())
+    assert main(["run"]) == 2
+    assert capsys.readouterr().err == 'effgpu: error: running lessons takes nbclient: pip install "effgpu[lab]"\n'
+
+
+@pytest.mark.parametrize("content", ["", "{}", json.dumps(reference.FORMAT | {"comparisons": [{}]}), None])
+def test_results_that_are_not_effgpus_are_refused(content, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "foreign.json").write_text(content)
+    assert main(["report", str(tmp_path / "foreign.json"), "--out", str(tmp_path / "report.html")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("effgpu: error: ") and "foreign.json" in told and told.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_results_without_a_comparison_are_refused(tmp_path, capsys):
+    empty = reference.save([], tmp_path / "empty.json")
+    assert main(["report", str(empty)]) == 2
+    assert "empty.json: no comparisons" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--fast"], ["report"]])
+def test_a_wrong_command_line_is_refused_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert refused.value.code == 2 and told.startswith("effgpu: error: ") and told.count("\n") == 1

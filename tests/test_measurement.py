@@ -1,0 +1,351 @@
+"""Tests of effgpu.measurement: rounds alternate, one variant is alive at a time, out of memory is a result."""
+
+import dataclasses
+import io
+import math
+import statistics
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effgpu import memory, power, timing
+from effgpu.device import Device, describe, memory_limit, release_memory
+from effgpu.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all
+from effgpu.units import GiB, MiB
+
+QUICK = {"seconds": 0.001, "rounds": 3}
+CPU = Device("Test CPU", "cpu", None, 2)
+seconds_lists = st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=30)
+
+
+class Faulty:
+    """A variant that raises at a given build (0 is the memory pass) and at a given step of it (None: in the build)."""
+
+    def __init__(self, build=None, step=None, error=torch.OutOfMemoryError):
+        self.at_build, self.at_step, self.error = build, step, error
+        self.builds, self.models = 0, []
+
+    def __call__(self):
+        build, calls = self.builds, []
+        self.builds += 1
+        model = torch.nn.Linear(4, 4)
+        self.models.append(weakref.ref(model))
+        if build == self.at_build and self.at_step is None:
+            raise self.error("a fault")
+
+        def step():
+            calls.append(model(torch.ones(1, 4)))
+            if build == self.at_build and len(calls) == self.at_step:
+                raise self.error("a fault")
+
+        return step
+
+    @property
+    def alive(self):
+        return any(model() is not None for model in self.models)
+
+
+# The value
+
+
+@given(seconds_lists)
+def test_median_and_quartiles_are_those_of_statistics_and_numpy(times):
+    found = Measurement("a", tuple(times), CPU)
+    assert found.median == statistics.median(times)
+    assert found.quartiles == pytest.approx(tuple(np.percentile(times, [25, 75])), rel=1e-9)
+    assert found.iqr == pytest.approx(np.subtract(*np.percentile(times, [75, 25])), rel=1e-6, abs=1e-9)
+    assert found.quartiles[0] <= found.median * (1 + 1e-12) and found.median <= found.quartiles[1] * (1 + 1e-12)
+
+
+@given(seconds_lists, st.floats(0.1, 1e6))
+def test_throughput_is_items_over_the_median(times, items):
+    found = Measurement("a", tuple(times), CPU, items)
+    assert found.throughput * statistics.median(times) == pytest.approx(items)
+
+
+@given(st.lists(st.floats(0.01, 1e3), min_size=1, max_size=9))
+def test_joules_are_the_median_of_the_energies(energies):
+    assert Measurement("a", (1.0,), CPU, energies=tuple(energies)).joules == statistics.median(energies)
+
+
+def test_what_was_not_measured_is_none():
+    found = Measurement("a", (), CPU, 32, failed=OUT_OF_MEMORY)
+    assert {found.median, found.quartiles, found.iqr, found.throughput, found.joules, found.peak_allocated} == {None}
+    assert Measurement("a", (0.5,), CPU).throughput is None
+    assert Measurement("a", (0.5,), CPU).quartiles == (0.5, 0.5)
+
+
+def test_a_measurement_is_a_value_that_shows_itself():
+    found = Measurement("fp32", (0.02,) * 8, CPU, 32, "samples", 3 * MiB, None, (1.5,))
+    assert repr(found) == (
+        "fp32: 20.0 ms per step (IQR 0 s), 1,600 samples/s, peak 3.00 MiB, 1.50 J per step on Test CPU (CPU, 2 cores)"
+    )
+    assert repr(Measurement("a", (), CPU, failed=OUT_OF_MEMORY)) == "a: out of memory"
+    assert found == dataclasses.replace(found) != dataclasses.replace(found, items=33)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.label = "other"
+
+
+# Measuring
+
+
+def test_measures_a_variant(tiny, no_collecting):
+    found = measure(tiny, items=4, unit="rows", flops=10, **QUICK)
+    assert (found.label, found.items, found.unit, found.flops, found.failed) == ("tiny_variant", 4, "rows", 10, None)
+    assert len(found.times) == 3 and min(found.times) > 0 and found.throughput > 0
+    assert found.peak_allocated == memory.trace(tiny).peak > 0
+    assert found.peak_reserved is None and found.energies == () and found.joules is None
+    assert found.device == describe()
+    assert measure(tiny, label="mine", **QUICK).label == "mine"
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_builds_once_a_round_and_once_for_memory(rounds, no_collecting):
+    one = Faulty()
+    found = measure(one, seconds=0.001, rounds=rounds)
+    assert one.builds == rounds + 1 and len(found.times) == rounds
+
+
+def test_rounds_alternate(no_collecting):
+    built = []
+
+    def make(label):
+        return lambda: built.append(label) or (lambda: None)
+
+    measure_all({label: make(label) for label in "abc"}, seconds=0.001, rounds=4)
+    assert "".join(built) == "abc" + "abc" + "cba" + "abc" + "cba"
+
+
+def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatch, no_collecting):
+    ran = []
+    monkeypatch.setattr(timing, "warm_up", lambda step, count: ran.append(("warm up", count)) or 0.25)
+    monkeypatch.setattr(timing, "time_steps", lambda step, count: ran.append(("steps", count)) or [1.0, 2.0, 6.0])
+    found = measure(lambda: lambda: None, seconds=12, rounds=3, warmup=4)
+    assert ran == [("warm up", 4), ("steps", 16)] * 3  # a third of 12 s at 0.25 s a step
+    assert found.times == (3.0,) * 3
+
+
+def test_only_one_variant_is_alive_at_a_time():
+    models = []
+
+    def variant():
+        assert not any(model() is not None for model in models), "the one before was not freed"
+        model = torch.nn.Linear(4, 4)
+        model.itself = [model]  # only the garbage collector frees it
+        models.append(weakref.ref(model))
+        return lambda: model(torch.ones(1, 4))
+
+    measure_all({"a": variant, "b": variant}, seconds=0.001, rounds=2)
+    assert len(models) == 6 and not any(model() is not None for model in models)
+
+
+def test_energy_is_taken_each_round_where_there_is_a_counter(monkeypatch, no_collecting):
+    answers = iter([3.0, None, 1.0])
+    monkeypatch.setattr(power, "measure_energy", lambda step: next(answers))
+    found = measure(lambda: lambda: None, **QUICK)
+    assert found.energies == (3.0, 1.0) and found.joules == 2.0
+
+
+# Out of memory, and other faults
+
+
+PLACES = {
+    "in the build": (0, None),
+    "in the warm-up": (0, 1),
+    "in the step": (0, 3),
+    "in the build of the first round": (1, None),
+    "in the warm-up of the first round": (1, 1),
+    "in a step of the first round": (1, 4),
+    "in the build of a later round": (3, None),
+    "in a step of a later round": (3, 6),
+}
+
+
+@pytest.mark.parametrize("failing", ["baseline", "other"])
+@pytest.mark.parametrize("place", PLACES)
+def test_out_of_memory_is_a_result(failing, place, no_collecting):
+    both = {"baseline": Faulty(), "other": Faulty()}
+    both[failing] = Faulty(*PLACES[place])
+    found = {m.label: m for m in measure_all(both, items=8, unit="rows", **QUICK)}
+    failed = found.pop(failing)
+    assert (failed.failed, failed.times, failed.peak_allocated) == (OUT_OF_MEMORY, (), None)
+    assert (failed.items, failed.unit) == (8, "rows")
+    assert both[failing].builds == PLACES[place][0] + 1, "measured on after it had failed"
+    (kept,) = found.values()
+    assert kept.failed is None and len(kept.times) == 3 and kept.peak_allocated > 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_what_ran_out_of_memory_is_freed(error):
+    faulty = Faulty(1, 2, error)
+    assert measure(faulty, **QUICK).failed == OUT_OF_MEMORY
+    assert len(faulty.models) == 2 and not faulty.alive
+
+
+def test_a_real_allocation_that_cannot_be_met_is_out_of_memory(no_collecting):
+    assert measure(lambda: lambda: torch.empty(2**60, dtype=torch.uint8), **QUICK).failed == OUT_OF_MEMORY
+
+
+def test_above_the_limit_is_out_of_memory_and_what_comes_next_is_not(tiny, no_collecting):
+    with memory_limit(memory.trace(tiny).peak - 1):
+        assert measure(tiny, **QUICK).failed == OUT_OF_MEMORY
+    assert measure(tiny, **QUICK).failed is None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_any_other_error_comes_through_and_names_its_variant(place, error, no_collecting):
+    faulty = Faulty(*PLACES[place], error)
+    with pytest.raises(error, match="a fault") as caught:
+        measure_all({"sound": Faulty(), "broken one": faulty}, **QUICK)
+    assert "raised while measuring the variant 'broken one'" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("place", ["in the build", "in the step", "in a step of a later round"])
+def test_any_other_error_leaves_nothing_behind_though_it_is_kept(place):
+    sound, faulty = Faulty(), Faulty(*PLACES[place], RuntimeError)
+    with pytest.raises(RuntimeError) as caught:
+        measure_all({"sound": sound, "broken": faulty}, **QUICK)
+    assert faulty.models and not faulty.alive and not sound.alive
+    del caught
+
+
+# Arguments
+
+
+def sound():
+    return lambda: None
+
+
+BAD = {
+    "items": [0, -1, math.nan, math.inf, True, "8", {"a": 0}, {"a": None}, {"b": 8}, {}, {"a": 8, "b": 8}],
+    "rounds": [0, -1, math.nan, True, 2.5, None, "8"],
+    "seconds": [0, -1, math.nan, math.inf, True, None, "1"],
+    "warmup": [0, -1, True, 1.5, None],
+    "flops": [0, -1, math.nan, True],
+}
+
+
+@pytest.mark.parametrize(("argument", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_argument_is_named_before_anything_is_built(argument, value):
+    one = Faulty()
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}: expected a"):
+        measure_all({"a": one}, **{argument: value})
+    assert one.builds == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({}, ValueError, "variants: expected at least one"),
+        ([sound], TypeError, "variants: expected a mapping"),
+        ({"a": sound()()}, TypeError, r"variants\['a'\]: expected a function"),
+        ({"a": 3}, TypeError, r"variants\['a'\]: expected a function"),
+        ({"": sound}, TypeError, "variants: expected every label"),
+        ({"a": sound, "b": lambda: None}, TypeError, "expected it to return its training step, a function, got None"),
+    ],
+)
+def test_a_bad_variant_is_named(bad, error, message, no_collecting):
+    with pytest.raises(error, match=message):
+        measure_all(bad, **QUICK)
+
+
+def test_a_bad_variant_of_measure_is_named():
+    with pytest.raises(TypeError, match="expected a function that returns a training step, got int"):
+        measure(3)
+
+
+def test_items_may_differ_between_variants(no_collecting):
+    found = measure_all({"a": sound, "b": sound}, items={"b": 16, "a": 8}, **QUICK)
+    assert [(m.label, m.items) for m in found] == [("a", 8), ("b", 16)]
+
+
+# The progress bar
+
+
+class Terminal(io.StringIO):
+    def __init__(self, watched):
+        super().__init__()
+        self.watched = watched
+
+    def isatty(self):
+        return self.watched
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_progress_bar_is_for_terminals_only(watched, monkeypatch, capsys, no_collecting):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    terminal = Terminal(watched)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    measure_all({"first label": sound, "second label": sound}, **QUICK)
+    written = terminal.getvalue()
+    if watched:
+        assert "first label" in written and "/8" in written
+        assert written.endswith("\r") and not written.rsplit("\r", 2)[-2].strip(), "the bar was left standing"
+    else:
+        assert written == ""
+    assert capsys.readouterr().out == ""
+
+
+# On a GPU
+
+
+def make_gpu_variant(megabytes=64, width=1024):
+    def variant():
+        model = torch.nn.Linear(width, width, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.randn(1024, width, device="cuda")
+        held = torch.zeros(megabytes * MiB, dtype=torch.uint8, device="cuda")
+
+        def step():
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return held
+
+        return step
+
+    return variant
+
+
+@pytest.mark.gpu
+def test_measuring_leaves_nothing_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(power, "measure_energy", lambda step: None)
+    release_memory()
+    before = torch.cuda.memory_allocated()
+    found = measure_all({"a": make_gpu_variant(), "b": make_gpu_variant(128)}, seconds=0.1, rounds=2)
+    assert torch.cuda.memory_allocated() <= before
+    for m in found:
+        assert m.peak_reserved >= m.peak_allocated >= 64 * MiB
+        assert len(m.times) == 2 and m.device.kind == "cuda"
+    assert found[1].peak_allocated - found[0].peak_allocated == pytest.approx(64 * MiB, rel=0.01)
+
+
+@pytest.mark.gpu
+def test_a_limit_makes_a_real_out_of_memory_that_the_next_measuring_survives(monkeypatch):
+    monkeypatch.setattr(power, "measure_energy", lambda step: None)
+    release_memory()
+    before = torch.cuda.memory_allocated()
+    both = {"small": make_gpu_variant(64), "large": make_gpu_variant(2048)}
+    with memory_limit(torch.cuda.memory_reserved() + GiB):
+        small, large = measure_all(both, seconds=0.1, rounds=2)
+        assert (small.failed, large.failed) == (None, OUT_OF_MEMORY)
+        assert len(small.times) == 2
+    small, large = measure_all(both, seconds=0.1, rounds=2)
+    assert (small.failed, large.failed) == (None, None)
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+def test_energy_is_above_zero_on_this_gpu():
+    reading = power.sample()
+    if reading is None or reading.joules is None:
+        pytest.skip("this GPU counts no energy")
+    found = measure(make_gpu_variant(), seconds=0.1, rounds=2)
+    assert len(found.energies) == 2 and found.joules > 0
+    assert found.joules < 10 * found.median * 2000  # watts of a board, with room for what is not kept busy

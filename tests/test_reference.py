@@ -1,0 +1,135 @@
+"""Tests of effgpu.reference: files that hold all or nothing, and are refused by name when they are something else."""
+
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from effgpu import reference
+from effgpu.comparison import Comparison
+from effgpu.reference import load, save, stored, write_whole
+
+
+@pytest.fixture
+def result(make_measurement):
+    return Comparison("some", (make_measurement("a"), make_measurement("b", 0.01, items=8)))
+
+
+@pytest.fixture
+def make_stored(tmp_path, monkeypatch, make_measurement, make_gpu, cpu):
+    """A function that stores a result in a folder that stands in for effgpu/reference/."""
+    monkeypatch.setattr(reference, "STORED", tmp_path)
+    reference._load_once.cache_clear()
+
+    def store(file, *names, device=None):
+        device = device or make_gpu(file)
+        results = [Comparison(name, (make_measurement("a", device=device),)) for name in names]
+        return save(results, tmp_path / f"{file}.json")
+
+    yield store
+    reference._load_once.cache_clear()
+
+
+def test_round_trip(tmp_path, result, make_measurement):
+    failed = Comparison("other", (make_measurement("a", failed=True),))
+    path = save([result, failed], tmp_path / "new folder" / "results.json")
+    assert load(path) == load(str(path)) == [result, failed]
+    assert path.read_text().endswith("}\n") and os.stat(path).st_mode & 0o777 == 0o644
+
+
+def test_saving_again_replaces(tmp_path, result):
+    path = save([result, result], tmp_path / "results.json")
+    assert load(save([], path)) == []
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+@pytest.mark.parametrize("fault", [OSError("no space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("place", ["replace", "chmod"])
+def test_a_write_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path, result, monkeypatch, place, fault):
+    path = save([result], tmp_path / "results.json")
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise fault
+
+    monkeypatch.setattr(os, place, fail)
+    with pytest.raises(type(fault)):
+        save([result, result], path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["results.json"]
+
+
+def test_text_that_cannot_be_written_leaves_the_old_file(tmp_path):
+    path = write_whole(tmp_path / "page.html", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "new \ud800")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["page.html"]
+
+
+FOREIGN = {
+    "empty": "",
+    "no JSON": "<html></html>",
+    "no text": b"\xff\xfe\x00",
+    "a list": "[]",
+    "another format": json.dumps({"format": "pytest results", "version": 1, "comparisons": []}),
+    "another version": json.dumps({"format": "effgpu results", "version": 2, "comparisons": []}),
+    "no version": json.dumps({"format": "effgpu results", "comparisons": []}),
+    "no comparisons": json.dumps(reference.FORMAT),
+    "comparisons of nothing": json.dumps(reference.FORMAT | {"comparisons": [{}]}),
+    "comparisons that are none": json.dumps(reference.FORMAT | {"comparisons": ["a"]}),
+    "null comparisons": json.dumps(reference.FORMAT | {"comparisons": None}),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_anything_else_is_refused_by_name(tmp_path, kind):
+    path, text = tmp_path / "some file.json", FOREIGN[kind]
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"some file\.json: expected"):
+        load(path)
+
+
+def test_a_missing_file_or_a_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"absent\.json: expected a results file that can be read"):
+        load(tmp_path / "absent.json")
+    with pytest.raises(ValueError, match="expected a results file that can be read"):
+        load(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1))
+def test_a_truncated_file_is_refused_by_name(tmp_path, result, share):
+    text = save([result], tmp_path / "whole.json").read_text().rstrip()
+    cut = tmp_path / "cut.json"
+    cut.write_text(text[: int(share * (len(text) - 1))])
+    with pytest.raises(ValueError, match=r"cut\.json: expected"):
+        load(cut)
+
+
+def test_stored_finds_gpus_by_the_name_of_the_comparison(make_stored, cpu):
+    make_stored("b-gpu", "one", "two")
+    make_stored("a-gpu", "one")
+    make_stored("a-cpu", "one", "two", device=cpu)
+    assert [c.device.name for c in stored("one")] == ["a-gpu", "b-gpu"]
+    assert [c.device.name for c in stored("two")] == ["b-gpu"]
+    assert stored("three") == [] and {c.name for c in stored("one")} == {"one"}
+
+
+def test_stored_says_which_file_is_broken(make_stored, tmp_path):
+    make_stored("a-gpu", "one")
+    (tmp_path / "b-gpu.json").write_text("{")
+    with pytest.raises(ValueError, match=r"b-gpu\.json: expected"):
+        stored("one")
+
+
+def test_nothing_stored_is_nothing(make_stored):
+    assert stored("one") == []
+
+
+def test_all_results_in_the_package_can_be_read():
+    for path in sorted(reference.STORED.glob("*.json")):
+        results = load(path)
+        assert results and path.stem == results[0].device.slug
+        assert len({c.device.name for c in results}) == 1, "one machine a file"
+        assert len({c.name for c in results}) == len(results), "one result a name"

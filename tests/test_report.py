@@ -1,0 +1,156 @@
+"""The page, as a real browser shows it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from effgpu import report
+from effgpu.__main__ import main
+from effgpu.comparison import Comparison
+from effgpu.course import Outcome
+from effgpu.device import Device
+from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.reference import save
+
+GPU = Device(
+    "NVIDIA H200",
+    "cuda",
+    150_754_820_096,
+    16,
+    132,
+    (9, 0),
+    "570.86.15",
+    {"bf16": "yes"},
+    {"torch": "2.8.0", "cuda": "12.8"},
+)
+CPU = Device("AMD EPYC <7B13>", "cpu", 2**34, 2, versions={"python": "3.13.1", "torch": "2.8.0"})
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def compare(device: Device, name: str = "mixed_precision") -> Comparison:
+    """One variant for every verdict, with energy where the device is a GPU."""
+
+    def measure(label: str, seconds: float, peak: int, wobble: float = 0.0) -> Measurement:
+        times = tuple(seconds * (1 + wobble * (-1) ** n * n / 8) for n in range(8))
+        energies = tuple(300 * time for time in times) if device.kind == "cuda" else ()
+        return Measurement(label, times, device, 32, "samples", peak, peak + 2**20, energies)
+
+    rows = [
+        measure("fp32", 0.0412, 9 * 2**30),
+        measure("bf16", 0.0171, 5 * 2**30, 0.02),
+        measure("tf32, and cudnn.benchmark", 0.0409, 9 * 2**30, 0.1),
+        measure("fp64", 0.0899, 18 * 2**30, 0.01),
+        Measurement("fp128", (), device, 32, "samples", failed=OUT_OF_MEMORY),
+    ]
+    return Comparison(name, tuple(rows))
+
+
+@pytest.fixture(scope="module")
+def page_of_two_machines(tmp_path_factory) -> Path:
+    """What `effgpu report` makes of two results files."""
+    folder = tmp_path_factory.mktemp("report")
+    files = [
+        save([compare(device), compare(device, "pinned_memory")], folder / f"{device.slug}.json")
+        for device in (GPU, CPU)
+    ]
+    assert main(["report", *map(str, files), "--out", str(folder / "report.html")]) == 0
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not found:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    with playwright.sync_playwright() as session:
+        launched = session.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_phone_and_desktop_in_light_and_dark(browser, page_of_two_machines, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    requested, errors = [], []
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("console", lambda message: errors.append(message.text))
+    page.goto(page_of_two_machines.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert {url for url in requested if not url.startswith("data:")} == {page_of_two_machines.as_uri()}
+    assert errors == []
+    assert page.locator("img").count() == 4
+    assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0 && image.alt)")
+    for contrast in page.evaluate(CONTRASTS):
+        assert contrast["ratio"] >= 4.5, contrast
+    page.close()
+
+
+# Of every piece of text: the contrast with what is painted behind it, by WCAG 2.2's formula.
+CONTRASTS = """() => {
+  const parse = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = element => {
+    for (; element; element = element.parentElement) {
+      const colour = parse(getComputedStyle(element).backgroundColor);
+      if (colour[3] !== 0) return colour;
+    }
+  };
+  return [...document.querySelectorAll('main *')]
+    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
+    .map(e => {
+      const [a, b] = [light(parse(getComputedStyle(e).color)), light(ground(e))];
+      return {text: e.textContent.slice(0, 40), ratio: (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)};
+    });
+}"""
+
+
+def test_a_wide_table_scrolls_in_its_own_box(browser, page_of_two_machines):
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.goto(page_of_two_machines.as_uri())
+    box = page.locator(".scroll").first
+    assert box.evaluate("e => e.scrollWidth > e.clientWidth")
+    box.focus()  # a keyboard reaches it
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('.scroll').scrollLeft > 0")
+    page.close()
+
+
+def test_every_verdict_is_in_words_beside_its_numbers(browser, page_of_two_machines):
+    page = browser.new_page()
+    page.goto(page_of_two_machines.as_uri())
+    rows = page.locator("section").first.locator("tbody").first.locator("tr").all_inner_texts()
+    cells = [[cell.strip() for cell in row.split("\t")] for row in rows]
+    assert cells[0] == ["mixed_precision"]
+    assert cells[1] == ["fp32", "41.2 ms", "· baseline", "9.00 GiB", "12.4 J"]
+    assert [row[0] for row in cells[2:]] == ["bf16", "tf32, and cudnn.benchmark", "fp64", "fp128"]
+    assert [row[2] for row in cells[2:]] == ["↓ faster", "≈ within noise", "↑ slower", "✕ out of memory"]
+    assert cells[2][1].startswith("0.41") and "[" in cells[2][1] and cells[2][3] == "0.556 ×"
+    assert cells[5][1] == cells[5][3] == cells[5][4] == "–"
+    page.close()
+
+
+def test_a_cpus_times_are_called_a_cpus(page_of_two_machines):
+    gpu, cpu = page_of_two_machines.read_text().split("<section>")[1:]
+    for told in ("AMD EPYC &lt;7B13&gt; (CPU, 2 cores)", "Time on this CPU", "not a GPU’s", "of the host"):
+        assert told in cpu and told not in gpu
+    assert "Energy" in gpu and "Energy" not in cpu
+    for told in ("NVIDIA H200", "140 GiB", "9.0", "570.86.15", "torch 2.8.0"):
+        assert told in gpu
+
+
+def test_what_failed_is_named_and_nothing_in_it_is_markup(tmp_path):
+    bad = Outcome("01_bad", "Bad", failure="cell [1] '<script>': ValueError: <b>")
+    page = report.write(tmp_path / "report.html", [report.Section(GPU, (bad,))]).read_text()
+    assert "01_bad" in page and "&lt;script&gt;" in page and "<script>" not in page and "ValueError: &lt;b&gt;" in page
+    assert "No lesson gave a comparison" in page
+
+
+def test_versions_that_differ_between_results_are_all_named(tmp_path):
+    newer = Device(**vars(GPU) | {"versions": {"torch": "2.9.1"}})
+    section = report.Section(GPU, (Outcome("a", "A", (compare(GPU), compare(newer, "other"))),))
+    assert "torch 2.8.0 and 2.9.1" in report.write(tmp_path / "report.html", [section]).read_text()
