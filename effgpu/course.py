@@ -1,6 +1,7 @@
 """Run the lessons headless, each in a kernel of its own, and collect the results that they carry."""
 
 import asyncio
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,7 +98,8 @@ def run_lesson(
     _drop_blank_output(notebook)
     outcome = _outcome(path.stem, notebook)
     text = nbformat.writes(notebook) + "\n"
-    reference.write_whole(folder / path.name, text)
+    beside = Path(os.path.relpath(path.resolve().parent.parent, folder.resolve())).as_posix()  # drawings are not copied
+    reference.write_whole(folder / path.name, text.replace("](../", f"]({beside}/"))
     if inplace and not outcome.failure:
         reference.write_whole(path, text)
     return outcome

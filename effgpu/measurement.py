@@ -1,16 +1,18 @@
 """Measurement: what one variant took. The measuring alternates variants in rounds and keeps one alive at a time."""
 
+import gc
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
-from effgpu.device import Device, describe, is_out_of_memory
+from effgpu.device import Device, describe, is_out_of_memory, release_memory
 from effgpu.variants import Step, Variant, check_variants, use
 
 OUT_OF_MEMORY = "out of memory"
@@ -115,7 +117,7 @@ def measure_all(
     for number in range(rounds):
         order = list(variants)[:: -1 if number % 2 else 1]
         jobs += [(label, partial(_take_round, warmup=warmup, seconds=seconds / rounds)) for label in order]
-    with _progress(len(jobs)) as bar:
+    with _older_objects_spared(), _progress(len(jobs)) as bar:
         for label, take in jobs:
             bar.set_description_str(label)
             if not records[label].failed:
@@ -131,14 +133,28 @@ class _Record:
 
     trace: memory.Trace | None = None
     times: list[float] = field(default_factory=list)
-    energies: list[float] = field(default_factory=list)
+    energies: list[float | None] = field(default_factory=list)
     failed: str | None = None
 
     def finish(self, label: str, device: Device, items: float | None, unit: str, flops: float | None) -> Measurement:
         if self.failed:
             return Measurement(label, (), device, items, unit, flops=flops, failed=self.failed)
         peaks = self.trace.peak, self.trace.reserved
-        return Measurement(label, tuple(self.times), device, items, unit, *peaks, tuple(self.energies), flops)
+        energies = () if None in self.energies else tuple(self.energies)  # rounds are compared with their like
+        return Measurement(label, tuple(self.times), device, items, unit, *peaks, energies, flops)
+
+
+@contextmanager
+def _older_objects_spared() -> Iterator[None]:
+    """Let the garbage collector pass over all that is older than the measuring, or its rounds would time a tenth of a
+    second of collecting each.
+    """
+    release_memory()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _attempt(take: Callable[[Variant, _Record], None], label: str, variant: Variant, record: _Record) -> None:
@@ -161,9 +177,7 @@ def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: floa
         for _ in range(warmup):
             step()
         record.times.append(statistics.fmean(timing.time_for(step, seconds)))
-        joules = power.measure_energy(step)
-        if joules is not None:
-            record.energies.append(joules)
+        record.energies.append(power.measure_energy(step))
 
     use(variant, action)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pynvml
 import torch
 
-_LONGEST_TICK = (
-    0.5  # seconds: the energy counter moves every 20 to 100 ms; one that stands still for longer is of no use
-)
+from effgpu import units
+
+_LONGEST_TICK = 0.5  # seconds: the counter moves every 20 to 100 ms; standing still for longer, it is of no use
 _POLL = 0.002  # seconds between two looks at the counter, so that asking does not slow short steps
 
 
@@ -24,6 +24,11 @@ class Sample:
     memory_used: int | None
     watts: float | None
     joules: float | None
+
+    def __str__(self) -> str:
+        busy = units.NOT_MEASURED if self.utilisation is None else f"{self.utilisation:.0%}"
+        watts = units.NOT_MEASURED if self.watts is None else f"{self.watts:.0f} W"
+        return f"{busy} of the time busy, {units.format_bytes(self.memory_used)} in use, {watts}"
 
 
 def sample() -> Sample | None:

@@ -14,6 +14,8 @@ def format_seconds(seconds: float | None) -> str:
 
 def format_bytes(count: float | None) -> str:
     """`1_500_000` -> `"1.43 MiB"`, in powers of 1024; `None` -> `"–"`."""
+    if count is not None and abs(count) < KiB:
+        return f"{count:.0f} B"
     return _scale(count, 1024, {1: "B", KiB: "KiB", MiB: "MiB", GiB: "GiB", 2**40: "TiB"})
 
 

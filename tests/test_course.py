@@ -164,6 +164,18 @@ def test_each_lesson_runs_in_its_own_folder_and_kernel(tmp_path, out):
         assert executed.cells[1].outputs[0].text.strip() == str(tmp_path / folder)
 
 
+def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch):
+    lesson = write_lesson(tmp_path / "course" / "notebooks", "drawn", "1 + 1")
+    notebook = nbformat.read(lesson, as_version=4)
+    notebook.cells[0].source += "\n![a drawing](../images/a.svg)"
+    nbformat.write(notebook, lesson)
+    monkeypatch.chdir(lesson.parent)
+    course.run_lesson(Path(lesson.name), out / "notebooks", inplace=True)
+    executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
+    assert "](../../course/images/a.svg)" in executed.cells[0].source
+    assert "](../images/a.svg)" in lesson.read_text()
+
+
 def test_inplace_overwrites_only_the_lessons_that_succeeded(tmp_path, out):
     good, bad = write_lesson(tmp_path, "good", "1 + 1"), write_lesson(tmp_path, "bad", FAILING)
     before = bad.read_bytes()

@@ -295,11 +295,13 @@ def test_nothing_to_draw_is_named(draw, name):
 
 
 def test_plots_leave_pyplot_as_it_was(on_gpu):
-    before = dict(mpl.rcParams), plt.get_fignums()
-    drawn = [plot(on_gpu), plot_memory(TRACES), plot_sweep({"a": {1: 1.0}}, xlabel="x")]
-    with pytest.raises(TypeError):
-        plot_sweep({"a": {1: "one"}}, xlabel="x")
-    assert (dict(mpl.rcParams), plt.get_fignums()) == before
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        before = dict(mpl.rcParams), plt.get_fignums()
+        drawn = [plot(on_gpu), plot_memory(TRACES), plot_sweep({"a": {1: 1.0}}, xlabel="x")]
+        with pytest.raises(TypeError):
+            plot_sweep({"a": {1: "one"}}, xlabel="x")
+        assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
 
 

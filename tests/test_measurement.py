@@ -1,6 +1,7 @@
 """Tests of effgpu.measurement: rounds alternate, one variant is alive at a time, out of memory is a result."""
 
 import dataclasses
+import gc
 import io
 import math
 import statistics
@@ -123,10 +124,10 @@ def test_rounds_alternate(no_collecting):
 
 def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatch, no_collecting):
     ran = []
-    monkeypatch.setattr(timing, "warm_up", lambda step, count: ran.append(("warm up", count)) or 0.25)
-    monkeypatch.setattr(timing, "time_steps", lambda step, count: ran.append(("steps", count)) or [1.0, 2.0, 6.0])
-    found = measure(lambda: lambda: None, seconds=12, rounds=3, warmup=4)
-    assert ran == [("warm up", 4), ("steps", 16)] * 3  # a third of 12 s at 0.25 s a step
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds: ran.append(f"{seconds} s") or [1.0, 2.0, 6.0])
+    found = measure(lambda: lambda: ran.append("step"), seconds=12, rounds=3, warmup=2)
+    memory_pass, each_round = ["step"] * 3, ["step", "step", "4.0 s"]
+    assert ran == memory_pass + each_round * 3
     assert found.times == (3.0,) * 3
 
 
@@ -144,11 +145,27 @@ def test_only_one_variant_is_alive_at_a_time():
     assert len(models) == 6 and not any(model() is not None for model in models)
 
 
-def test_energy_is_taken_each_round_where_there_is_a_counter(monkeypatch, no_collecting):
-    answers = iter([3.0, None, 1.0])
+def test_energy_is_taken_each_round(monkeypatch, no_collecting):
+    answers = iter([3.0, 2.0, 1.0])
     monkeypatch.setattr(power, "measure_energy", lambda step: next(answers))
     found = measure(lambda: lambda: None, **QUICK)
-    assert found.energies == (3.0, 1.0) and found.joules == 2.0
+    assert found.energies == (3.0, 2.0, 1.0) and found.joules == 2.0
+
+
+@pytest.mark.parametrize("answers", [(None, None, None), (3.0, None, 1.0)])
+def test_energy_that_a_round_lacks_is_not_measured(answers, monkeypatch, no_collecting):
+    """Or the rounds that have one would be held against others of the baseline's."""
+    told = iter(answers)
+    monkeypatch.setattr(power, "measure_energy", lambda step: next(told))
+    found = measure(lambda: lambda: None, **QUICK)
+    assert found.energies == () and found.joules is None
+
+
+def test_older_objects_are_collected_again_after_measuring(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds: frozen.append(gc.get_freeze_count()) or [1.0])
+    measure(lambda: lambda: None, **QUICK)
+    assert min(frozen) > 0 and gc.get_freeze_count() == 0
 
 
 # Out of memory, and other faults

@@ -146,6 +146,11 @@ def test_a_sample_has_none_for_exactly_what_nvml_refuses(monkeypatch, missing):
     assert power.sample() == power.Sample(**expected)
 
 
+def test_a_sample_shows_itself_with_a_dash_for_what_is_missing():
+    assert str(power.Sample(0.55, 2**30, 312.5, 7.0)) == "55% of the time busy, 1.00 GiB in use, 312 W"
+    assert str(power.Sample(None, None, None, None)) == "– of the time busy, – in use, –"
+
+
 # On a GPU
 
 

@@ -52,6 +52,16 @@ def test_steps_fill_the_time_and_are_never_fewer_than_five(duration, seconds):
         assert len(times) * duration == pytest.approx(seconds, abs=duration)
 
 
+def test_steps_that_come_in_bursts_fill_the_time_by_their_mean(simulate_gpu):
+    gpu, calls = simulate_gpu(), []
+
+    def step():
+        calls.append(1)
+        gpu.step(1.0 if len(calls) % 5 == 0 else 0.0)  # a loader's workers, five batches at a time
+
+    assert len(timing.time_for(step, 20.0)) == 100
+
+
 @pytest.mark.gpu
 def test_gpu_time_grows_with_the_work():
     def busy(cycles):

@@ -1,6 +1,8 @@
 """How often an A/A comparison cries "different", and how often a step made 10 % slower is called slower.
 
 Usage: python tests/benchmarks/aa.py [COMPARISONS] [--load] [--slower]
+
+On one thread: two threads that wait for each other at every layer, with one core for both, measure the scheduler.
 """
 
 import argparse
@@ -17,7 +19,7 @@ def variant(extra: int = 0):
     """A training step of ten layers; `extra` adds whole layers' worth of matrix products to it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(10)]).to(effgpu.find_device())
-    x = torch.randn(512, 256, device=effgpu.find_device())
+    x = torch.randn(64, 256, device=effgpu.find_device())
 
     def step():
         for parameter in model.parameters():
@@ -35,8 +37,9 @@ def main() -> None:
     parser.add_argument("comparisons", type=int, nargs="?", default=200)
     parser.add_argument("--load", action="store_true", help="while another process keeps one core busy")
     parser.add_argument("--slower", action="store_true", help="the second variant does 10 %% more of the same work")
-    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--seconds", type=float, default=0.4)
     args = parser.parse_args()
+    torch.set_num_threads(1)
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if args.load else None
     try:
         variants = {"A": variant, "B": (lambda: variant(1)) if args.slower else variant}

@@ -1,0 +1,39 @@
+"""The committed drawings are those that images/draw.py draws, and say in words what they show."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+IMAGES = Path(__file__).parent.parent / "images"
+DRAWINGS = sorted(IMAGES.glob("*.svg"))
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn")
+    runpy.run_path(str(IMAGES / "draw.py"))["main"](folder)
+    return folder
+
+
+def shapes(path: Path) -> list[str]:
+    """Title, outlines and fills of a drawing; not its glyphs, which versions of matplotlib round differently."""
+    return re.findall(r"<title>.*?</title>|<path d=\"[^\"]*\"[^>]* style=\"[^\"]*\"", path.read_text(), re.DOTALL)
+
+
+def test_every_drawing_is_committed_and_no_other(drawn):
+    assert [path.name for path in sorted(drawn.glob("*.svg"))] == [path.name for path in DRAWINGS]
+
+
+@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
+def test_drawing_is_up_to_date(path, drawn):
+    assert len(shapes(path)) > 10
+    assert shapes(path) == shapes(drawn / path.name), "python images/draw.py draws it anew"
+
+
+@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
+def test_drawing_is_used_and_titled(path):
+    pages = [IMAGES.parent / "README.md", *sorted((IMAGES.parent / "notebooks").glob("*.ipynb"))]
+    assert any(f"images/{path.name}" in page.read_text() for page in pages)
+    assert len(re.search(r"<title>(.*?)</title>", path.read_text(), re.DOTALL)[1]) > 40
