@@ -6,10 +6,12 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import combinations_with_replacement
 
 from effgpu import units
 from effgpu.device import Device
-from effgpu.measurement import Measurement, measure_all
+from effgpu.measurement import FEWEST_ROUNDS, Measurement, measure_all
 from effgpu.variants import Variant
 
 FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
@@ -19,7 +21,7 @@ FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
     "baseline",
     "baseline failed",
 )
-FEWEST_ROUNDS = 6  # with fewer, even the whole range of the ratios covers their median less often than 95 times in 100
+SURE = 0.99  # what a verdict asks for, as readers make many comparisons; the intervals that are shown are of 95 %
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
@@ -78,13 +80,13 @@ class Comparison:
         return Ratio(ours / theirs, ours / theirs, ours / theirs) if ours is not None and theirs else None
 
     def verdict(self, label: str) -> str:
-        """Faster or slower only where the whole interval of the time ratio is on that side of 1."""
+        """Faster or slower only where the whole 99 % interval of the time ratio is on that side of 1."""
         if self[label].failed or label == self.baseline.label:
             return self[label].failed or BASELINE
-        ratio = self.time_ratio(label)
-        if ratio is None:
+        if self.baseline.failed:
             return BASELINE_FAILED
-        return FASTER if ratio.high < 1 else SLOWER if ratio.low > 1 else WITHIN_NOISE
+        ratio = self._round_by_round(label, lambda m: m.times, SURE)
+        return WITHIN_NOISE if ratio is None or ratio.low <= 1 <= ratio.high else FASTER if ratio.high < 1 else SLOWER
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
@@ -107,7 +109,7 @@ class Comparison:
         """Where it was measured: the device, and the versions that made the kernels."""
         versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
         whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
-        ratios = f"Ratios to {self.baseline.label!r}, with 95 % intervals"
+        ratios = f"Ratios to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %"
         return f"{self.name} on {self.device.label}, {versions}{whose}. {ratios}."
 
     def to_dict(self) -> dict:
@@ -126,12 +128,14 @@ class Comparison:
             raise ValueError("measurements: expected at least one, got none")
         return cls(check_name(stored["name"]), tuple(Measurement(device=device, **row) for row in rows))
 
-    def _round_by_round(self, label: str, values: Callable[[Measurement], Sequence[float]]) -> Ratio | None:
+    def _round_by_round(
+        self, label: str, values: Callable[[Measurement], Sequence[float]], confidence: float = 0.95
+    ) -> Ratio | None:
         """Each round's own ratio, so that what slows a round down slows both sides of it."""
         ours, theirs = self[label], self.baseline
         scale = (theirs.items or 1) / (ours.items or 1)
-        ratios = [a / b * scale for a, b in zip(values(ours), values(theirs)) if b > 0]
-        return Ratio(statistics.median(ratios), *median_interval(ratios)) if len(ratios) >= FEWEST_ROUNDS else None
+        ratios = [math.log(a / b * scale) for a, b in zip(values(ours), values(theirs)) if a > 0 < b]
+        return Ratio(*map(math.exp, rank_interval(ratios, confidence))) if len(ratios) >= FEWEST_ROUNDS else None
 
     def _told(self, ratio: Ratio | None, measurement: Measurement) -> str:
         return str(ratio) if ratio and measurement is not self.baseline else units.NOT_MEASURED
@@ -158,14 +162,14 @@ def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **opti
     """Measure variants side by side; the first one is the baseline.
 
     A variant is a function that builds its own state and returns one training step. `name` is what the result is stored
-    under. The options are those of `measure_all`: items, unit, flops, seconds, rounds (at least six), warmup.
+    under. The options are those of `measure_all`: items, unit, flops, seconds, rounds (at least eight), warmup.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
     """
     check_name(name)
-    rounds = options.get("rounds", FEWEST_ROUNDS)
+    rounds = options.get("rounds")
     if isinstance(rounds, int) and 0 < rounds < FEWEST_ROUNDS:
-        raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, for a 95 % interval takes as many, got {rounds}")
+        raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, as many as a verdict takes, got {rounds}")
     return Comparison(name, tuple(measure_all(variants, **options)))
 
 
@@ -178,18 +182,30 @@ def check_name(name: str) -> str:
     return name
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The interval that covers the median with at least `confidence`, from the order of the values alone.
+def rank_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Middle, low and high end of the interval that covers the centre of the values with at least `confidence`.
 
-    It reaches from the k-th smallest to the k-th largest value, with the largest k that suffices by the binomial
-    distribution (David and Nagaraja, Order Statistics, section 7.1). No shape of the noise is assumed. Raises
-    ValueError where even the whole range does not suffice (fewer than six values at 95 %).
+    The middle is Hodges and Lehmann's estimate, the median of all averages of two values; the interval leaves off as
+    many of these at each end as Wilcoxon's signed-rank distribution allows (Hollander, Wolfe and Chicken,
+    Nonparametric Statistical Methods, chapter 3). Nothing is assumed but symmetry, which the ratios of a step to itself
+    have, as either may be the larger. Raises ValueError where even all values do not suffice (fewer than six at 95 %,
+    than eight at 99 %).
     """
-    ordered, n = sorted(values), len(values)
-    outside, k = 0.0, 0
-    while k < n // 2 and outside + 2 * math.comb(n, k) / 2**n <= 1 - confidence:
-        outside += 2 * math.comb(n, k) / 2**n
+    averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    cut = _averages_to_cut(len(values), confidence)
+    if cut == 0:
+        raise ValueError(f"values: expected enough for a {confidence:.0%} interval, got {len(values)}")
+    return statistics.median(averages), averages[cut - 1], averages[-cut]
+
+
+@cache
+def _averages_to_cut(n: int, confidence: float) -> int:
+    """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - confidence."""
+    ways = [1]  # in which ranks 1 to n, each with either sign, give each positive sum
+    for rank in range(1, n + 1):
+        ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]
+    below, k = 0, 0
+    while 2 * (below + ways[k]) <= (1 - confidence) * 2**n:
+        below += ways[k]
         k += 1
-    if k == 0:
-        raise ValueError(f"values: expected enough for a {confidence:.0%} interval, got {n}")
-    return ordered[k - 1], ordered[n - k]
+    return k

@@ -4,7 +4,7 @@ import io
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
-from effgpu.comparison import FEWEST_ROUNDS, Comparison, median_interval
-from effgpu.measurement import Measurement
+from effgpu.comparison import Comparison, rank_interval
+from effgpu.measurement import FEWEST_ROUNDS, Measurement
 from effgpu.memory import Trace
 from effgpu.reference import stored
 
@@ -197,8 +197,7 @@ def _draw_bars(
     ends = [0.0]
     for row, (label, samples) in enumerate(values.items()):
         color = GREY if label == comparison.baseline.label else BLUE
-        middle = statistics.median(samples) if samples else 0
-        low, high = median_interval(samples) if len(samples) >= FEWEST_ROUNDS else (middle, middle)
+        middle, low, high = _interval(samples) if samples else (0, 0, 0)
         ax.barh(row, middle, height=0.62, color=color, hatch=hatch)
         if high > low:
             ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", capsize=3, linewidth=1.2)
@@ -280,16 +279,21 @@ def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None
         ax.annotate("out of memory", (x, 0.07), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center")
 
 
+def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Their median and the ends of their 95 % interval, which are the median itself where the samples are too few."""
+    middle = statistics.median(samples)
+    _, low, high = rank_interval(samples) if len(samples) >= FEWEST_ROUNDS else (middle,) * 3
+    return middle, min(low, middle), max(high, middle)
+
+
 def _interval_of(value: Measurement | float | None) -> tuple[float, float, float] | None:
     """Middle, low and high end of what is drawn for a value of a sweep; None for what ran out of memory."""
     if not isinstance(value, Measurement):
         return None if value is None else (value, value, value)
     if not value.times:
         return None
-    low, high = median_interval(value.times) if len(value.times) >= FEWEST_ROUNDS else (value.median, value.median)
-    if value.items:
-        return value.throughput, value.items / high, value.items / low
-    return value.median, low, high
+    middle, low, high = _interval(value.times)
+    return (value.items / middle, value.items / high, value.items / low) if value.items else (middle, low, high)
 
 
 def _format_measured(measured: list[Measurement]) -> Callable[[float], str]:

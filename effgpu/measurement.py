@@ -4,6 +4,7 @@ import gc
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from effgpu.device import Device, describe, is_out_of_memory, release_memory
 from effgpu.variants import Step, Variant, check_variants, use
 
 OUT_OF_MEMORY = "out of memory"
+FEWEST_ROUNDS, MOST_ROUNDS = 8, 100  # of fewer than eight, not even all can make a verdict
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,36 +95,40 @@ def measure_all(
     unit: str = "items",
     flops: float | None = None,
     seconds: float = 2.0,
-    rounds: int = 8,
+    rounds: int | None = None,
     warmup: int = 2,
 ) -> list[Measurement]:
     """Measure all variants, one alive at a time: first the memory of each, then its time in alternating rounds.
 
     A variant is a function that builds its own state and returns one training step. Every round builds it, runs
-    `warmup` steps, times its share of `seconds` (at least five steps), takes the energy where NVML has a counter, and
-    frees it; every other round goes backwards, so that drift hits all alike.
+    `warmup` steps, times some (at least five), and frees it; every other round goes backwards, so that drift hits all
+    alike. In `rounds` rounds each variant is timed for `seconds` in all. Without `rounds`, there are as many as fit
+    into `seconds` with five steps each, at least 8 and at most 100: what disturbs a machine mostly outlasts a round,
+    so that many short rounds see through it better than few long ones. The first eight rounds take the energy, where
+    NVML has a counter.
 
     `items` per step (a number, or one for each label) named by `unit`, and `flops` per step, are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
     and is raised. Raises TypeError or ValueError for arguments that are not as expected.
     """
     variants = check_variants(variants)
-    whole = {"rounds": rounds, "warmup": warmup}
-    for name, value in (whole | {"seconds": seconds} | ({} if flops is None else {"flops": flops})).items():
-        if not is_positive(value) or (name in whole and not isinstance(value, int)):
-            raise ValueError(f"{name}: expected a positive {'whole ' * (name in whole)}number, got {value!r}")
+    _check_positive(int, rounds=FEWEST_ROUNDS if rounds is None else rounds, warmup=warmup)
+    _check_positive((int, float), seconds=seconds, flops=1 if flops is None else flops)
     items_of = _items_by_label(variants, items)
     records = {label: _Record() for label in variants}
-    jobs = [(label, partial(_take_memory, warmup=warmup)) for label in variants]
-    for number in range(rounds):
-        order = list(variants)[:: -1 if number % 2 else 1]
-        jobs += [(label, partial(_take_round, warmup=warmup, seconds=seconds / rounds)) for label in order]
-    with _older_objects_spared(), _progress(len(jobs)) as bar:
-        for label, take in jobs:
-            bar.set_description_str(label)
-            if not records[label].failed:
-                _attempt(take, label, variants[label], records[label])
-            bar.update()
+    planned = rounds or MOST_ROUNDS
+    with _older_objects_spared(), _progress() as bar:
+        bar.reset(len(variants) * (1 + planned))
+        _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
+        started, done = time.perf_counter(), 0
+        while done < planned:
+            turn = dict(reversed(variants.items())) if done % 2 else variants
+            part = partial(_take_round, warmup=warmup, seconds=seconds / planned, energy=done < FEWEST_ROUNDS)
+            _take_turns(bar, turn, records, part)
+            done += 1
+            if rounds is None and done == 1:
+                planned = _plan_rounds(seconds, (time.perf_counter() - started) / len(variants))
+                bar.total = len(variants) * (1 + planned)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops) for label in variants]
 
@@ -157,6 +163,19 @@ def _older_objects_spared() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _plan_rounds(seconds: float, cost: float) -> int:
+    """How many rounds fit into `seconds` at the first one's `cost`."""
+    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(seconds / cost)))
+
+
+def _take_turns(bar: tqdm, variants: Mapping[str, Variant], records: dict[str, _Record], take: Callable) -> None:
+    for label, variant in variants.items():
+        bar.set_description_str(label)
+        if not records[label].failed:
+            _attempt(take, label, variant, records[label])
+        bar.update()
+
+
 def _attempt(take: Callable[[Variant, _Record], None], label: str, variant: Variant, record: _Record) -> None:
     """Out of memory is a result; any other error goes on to the caller, with the label of its variant."""
     try:
@@ -172,12 +191,13 @@ def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
     record.trace = memory.trace(variant, warmup=warmup)
 
 
-def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float) -> None:
+def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, energy: bool) -> None:
     def action(step: Step) -> None:
         for _ in range(warmup):
             step()
         record.times.append(statistics.fmean(timing.time_for(step, seconds)))
-        record.energies.append(power.measure_energy(step))
+        if energy:
+            record.energies.append(power.measure_energy(step))
 
     use(variant, action)
 
@@ -191,18 +211,19 @@ def _items_by_label(
     if set(by_label) != set(variants):
         raise ValueError(f"items: expected a number for each of {list(variants)}, got them for {list(by_label)}")
     for label, value in by_label.items():
-        if not is_positive(value):
-            raise ValueError(f"items: expected a positive number for {label!r}, got {value!r}")
+        _check_positive((int, float), **{f"items of {label!r}": value})
     return by_label
 
 
-def is_positive(value: object) -> bool:
-    """Whether a value is a finite number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def _check_positive(kind: type | tuple[type, ...], **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+            expected = "whole number" if kind is int else "number"
+            raise ValueError(f"{name}: expected a positive {expected}, got {value!r}")
 
 
-def _progress(total: int) -> tqdm:
+def _progress() -> tqdm:
     """A plain bar, for a terminal or a notebook somebody looks at, that wipes itself out when it is done."""
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     shape = "{desc}: {n_fmt}/{total_fmt} |{bar:30}| {remaining} left"
-    return tqdm(total=total, leave=False, disable=not watched, bar_format=shape)
+    return tqdm(leave=False, disable=not watched, bar_format=shape)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
 from effgpu import figures
-from effgpu.comparison import Comparison, median_interval
+from effgpu.comparison import Comparison, rank_interval
 from effgpu.figures import plot, plot_memory, plot_sweep, to_png
 from effgpu.memory import Trace
 from effgpu.units import MiB
@@ -101,7 +101,7 @@ def test_bars_are_the_medians_in_their_order_from_the_top(on_gpu):
 
 def test_bars_carry_their_interval_and_tell_value_ratio_and_verdict(on_gpu):
     time, memory, _ = plot(on_gpu).axes
-    low, high = median_interval(on_gpu["bf16"].times)
+    _, low, high = rank_interval(on_gpu["bf16"].times)
     (segment,) = time.containers[3].lines[2][0].get_segments()
     assert segment[:, 0] == pytest.approx([low, high])
     assert texts(time) == ["20.0 ms  baseline", "10.0 ms  0.500 ×  faster", "21.0 ms  1.050 ×  slower"]
@@ -237,7 +237,7 @@ def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(m
     (ax,) = figure.axes
     line, _, (errors,) = ax.containers[0].lines
     assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
-    low, high = median_interval(points[8].times)
+    _, low, high = rank_interval(points[8].times)
     assert errors.get_segments()[1][:, 1] == pytest.approx([8 / high, 8 / low])
     marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
     assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2

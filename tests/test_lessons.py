@@ -20,6 +20,13 @@ HEADINGS = ["## The idea", "## What changes", "## Same result", "## Prediction",
 CHECKED = "nbval-check-output"
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
+# A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
+MUTATIONS = {
+    "00_measuring": ("3 * layers * product - product", "3 * layers * product"),
+    "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
+    "07_gradient_checkpointing": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
+}
+
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 
@@ -118,10 +125,27 @@ def test_runs_twice_in_one_kernel_without_network(path, tmp_path):
     notebook.cells = first + again
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     nbformat.write(notebook, tmp_path / path.name)
-    ran = run_lesson(tmp_path / path.name, {"PYTHONPATH": str(tmp_path)})
+    done, ran = run_lesson(tmp_path / path.name, {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
     for before, after in zip(ran.cells[:count], ran.cells[count:]):
         if CHECKED in before.metadata.get("tags", []):
             assert text_of(before) == text_of(after)
+
+
+@each_lesson
+def test_a_technique_done_wrong_is_noticed(path, tmp_path):
+    """By the cells that are compared: they raise, or print something else. Nothing after the last of them is run."""
+    right, wrong = MUTATIONS[path.stem]
+    notebook = read(path)
+    checked = [i for i, cell in enumerate(notebook.cells) if CHECKED in cell.metadata.get("tags", [])]
+    notebook.cells = notebook.cells[: checked[-1] + 1]
+    mutated = [cell for cell in code(notebook) if right in cell.source]
+    assert len(mutated) == 1
+    mutated[0].source = mutated[0].source.replace(right, wrong)
+    stored = [text_of(notebook.cells[i]) for i in checked]
+    nbformat.write(notebook, tmp_path / path.name)
+    done, ran = run_lesson(tmp_path / path.name)
+    assert done.returncode or stored != [text_of(ran.cells[i]) for i in checked]
 
 
 def test_the_network_is_really_cut_off(tmp_path):
@@ -182,12 +206,11 @@ socket.socket.connect = connect
 """
 
 
-def run_lesson(path: Path, environment: dict[str, str]):
-    """The lesson executed by a process of its own, which must not fail."""
+def run_lesson(path: Path, environment: dict[str, str] | None = None):
+    """The finished process that ran the lesson, and the lesson as executed by it."""
     command = [sys.executable, "-m", "effgpu", "run", str(path), "--out", str(path.parent / "out")]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return read(path.parent / "out" / "notebooks" / path.name)
+    done = subprocess.run(command, env=os.environ | (environment or {}), capture_output=True, text=True, timeout=600)
+    return done, read(path.parent / "out" / "notebooks" / path.name)
 
 
 def make_environment(folder: Path, friends: Path) -> Path:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effgpu import memory, power, timing
+from effgpu import measurement, memory, power, timing
 from effgpu.device import Device, describe, memory_limit, release_memory
 from effgpu.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all
 from effgpu.units import GiB, MiB
@@ -110,6 +110,27 @@ def test_builds_once_a_round_and_once_for_memory(rounds, no_collecting):
     one = Faulty()
     found = measure(one, seconds=0.001, rounds=rounds)
     assert one.builds == rounds + 1 and len(found.times) == rounds
+
+
+@pytest.mark.parametrize(("cost", "rounds"), [(0.001, 100), (0.05, 40), (0.3, 8)])
+def test_rounds_are_as_many_as_fit_but_never_fewer_than_eight(cost, rounds, monkeypatch, no_collecting):
+    """`cost` is what a round takes: building, warming up, and the five steps that are the least."""
+    clock, asked = [0.0], []
+
+    def build():
+        clock[0] += cost
+        return lambda: None
+
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds: asked.append(seconds) or [1.0])
+    found = measure_all({"a": build, "b": build}, seconds=2)
+    assert [len(m.times) for m in found] == [rounds, rounds]
+    assert asked == [2 / 100] * 2 + [2 / rounds] * 2 * (rounds - 1)
+
+
+def test_energy_is_taken_in_the_first_eight_rounds(monkeypatch, no_collecting):
+    monkeypatch.setattr(power, "measure_energy", lambda step: 2.0)
+    assert measure(lambda: lambda: None, seconds=0.01, rounds=20).energies == (2.0,) * 8
 
 
 def test_rounds_alternate(no_collecting):
@@ -241,7 +262,7 @@ def sound():
 
 BAD = {
     "items": [0, -1, math.nan, math.inf, True, "8", {"a": 0}, {"a": None}, {"b": 8}, {}, {"a": 8, "b": 8}],
-    "rounds": [0, -1, math.nan, True, 2.5, None, "8"],
+    "rounds": [0, -1, math.nan, True, 2.5, "8"],
     "seconds": [0, -1, math.nan, math.inf, True, None, "1"],
     "warmup": [0, -1, True, 1.5, None],
     "flops": [0, -1, math.nan, True],
@@ -251,7 +272,7 @@ BAD = {
 @pytest.mark.parametrize(("argument", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_a_bad_argument_is_named_before_anything_is_built(argument, value):
     one = Faulty()
-    with pytest.raises((TypeError, ValueError), match=f"^{argument}: expected a"):
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}( of 'a')?: expected a"):
         measure_all({"a": one}, **{argument: value})
     assert one.builds == 0
 

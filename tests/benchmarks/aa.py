@@ -14,19 +14,19 @@ import torch
 
 import effgpu
 
+LOAD = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
-def variant(extra: int = 0):
-    """A training step of ten layers; `extra` adds whole layers' worth of matrix products to it."""
+
+def variant(parts: int = 10):
+    """A training step of so many equal parts, each a forward and a backward pass."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(10)]).to(effgpu.find_device())
-    x = torch.randn(64, 256, device=effgpu.find_device())
+    device = effgpu.find_device()
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(2)]).to(device)
+    x = torch.randn(32, 256, device=device)
 
     def step():
-        for parameter in model.parameters():
-            parameter.grad = None
-        model(x).sum().backward()
-        if extra:
-            model[:extra](x).sum().backward()
+        for _ in range(parts):
+            model(x).sum().backward()
 
     return step
 
@@ -36,13 +36,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("comparisons", type=int, nargs="?", default=200)
     parser.add_argument("--load", action="store_true", help="while another process keeps one core busy")
-    parser.add_argument("--slower", action="store_true", help="the second variant does 10 %% more of the same work")
-    parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--slower", action="store_true", help="the second variant has eleven parts for ten")
+    parser.add_argument("--seconds", type=float, default=1.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if args.load else None
+    other = subprocess.Popen([sys.executable, "-c", LOAD]) if args.load else None
     try:
-        variants = {"A": variant, "B": (lambda: variant(1)) if args.slower else variant}
+        variants = {"A": variant, "B": (lambda: variant(11)) if args.slower else variant}
         results = [effgpu.compare(variants, seconds=args.seconds) for _ in range(args.comparisons)]
     finally:
         if other:
