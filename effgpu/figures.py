@@ -64,7 +64,8 @@ def plot(comparison: Comparison) -> Figure:
             ax.set_ylim(rows - 0.4, -0.6)
             ax.grid(axis="y", visible=False)
             ax.tick_params(axis="y", length=0)
-        _legend_stored(axes[0], others)
+        if axes[0].get_legend_handles_labels()[0]:
+            axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, borderpad=0)
         _say_where(figure, comparison.measurements)
     return figure
 
@@ -113,7 +114,7 @@ def plot_sweep(
         _value_axis(ax.yaxis, format_value or _format_measured(measured))
         ax.set(xlabel=xlabel, ylabel=ylabel or _name_measured(measured))
         if len(series) > 1:
-            ax.legend()
+            ax.legend(frameon=True, framealpha=0.85, edgecolor="none")
         _say_where(figure, measured)
     return figure
 
@@ -216,20 +217,14 @@ def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], ratio
         found = {m.label: ratio_of(other, m.label) for m in other if m.label in rows and m is not other.baseline}
         points = [(ratio.value * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
         if points:
-            ax.plot(*zip(*points), "D", color=color, markersize=5, alpha=0.55, clip_on=False)
+            name = f"{other.device.name} (its ratio)"
+            ax.plot(*zip(*points), "D", color=color, markersize=5, alpha=0.55, clip_on=False, label=name)
             _make_room(ax, max(points)[0])
 
 
 def _make_room(ax, x: float) -> None:
     """Widen a panel of bars so that `x` lies in it."""
     ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
-
-
-def _legend_stored(ax, others: Iterable[Comparison]) -> None:
-    for other, color in zip(others, LINES[1:]):
-        ax.plot([], [], "D", color=color, markersize=5, alpha=0.55, label=f"{other.device.name} (its ratio)")
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, borderpad=0)
 
 
 def _tell(comparison: Comparison, measurement: Measurement, ratio_of: Callable, verdict: str = "") -> str:

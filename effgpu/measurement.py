@@ -1,19 +1,17 @@
 """Measurement: what one variant took. The measuring alternates variants in rounds and keeps one alive at a time."""
 
-import gc
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
-from effgpu.device import Device, describe, is_out_of_memory, release_memory
+from effgpu.device import Device, describe, is_out_of_memory, older_objects_spared
 from effgpu.variants import Step, Variant, check_variants, use
 
 OUT_OF_MEMORY = "out of memory"
@@ -117,7 +115,7 @@ def measure_all(
     items_of = _items_by_label(variants, items)
     records = {label: _Record() for label in variants}
     planned = rounds or MOST_ROUNDS
-    with _older_objects_spared(), _progress() as bar:
+    with older_objects_spared(), _progress() as bar:
         bar.reset(len(variants) * (1 + planned))
         _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
         started, done = time.perf_counter(), 0
@@ -148,19 +146,6 @@ class _Record:
         peaks = self.trace.peak, self.trace.reserved
         energies = () if None in self.energies else tuple(self.energies)  # rounds are compared with their like
         return Measurement(label, tuple(self.times), device, items, unit, *peaks, energies, flops)
-
-
-@contextmanager
-def _older_objects_spared() -> Iterator[None]:
-    """Let the garbage collector pass over all that is older than the measuring, or its rounds would time a tenth of a
-    second of collecting each.
-    """
-    release_memory()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _plan_rounds(seconds: float, cost: float) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from effgpu.device import current_limit, find_device, release_memory
+from effgpu.device import current_limit, find_device, older_objects_spared
 from effgpu.units import format_bytes
 from effgpu.variants import Step, Variant, use
 
@@ -43,10 +43,10 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     The events are the allocator's own, as torch.profiler reports them: on a CPU the peak is the same at every run.
     Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice.
     """
-    release_memory()
-    alive_before = torch.cuda.memory_allocated() if find_device().type == "cuda" else 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        reserved = use(variant, lambda step: _record(step, warmup))
+    with older_objects_spared():
+        alive_before = torch.cuda.memory_allocated() if find_device().type == "cuda" else 0
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            reserved = use(variant, lambda step: _record(step, warmup))
     found = _read(profiler.profiler.kineto_results.events())
     recorded = Trace(*found, None if reserved is None else reserved - alive_before)
     limit = current_limit()

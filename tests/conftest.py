@@ -6,13 +6,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two torch process
 
 import effgpu  # isort: skip  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import hypothesis
 import pytest
 import torch
 
-from effgpu import memory, variants
+from effgpu import measurement, memory, variants
 from effgpu.device import Device
 from effgpu.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.units import GiB
@@ -143,7 +144,8 @@ def make_measurement(cpu):
 def no_collecting(monkeypatch):
     """No garbage collection, which takes a tenth of a second a time, where a test does not watch what is freed."""
     monkeypatch.setattr(variants, "release_memory", lambda: None)
-    monkeypatch.setattr(memory, "release_memory", lambda: None)
+    for module in (memory, measurement):
+        monkeypatch.setattr(module, "older_objects_spared", nullcontext)
 
 
 def tiny_variant(width=8):

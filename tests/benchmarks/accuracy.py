@@ -3,13 +3,14 @@
 Usage: python tests/benchmarks/accuracy.py
 """
 
-import statistics
+import math
 import time
 
 import torch
 from torch.utils.benchmark import Timer
 
 import effgpu
+from effgpu.comparison import rank_interval
 
 
 def network():
@@ -37,17 +38,24 @@ def busy():
     return step
 
 
+CLOCKS = {
+    "Timer": lambda: Timer("step()", globals={"step": network()}).blocked_autorange(min_run_time=0.5).median,
+    "measure": lambda: effgpu.measure(network, seconds=0.5).median,
+}
+
+
 def main() -> None:
     """Print both comparisons."""
-    print(f"on {effgpu.describe().label}, {torch.get_num_threads()} threads")
+    torch.set_num_threads(1)  # as Timer does
+    print(f"on {effgpu.describe().label}, one thread")
     ratios = []
-    for _ in range(5):
-        timer = Timer("step()", globals={"step": network()}, num_threads=torch.get_num_threads())
-        theirs = timer.blocked_autorange(min_run_time=2).median
-        ours = effgpu.measure(network, seconds=2).median
-        ratios.append(ours / theirs)
-        print(f"measure {effgpu.format_seconds(ours)}, Timer {effgpu.format_seconds(theirs)}: {ratios[-1]:.4f}")
-    print(f"measure / torch.utils.benchmark.Timer: median {statistics.median(ratios):.4f}")
+    for turn in range(40):
+        took = {}
+        for name in ("Timer", "measure")[:: -1 if turn % 2 else 1]:
+            took[name] = CLOCKS[name]()
+        ratios.append(math.log(took["measure"] / took["Timer"]))
+    middle, low, high = (math.exp(end) for end in rank_interval(ratios))
+    print(f"measure / torch.utils.benchmark.Timer: {middle:.4f} [{low:.4f}, {high:.4f}], 40 pairs in turns")
     measured = effgpu.measure(busy, seconds=4).median
     print(f"a step of 10 ms is measured as {measured * 1000:.4f} ms: {measured / 0.010 - 1:.3%} more")
 
