@@ -4,6 +4,7 @@
 wide, and y runs down. A drawing's docstring is its alternative text; the SVG carries it as its title.
 """
 
+import math
 from pathlib import Path
 
 import matplotlib.style
@@ -186,6 +187,41 @@ def dataloader():
     return ax.figure
 
 
+def lanes(ax, y, copies, steps, copy, step):
+    """A lane of copies above a lane of steps, each a numbered box at its start."""
+    for down, words, starts, width, color in ((0, "copy", copies, copy, ORANGE), (30, "step", steps, step, BLUE)):
+        text(ax, 18, y + down + 13, words, ha="left")
+        for k, start in enumerate(starts):
+            box(ax, 62 + start, y + down, width, 26, color, str(k + 1))
+
+
+def pinned_memory():
+    """Pageable host memory is copied twice: by the CPU into pinned memory, then by the copy engine to the GPU. A batch
+    that is pinned already is copied once. In one stream copies and steps alternate; where the copies have a stream of
+    their own, each runs beside the step before it, and more steps fit into the same time."""
+    ax = card(440, "Copy while the step runs")
+    copy, step = 34, 48
+    heading(ax, 18, 60, "pageable: copied twice", False)
+    heading(ax, 18, 146, "pinned: copied once", True)
+    box(ax, 18, 76, 80, 30, PALE, "pageable", edge=GREY)
+    arrow(ax, (100, 91), (134, 91), lw=2)
+    text(ax, 116, 117, "CPU", color=GREY)
+    for y in (76, 162):
+        box(ax, 137, y, 72, 30, ORANGE, "pinned")
+        arrow(ax, (211, y + 15), (278, y + 15), lw=2)
+        text(ax, 244, y + 41, "copy engine", color=GREY)
+        box(ax, 281, y, 61, 30, BLUE, "GPU")
+    heading(ax, 18, 232, "one stream: in turns", False)
+    turns = [k * (copy + step) for k in range(3)]
+    lanes(ax, 246, turns, [start + copy for start in turns], copy, step)
+    heading(ax, 18, 330, "a stream for the copies: at once", True)
+    steps = [copy + k * step for k in range(5)]
+    lanes(ax, 344, [0, *steps[:-1]], steps, copy, step)
+    arrow(ax, (62, 412), (342, 412))
+    text(ax, 202, 426, "time", color=GREY)
+    return ax.figure
+
+
 def kept(ax, floor, every, trace, words):
     """A chain of twelve layers with one in `every` kept, over its trace of (time, activations held)."""
     heading(ax, 18, floor - 140, words)
@@ -226,6 +262,152 @@ def gradient_checkpointing():
     return ax.figure
 
 
+def alive(ax, floor, trace, right, words):
+    """The bytes alive over four batches, as (batches done, height) points, with a heading above them."""
+    heading(ax, 18, floor - 100 if max(y for _, y in trace) > 60 else floor - 46, words, right)
+    for k in range(5):
+        line(ax, (30 + 75 * k, 30 + 75 * k), (floor - 4, floor + 4), PALE)
+    xs, ys = [30 + 75 * done for done, _ in trace], [floor - height for _, height in trace]
+    ax.fill_between(xs, ys, floor, color="#CFE6F5", lw=0)
+    line(ax, xs, ys, BLUE, 2)
+    line(ax, (24, 336), (floor, floor), GREY, 1)
+
+
+def no_grad_validation():
+    """The memory of four validation batches, three ways, on one scale. In eval() with a running total of loss tensors,
+    every batch's activations stay: a rising staircase. In eval() with the loss turned into a number, every batch rises
+    and falls again. Under no_grad() nothing is kept: a low ripple."""
+    ax = card(376, "What validation keeps")
+    stairs = [(k + share, 20 * (k + rise)) for k in range(4) for share, rise in ((0, 0), (0.75, 1), (1, 1))]
+    alive(ax, 162, [*stairs, (4, 0)], False, "eval(): total += loss")
+    text(ax, 34, 96, "every batch's graph stays", color=GREY, ha="left")
+    teeth = [(k + share, height) for k in range(4) for share, height in ((0, 0), (0.75, 20), (0.76, 0))]
+    alive(ax, 236, [*teeth, (4, 0)], None, "eval(): total += loss.item()")
+    ripple = [(k / 6, height) for k in range(24) for height in (3, 6)]
+    alive(ax, 310, [*ripple, (4, 0)], True, "no_grad(): nothing is kept")
+    for k in range(4):
+        box(ax, 32 + 75 * k, 324, 71, 22, SKY, f"batch {k + 1}")
+    text(ax, 180, 360, "one scale of memory for all three", color=GREY)
+    return ax.figure
+
+
+def rate(ax, left, floor, points, words):
+    """A learning rate over a run of 150 by 60, from points between (0, 0) and (1, 1), under a dashed peak."""
+    text(ax, left, floor - 80, words, ha="left", weight="bold")
+    line(ax, (left, left + 150), (floor - 60, floor - 60), PALE, dashed=True)
+    line(ax, (left, left + 150), (floor, floor), GREY, 1)
+    line(ax, [left + 150 * x for x, _ in points], [floor - 60 * y for _, y in points], BLUE, 2.4)
+
+
+def fall(start, end=1.0):
+    """The points of half a cosine from 1 down to 0."""
+    return [(start + (end - start) * k / 20, (1 + math.cos(math.pi * k / 20)) / 2) for k in range(21)]
+
+
+def lr_schedules():
+    """The learning rate over a run, for four schedules with one peak: constant; cyclic, up and down in straight lines;
+    one cycle, a rise and a long fall to nothing; warm-up with cosine, a short straight rise and a long fall. Below, one
+    cycle that is stepped once an epoch instead of once a batch: it stays low and never reaches its peak."""
+    ax = card(414, "One peak, four schedules")
+    rate(ax, 20, 136, [(0, 1), (1, 1)], "constant")
+    rate(ax, 190, 136, [(k / 8, 0.1 + 0.9 * (k % 2)) for k in range(9)], "cyclic")
+    rise = [(0.3 * (1 - x), y) for x, y in reversed(fall(0))]
+    rate(ax, 20, 246, [*rise, *fall(0.3)], "one cycle")
+    rate(ax, 190, 246, [(0, 0), (0.1, 1), *fall(0.1)], "warm-up + cosine")
+    heading(ax, 18, 282, "one cycle, stepped once an epoch", False)
+    line(ax, (20, 340), (302, 302), PALE, dashed=True)
+    text(ax, 340, 315, "the peak, never reached", color=GREY, ha="right")
+    line(ax, (20, 340), (374, 374), GREY, 1)
+    for k in range(5):
+        low, high = 371 - 2 * k * k * 0.4, 371 - 2 * (k + 1) ** 2 * 0.4
+        line(ax, (20 + 64 * k, 84 + 64 * k), (low, low), RED, 2.4)
+        if k < 4:
+            line(ax, (84 + 64 * k, 84 + 64 * k), (low, high), RED, 2.4)
+        text(ax, 52 + 64 * k, 390, f"epoch {k + 1}", color=GREY)
+    return ax.figure
+
+
+def held(ax, floor, trace, words):
+    """What the gradients hold over two training steps, as (time, share of their size), above the steps' phases."""
+    heading(ax, 18, floor - 92, words)
+    xs, ys = [21 + time for time, _ in trace], [floor - 62 * share for _, share in trace]
+    ax.fill_between(xs, ys, floor, color="#CFE6F5", lw=0)
+    line(ax, xs, ys, BLUE, 2)
+    for start in (21, 180):
+        box(ax, start, floor + 4, 58, 20, SKY, "forward")
+        box(ax, start + 58, floor + 4, 68, 20, BLUE, "backward")
+        box(ax, start + 126, floor + 4, 33, 20, ORANGE, "step")
+    text(ax, 21, floor + 40, "to clear and to add:", ha="left")
+
+
+def zero_grad():
+    """The memory of the gradients over two training steps. Filled with zeros, they keep their full size through the
+    forward pass, and each parameter costs a write to fill and two reads and a write to add. Set to None, they are gone
+    until the backward pass brings new ones, and nothing is moved."""
+    ax = card(374, "Drop gradients, do not fill them")
+    held(ax, 152, [(0, 1), (318, 1)], "zeros: gradients stay all the time")
+    for x in (50, 209):
+        text(ax, x, 121, "zeros")
+    for k, words in enumerate(("write", "read", "read", "write")):
+        box(ax, 160 + 45 * k, 181, 44, 22, PALE, words, edge=GREY)
+    once = [(0, 0), (58, 0), (126, 1), (159, 1), (159, 0)]
+    held(ax, 316, [*once, *((159 + time, share) for time, share in once)], "None: gradients only when needed")
+    for x in (50, 209):
+        text(ax, x, 285, "free", color=GREY)
+    text(ax, 160, 356, "nothing", ha="left", weight="bold")
+    return ax.figure
+
+
+def gradient_accumulation():
+    """One batch, twice. Above, all at once: its activations rise through forward and fall through backward in one tall
+    triangle, then the optimizer steps. Below, in four micro-batches: four small triangles on top of one thin layer of
+    gradients that each adds to, then one optimizer step. The peak is far lower, the time about the same."""
+    ax = card(372, "The same batch in four pieces")
+    left, width, high = 24, 272, 104
+    for floor, pieces, words in ((184, 1, "all at once"), (334, 4, "in four micro-batches")):
+        each = width / pieces
+        heading(ax, 18, floor - high - 26, words)
+        if pieces > 1:
+            box(ax, left + each, floor - 12, width - each, 12, GREEN, radius=2)
+        for k in range(pieces):
+            base = floor - 12 * (k > 0)
+            xs, top = (left + k * each, left + (k + 1 / 3) * each, left + (k + 1) * each), base - high / pieces
+            ax.fill_between(xs, (base, top, base), base, color="#CFE6F5", lw=0)
+            line(ax, xs, (base, top, base), BLUE, 2)
+            text(ax, left + (k + 0.38) * each, base - high / pieces / 3, str(k + 1) if pieces > 1 else "1 2 3 4")
+        box(ax, left + width + 4, floor - 34, 40, 34, ORANGE, "step")
+    line(ax, (left, 340), (334 - high, 334 - high), dashed=True)
+    arrow(ax, (150, 335 - high), (150, 290), GREEN, "<|-|>", 2)
+    text(ax, 158, 262, "memory saved", ha="left")
+    box(ax, left, 347, 16, 12, GREEN, radius=2)
+    text(ax, left + 22, 353, "gradients, added up", ha="left")
+    return ax.figure
+
+
+def mixed_precision():
+    """The bits of four number formats, to scale. fp32: a sign, 8 bits of range, 23 of digits. TF32, as tensor cores
+    round to it: 8 and 10, while the number still takes 32 bits of memory. bf16: 8 and 7. fp16: 5 and 10. bf16 has the
+    range of fp32, fp16 has more digits and less range."""
+    ax = card(322, "Where the bits go")
+    left, bit, name = 66, 8.6, 18
+    rows = (("fp32", 8, 23, ""), ("TF32", 8, 10, "rounded away"), ("bf16", 8, 7, ""), ("fp16", 5, 10, ""))
+    told = ("largest 3·10³⁸, about 7 digits", "only inside a product: 3 digits", "range of fp32, 2 to 3 digits")
+    for k, (words, reach, digits, rest) in enumerate(rows):
+        y = 52 + 56 * k
+        heading(ax, name, y + 13, words)
+        box(ax, left, y, bit, 26, GREY, radius=2)
+        box(ax, left + bit, y, reach * bit, 26, ORANGE, str(reach))
+        box(ax, left + (1 + reach) * bit, y, digits * bit, 26, BLUE, str(digits))
+        if rest:
+            free = left + (1 + reach + digits) * bit
+            box(ax, free, y, left + 32 * bit - free, 26, WHITE, rest, edge=GREY, ls=(0, (2.5, 2)))
+        text(ax, left, y + 38, (*told, "largest 65,504: small ones vanish")[k], ha="left", color=GREY)
+    for x, color, words in ((left, GREY, "sign"), (left + 66, ORANGE, "range"), (left + 144, BLUE, "digits")):
+        box(ax, x, 286, 16, 16, color)
+        text(ax, x + 22, 294, words, ha="left")
+    return ax.figure
+
+
 def course():
     """The road of every claim: predict the gain, prove that the technique is active, prove that the result is the same,
     measure both in alternating rounds; then the verdict against the baseline: faster, slower or within noise."""
@@ -256,7 +438,19 @@ def course():
 
 def main(folder=Path(__file__).parent):
     """Write every drawing into a folder: the same bytes every time."""
-    for drawing in (measuring, rounds, dataloader, gradient_checkpointing, course):
+    for drawing in (
+        measuring,
+        rounds,
+        dataloader,
+        pinned_memory,
+        zero_grad,
+        gradient_accumulation,
+        gradient_checkpointing,
+        mixed_precision,
+        no_grad_validation,
+        lr_schedules,
+        course,
+    ):
         about = {"Title": " ".join(drawing.__doc__.split()), "Date": None, "Creator": None}
         with matplotlib.style.context(["default", SETTINGS]):
             drawing().savefig(Path(folder) / f"{drawing.__name__}.svg", metadata=about)

@@ -24,7 +24,19 @@ ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pypro
 MUTATIONS = {
     "00_measuring": ("3 * layers * product - product", "3 * layers * product"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
+    "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
+    "06_gradient_accumulation": (
+        'loss = loss_of(model, piece, reduction="sum") / tokens  # new',
+        "loss = loss_of(model, piece) / pieces  # new",
+    ),
     "07_gradient_checkpointing": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
+    "08_mixed_precision": (
+        "with torch.autocast(device.type, dtype):  # new",
+        "with torch.autocast(device.type, dtype, enabled=False):  # new",
+    ),
+    "10_zero_grad": ("optimizer.zero_grad()  # new", "optimizer.zero_grad(set_to_none=False)  # new"),
+    "11_no_grad_validation": ("with context():  # new", "with nullcontext():  # new"),
+    "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
 }
 
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
