@@ -13,7 +13,7 @@ run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 	$(BIN)/effgpu run
 
 test: $(INSTALLED)  ## unit tests, and every notebook through nbval; one thread a process
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n 2 --dist loadgroup -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n 2 --dist loadfile -q $(ARGS)
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab notebooks

@@ -25,12 +25,10 @@ HAS_GPU = torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none; keep a file's tests, or a lesson's, together in one process."""
-    for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
-        lesson = getattr(item, "callspec", None) and item.callspec.params.get("path")
-        item.add_marker(pytest.mark.xdist_group(str(lesson or item.path)))
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
 @pytest.fixture(autouse=True)
