@@ -1,0 +1,39 @@
+"""A technique done wrong turns its lesson red: in the cells that are compared, and without a clock."""
+
+import nbformat
+from test_lessons import CHECKED, code, each_lesson, read, run_lesson, text_of
+
+# A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
+MUTATIONS = {
+    "00_measuring": ("3 * layers * product - product", "3 * layers * product"),
+    "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
+    "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
+    "06_gradient_accumulation": (
+        'loss = loss_of(model, piece, reduction="sum") / tokens  # new',
+        "loss = loss_of(model, piece) / pieces  # new",
+    ),
+    "07_gradient_checkpointing": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
+    "08_mixed_precision": (
+        "with torch.autocast(device.type, dtype):  # new",
+        "with torch.autocast(device.type, dtype, enabled=False):  # new",
+    ),
+    "10_zero_grad": ("optimizer.zero_grad()  # new", "optimizer.zero_grad(set_to_none=False)  # new"),
+    "11_no_grad_validation": ("with context():  # new", "with nullcontext():  # new"),
+    "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
+}
+
+
+@each_lesson
+def test_a_technique_done_wrong_is_noticed(path, tmp_path):
+    """By the cells that are compared: they raise, or print something else. Nothing after the last of them is run."""
+    right, wrong = MUTATIONS[path.stem]
+    notebook = read(path)
+    checked = [i for i, cell in enumerate(notebook.cells) if CHECKED in cell.metadata.get("tags", [])]
+    notebook.cells = notebook.cells[: checked[-1] + 1]
+    mutated = [cell for cell in code(notebook) if right in cell.source]
+    assert len(mutated) == 1
+    mutated[0].source = mutated[0].source.replace(right, wrong)
+    stored = [text_of(notebook.cells[i]) for i in checked]
+    nbformat.write(notebook, tmp_path / path.name)
+    done, ran = run_lesson(tmp_path / path.name)
+    assert done.returncode or stored != [text_of(ran.cells[i]) for i in checked]
