@@ -1,6 +1,8 @@
 """The commands: `effgpu info`, `effgpu run`, `effgpu report`. Each imports what it needs when it is called."""
 
 import argparse
+import math
+import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -38,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("lessons", nargs="*", metavar="LESSON", help="02, dataloader, 02_dataloader or a path; else all")
     run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the results (%(default)s)")
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
+    run.add_argument("--seconds", metavar="S", help="at most so many for each measurement: for a look, not for results")
     run.set_defaults(command=_run)
 
     report = commands.add_parser("report", help="one page from the results files of one or more machines")
@@ -68,11 +71,14 @@ def _info(chosen: argparse.Namespace) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    from effgpu import course
+    from effgpu import course, timing
 
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if not find_spec(name)]:
         return _refuse(f'running lessons takes {", ".join(missing)}: pip install "effgpu[lab]"')
+    if chosen.seconds is not None:
+        os.environ[timing.CAP] = chosen.seconds
     try:
+        timing.cap_seconds(math.inf)
         lessons = course.find_lessons(chosen.lessons)
         course.prepare(chosen.out, *{lesson.parent for lesson in lessons if chosen.inplace})
     except (OSError, ValueError) as error:

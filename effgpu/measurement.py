@@ -113,6 +113,7 @@ def measure_all(
     _check_positive(int, rounds=FEWEST_ROUNDS if rounds is None else rounds, warmup=warmup)
     _check_positive((int, float), seconds=seconds, flops=1 if flops is None else flops)
     items_of = _items_by_label(variants, items)
+    seconds = timing.cap_seconds(seconds)
     records = {label: _Record() for label in variants}
     planned = rounds or MOST_ROUNDS
     with older_objects_spared(), _progress() as bar:

@@ -1,5 +1,7 @@
 """Seconds per step, without serialising the steps: no wait between them, one at the end."""
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,6 +11,7 @@ import torch
 from effgpu.device import find_device
 
 FEWEST_STEPS = 5
+CAP = "EFFGPU_SECONDS"  # the environment variable that `effgpu run --seconds` sets for the lessons it runs
 
 
 def time_steps(step: Callable[[], object], count: int) -> list[float]:
@@ -25,8 +28,20 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
 def time_for(step: Callable[[], object], seconds: float) -> list[float]:
     """Seconds of each of as many steps as fill `seconds`: never fewer than five, which tell how many more fit."""
     times = time_steps(step, FEWEST_STEPS)
-    more = round((seconds - sum(times)) * FEWEST_STEPS / max(sum(times), 1e-6))
+    more = round((cap_seconds(seconds) - sum(times)) * FEWEST_STEPS / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])
+
+
+def cap_seconds(seconds: float) -> float:
+    """`seconds`, or what the environment variable EFFGPU_SECONDS allows a measurement at most, where that is less.
+
+    Raises ValueError where it holds anything but a positive number.
+    """
+    cap = os.environ.get(CAP, "inf")
+    with contextlib.suppress(ValueError):
+        if float(cap) > 0:
+            return min(seconds, float(cap))
+    raise ValueError(f"{CAP}: expected a positive number of seconds, got {cap!r}")
 
 
 def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:

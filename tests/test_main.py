@@ -88,6 +88,14 @@ def test_a_run_leaves_notebooks_results_and_a_page(tmp_path):
     assert (tmp_path / "notebooks" / "01_one.ipynb").read_bytes() == before
 
 
+def test_seconds_cap_every_measurement_of_a_run(tmp_path):
+    lesson = write_lesson(tmp_path, "01_one", "import effgpu; print(effgpu.timing.cap_seconds(2))")
+    assert effgpu("run", lesson, "--seconds", "0.5", cwd=tmp_path).returncode == 0
+    executed = nbformat.read(tmp_path / "out" / "notebooks" / "01_one.ipynb", as_version=4)
+    assert executed.cells[-1].outputs[0].text == "0.5\n"
+    assert is_refused(effgpu("run", lesson, "--seconds", "few", cwd=tmp_path), "'few'")
+
+
 def test_the_page_of_a_partial_run_keeps_this_machines_other_lessons(tmp_path):
     lessons = {"01_here": device.describe(), "02_elsewhere": Device("Abacus", "cpu", 2**30, 3)}
     course.prepare(tmp_path / "out")

@@ -128,6 +128,11 @@ def test_rounds_are_as_many_as_fit_but_never_fewer_than_eight(cost, rounds, monk
     assert asked == [2 / 100] * 2 + [2 / rounds] * 2 * (rounds - 1)
 
 
+def test_a_cap_on_the_seconds_makes_the_rounds_fewer(monkeypatch, no_collecting):
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
+    assert len(measure(lambda: lambda: None, seconds=60).times) == 8
+
+
 def test_energy_is_taken_in_the_first_eight_rounds(monkeypatch, no_collecting):
     monkeypatch.setattr(power, "measure_energy", lambda step: 2.0)
     assert measure(lambda: lambda: None, seconds=0.01, rounds=20).energies == (2.0,) * 8

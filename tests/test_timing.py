@@ -52,6 +52,21 @@ def test_steps_fill_the_time_and_are_never_fewer_than_five(duration, seconds):
         assert len(times) * duration == pytest.approx(seconds, abs=duration)
 
 
+@given(seconds=st.floats(0.01, 10), cap=st.floats(0.01, 10))
+def test_the_environment_can_cap_what_a_measurement_takes(seconds, cap):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EFFGPU_SECONDS", str(cap))
+        assert timing.cap_seconds(seconds) == min(seconds, cap)
+    assert timing.cap_seconds(seconds) == seconds
+
+
+@pytest.mark.parametrize("cap", ["", "much", "0", "-1", "nan"])
+def test_a_cap_that_is_none_is_refused(cap, monkeypatch):
+    monkeypatch.setenv("EFFGPU_SECONDS", cap)
+    with pytest.raises(ValueError, match=r"^EFFGPU_SECONDS: expected a positive number of seconds, got"):
+        timing.time_for(lambda: None, 1)
+
+
 def test_steps_that_come_in_bursts_fill_the_time_by_their_mean(simulate_gpu):
     gpu, calls = simulate_gpu(), []
 
