@@ -236,7 +236,7 @@ def test_the_unseen_fonts_draw_what_their_labels_say():
 
 def test_no_font_and_no_family_is_in_both_splits():
     fonts = {split: set(corpus.Glyphs(1, split=split).fonts) for split in ("train", "test")}
-    assert len(fonts["train"]) == 17 and len(fonts["test"]) == 4
+    assert len(fonts["train"]) == 16 and len(fonts["test"]) == 4
     assert not fonts["train"] & fonts["test"]
     contents = {split: {Path(font).read_bytes() for font in names} for split, names in fonts.items()}
     assert not contents["train"] & contents["test"]
