@@ -32,13 +32,17 @@ class Picture:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a lesson gave. `name` is its file's, `title` its heading; `failure` says in one line why it stopped."""
+    """What a lesson gave. `name` is its file's, `title` its heading; `failure` says in one line why it stopped.
+
+    With `leads` it stands first in a report: one of its cells has the tag "leads".
+    """
 
     name: str
     title: str
     comparisons: tuple[Comparison, ...] = ()
     pictures: tuple[Picture, ...] = ()
     failure: str | None = None
+    leads: bool = False
 
 
 def find_lessons(names: Sequence[str] = ()) -> list[Path]:
@@ -219,7 +223,8 @@ def _outcome(name: str, notebook) -> Outcome:
         comparisons |= {comparison.name: comparison for comparison in shown}
         alt = "; ".join(alt_text(comparison) for comparison in shown) or f"Plot of the lesson {title}"
         pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
-    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook))
+    leads = any("leads" in cell.metadata.get("tags", []) for cell in notebook.cells)
+    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook), leads)
 
 
 def _failure(notebook) -> str | None:

@@ -3,7 +3,7 @@
 import base64
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from effgpu import reference, units
@@ -67,6 +67,7 @@ baseline took; in brackets its 95&nbsp;% interval. A difference that lies within
 
 
 def _section(section: Section) -> str:
+    section = replace(section, outcomes=tuple(sorted(section.outcomes, key=lambda outcome: not outcome.leads)))
     plots = "".join(map(_plots, section.outcomes))
     parts = [_machine(section), _failures(section.outcomes), _table(section), f'<div class="plots">\n{plots}</div>\n']
     return f"<section>\n{''.join(parts)}</section>"

@@ -136,6 +136,15 @@ def test_a_failure_that_the_lesson_announces_is_none(tmp_path, out):
     assert course.run_lesson(lesson, out / "notebooks").failure is None
 
 
+def test_a_lesson_says_by_a_tag_that_it_leads_the_report(tmp_path, out):
+    notebook = nbformat.read(write_lesson(tmp_path, "16_all", compares("all")), as_version=4)
+    notebook.cells[1].metadata.tags = ["leads"]
+    nbformat.write(notebook, out / "notebooks" / "16_all.ipynb")
+    write_lesson(out / "notebooks", "01_one", compares("one"))
+    told = {outcome.name: outcome.leads for outcome in course.read_lessons(out / "notebooks")}
+    assert told == {"01_one": False, "16_all": True}
+
+
 def test_a_dead_kernel_is_noticed_at_once(tmp_path, out):
     lesson = write_lesson(tmp_path, "dying", compares("before"), DYING, "1 + 1")
     start = time.monotonic()

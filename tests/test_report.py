@@ -150,6 +150,13 @@ def test_what_failed_is_named_and_nothing_in_it_is_markup(tmp_path):
     assert "No lesson gave a comparison" in page
 
 
+def test_a_lesson_that_leads_stands_first_and_the_rest_in_their_order(tmp_path):
+    names = ["01_one", "02_two", "16_all"]
+    outcomes = tuple(Outcome(name, name, (compare(CPU, name),), leads=name == "16_all") for name in names)
+    page = report.write(tmp_path / "report.html", [report.Section(CPU, outcomes)]).read_text()
+    assert sorted(names, key=page.index) == ["16_all", "01_one", "02_two"]
+
+
 def test_versions_that_differ_between_results_are_all_named(tmp_path):
     newer = Device(**vars(GPU) | {"versions": {"torch": "2.9.1"}})
     section = report.Section(GPU, (Outcome("a", "A", (compare(GPU), compare(newer, "other"))),))
