@@ -31,9 +31,23 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Under xdist a notebook's cells stay together, as a file's tests do; what runs a whole lesson may go anywhere."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            whole = nodeid.startswith(("tests/test_lessons.py", "tests/test_mutations.py"))
+            return nodeid if whole else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
-def _no_gpu_unless_marked(request, monkeypatch):
-    """Every test that is not marked `gpu` sees a machine without one, and so runs the same everywhere."""
+def _same_everywhere(request, monkeypatch):
+    """Measurements are as long as they say, and every test that is not marked `gpu` sees a machine without one."""
+    monkeypatch.delenv("EFFGPU_SECONDS", raising=False)
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

@@ -24,7 +24,7 @@ MUTATIONS = {
 
 
 @each_lesson
-def test_a_technique_done_wrong_is_noticed(path, tmp_path):
+def test_a_technique_done_wrong_is_noticed(path, tmp_path, monkeypatch):
     """By the cells that are compared: they raise, or print something else. Nothing after the last of them is run."""
     right, wrong = MUTATIONS[path.stem]
     notebook = read(path)
@@ -35,5 +35,5 @@ def test_a_technique_done_wrong_is_noticed(path, tmp_path):
     mutated[0].source = mutated[0].source.replace(right, wrong)
     stored = [text_of(notebook.cells[i]) for i in checked]
     nbformat.write(notebook, tmp_path / path.name)
-    done, ran = run_lesson(tmp_path / path.name)
-    assert done.returncode or stored != [text_of(ran.cells[i]) for i in checked]
+    failure, ran = run_lesson(tmp_path / path.name, monkeypatch)
+    assert failure or stored != [text_of(ran.cells[i]) for i in checked]
