@@ -32,9 +32,14 @@ _HOME = {  # where each public name lives; loaded on first use, so that importin
     "measure": "measurement",
     "Comparison": "comparison",
     "compare": "comparison",
+    "Ablation": "ablation",
+    "ablate": "ablation",
     "plot": "figures",
+    "plot_ladder": "figures",
     "plot_memory": "figures",
+    "plot_pareto": "figures",
     "plot_sweep": "figures",
+    "plot_switches": "figures",
 }
 _ROOMS = {"corpus", "course", "reference", "report", *_HOME.values()}
 

@@ -1,4 +1,4 @@
-"""Every plot: time beside memory, the saw-tooth of a step, a line over a sweep. The only import of matplotlib."""
+"""Every plot: time beside memory, the saw-tooth of a step, a sweep, an ablation. The only import of matplotlib."""
 
 import io
 import re
@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import matplotlib.pyplot as plt
@@ -13,13 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
-from effgpu.comparison import Comparison, rank_interval
+from effgpu.ablation import NONE, Ablation, Change, format_share, switches_on
+from effgpu.comparison import WITHIN_NOISE, Comparison, rank_interval
 from effgpu.measurement import FEWEST_ROUNDS, Measurement
 from effgpu.memory import Trace
 from effgpu.reference import stored
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+PALE = "#C9CED6"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
 PHASES = {"forward": SKY, "backward": BLUE, "optimizer": ORANGE}
 PHASE_WIDTH = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
@@ -45,6 +48,9 @@ STYLE = {
     "ytick.color": "#222222",
 }
 WIDTH = 6.4
+NAME_HEIGHT = 0.19  # inches that the name of a point takes
+FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
+RATIOS = {"time": Comparison.time_ratio, "memory": Comparison.memory_ratio, "energy": Comparison.energy_ratio}
 
 
 def plot(comparison: Comparison) -> Figure:
@@ -53,20 +59,49 @@ def plot(comparison: Comparison) -> Figure:
     Reserved memory is outlined over allocated. Diamonds show the ratios that stored GPUs gave under the same name,
     times this baseline. A CPU's times are hatched and said to be a CPU's.
     """
-    others = [other for other in stored(comparison.name) if other.device.name != comparison.device.name]
-    others = [] if comparison.baseline.failed else others
-    panels = [_plot_time, _plot_memory_bars] + [_plot_energy] * any(m.energies for m in comparison)
-    rows = len(comparison.measurements)
-    with _figure(len(panels), height=0.75 + 0.42 * rows) as (figure, axes):
-        for draw, ax in zip(panels, axes):
-            draw(ax, comparison, others)
-            ax.set_yticks(range(rows), [m.label for m in comparison])
-            ax.set_ylim(rows - 0.4, -0.6)
-            ax.grid(axis="y", visible=False)
-            ax.tick_params(axis="y", length=0)
-        if axes[0].get_legend_handles_labels()[0]:
-            axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, borderpad=0)
-        _say_where(figure, comparison.measurements)
+    draw = {"time": _plot_time, "memory": _plot_memory_bars, "energy": _plot_energy}
+    others = _elsewhere(comparison)
+    panels = [partial(draw[quantity], comparison=comparison, others=others) for quantity in _measured(comparison)]
+    return _plot_rows(comparison, [m.label for m in comparison], panels)
+
+
+def plot_ladder(ablation: Ablation) -> Figure:
+    """The stack of an ablation, rung by rung from none of its switches to all: a waterfall of time, memory and energy.
+
+    A floating bar spans what its switch changes on top of those above it, told as a share of the baseline: blue takes
+    less, orange more, and pale is within noise. Diamonds and hatches as in `plot`.
+    """
+    labels = [NONE, *(f"+ {switch}" for switch in ablation.switches), "all"]
+    others = _elsewhere(ablation)
+    panels = [partial(_plot_rungs, ablation=ablation, others=others, quantity=q) for q in _measured(ablation)]
+    return _say_of_what(_plot_rows(ablation, labels, panels), ablation)
+
+
+def plot_switches(ablation: Ablation) -> Figure:
+    """What each switch of an ablation changes alone, beside what it changes on top of all the rest.
+
+    The latter is what would be lost if it were left out; the more the two differ, the more it interacts. In shares of
+    the baseline, with 95 % intervals.
+    """
+    panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
+    return _say_of_what(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
+
+
+def plot_pareto(ablation: Ablation) -> Figure:
+    """Time against peak memory of every combination of an ablation; joined are those that no other beats in both.
+
+    Named are these, none and all. What ran out of memory stands at the right edge: no memory sufficed.
+    """
+    failed, front = [m for m in ablation if m.failed], ablation.pareto()
+    ends = [m for m in (ablation.baseline, ablation.find(ablation.switches)) if not m.failed and m not in front]
+    named = sorted([*front, *ends], key=lambda m: _level(ablation, m, "time")[0], reverse=True)
+    with _figure(1, height=max(3.4, 1.2 + NAME_HEIGHT * len([*failed, *named]))) as (figure, (ax,)):
+        _draw_points(ax, ablation, front)
+        _name_points(ax, ablation, failed, named)
+        _value_axis(ax.xaxis, units.format_bytes)
+        _value_axis(ax.yaxis, units.format_seconds)
+        ax.set(xlabel="peak memory", ylabel=_title(ablation, "time"))
+        _say_where(figure, ablation.measurements)
     return figure
 
 
@@ -150,63 +185,107 @@ def _figure(rows: int, *, height: float, sharey: bool = False):
         yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
 
 
+def _measured(comparison: Comparison) -> list[str]:
+    """The quantities that get a panel: energy where there is any."""
+    return ["time", "memory"] + ["energy"] * any(m.energies for m in comparison)
+
+
+def _elsewhere(comparison: Comparison) -> list[Comparison]:
+    """What other GPUs gave under the same name; nothing, where there is no baseline to lay it on."""
+    if comparison.baseline.failed:
+        return []
+    return [other for other in stored(comparison.name) if other.device.name != comparison.device.name]
+
+
+def _plot_rows(
+    comparison: Comparison, labels: Sequence[str], panels: Sequence[Callable], row_height: float = 0.42
+) -> Figure:
+    """A figure of panels above one another in which each label has a row, the first on top."""
+    with _figure(len(panels), height=0.75 + row_height * len(labels)) as (figure, axes):
+        for draw, ax in zip(panels, axes):
+            draw(ax)
+            ax.set_yticks(range(len(labels)), labels)
+            ax.set_ylim(len(labels) - 0.4, -0.6)
+            ax.grid(axis="y", visible=False)
+            ax.tick_params(axis="y", length=0)
+        if axes[0].get_legend_handles_labels()[0]:
+            axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, borderpad=0)
+        _say_where(figure, comparison.measurements)
+    return figure
+
+
 def _plot_time(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: [t / _share(comparison, m) for t in m.times] for m in comparison}
+    values = {m.label: _samples(comparison, m, "time") for m in comparison}
     told = {m.label: _tell(comparison, m, comparison.time_ratio, comparison.verdict(m.label)) for m in comparison}
-    _draw_bars(ax, comparison, values, told, units.format_seconds)
-    _draw_stored(ax, comparison, others, lambda c, label: c.time_ratio(label))
-    ax.set_title(f"time per {_whole(comparison)}")
+    _draw_bars(ax, values, told, units.format_seconds, _hatch(comparison, "time"))
+    _draw_stored(ax, comparison, others, Comparison.time_ratio)
+    ax.set_title(_title(comparison, "time"))
 
 
 def _plot_memory_bars(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: [m.peak_allocated] if m.peak_allocated is not None else [] for m in comparison}
+    values = {m.label: _samples(comparison, m, "memory") for m in comparison}
     told = {m.label: _tell(comparison, m, comparison.memory_ratio) for m in comparison}
-    _draw_bars(ax, comparison, values, told, units.format_bytes, exact=True)
+    _draw_bars(ax, values, told, units.format_bytes)
     for row, m in enumerate(comparison):
         if m.peak_reserved:
             ax.barh(
                 row, m.peak_reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":"
             )
             _make_room(ax, m.peak_reserved)
-    _draw_stored(ax, comparison, others, lambda c, label: c.memory_ratio(label))
+    _draw_stored(ax, comparison, others, Comparison.memory_ratio)
     ax.set_title("peak memory" + (" (dotted: reserved)" if any(m.peak_reserved for m in comparison) else ""))
 
 
 def _plot_energy(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: [joules / _share(comparison, m) for joules in m.energies] for m in comparison}
+    values = {m.label: _samples(comparison, m, "energy") for m in comparison}
     told = {m.label: _tell(comparison, m, comparison.energy_ratio) for m in comparison}
-    _draw_bars(ax, comparison, values, told, units.format_joules)
-    _draw_stored(ax, comparison, others, lambda c, label: c.energy_ratio(label))
-    ax.set_title(f"energy per {_whole(comparison)}")
+    _draw_bars(ax, values, told, units.format_joules)
+    _draw_stored(ax, comparison, others, Comparison.energy_ratio)
+    ax.set_title(_title(comparison, "energy"))
 
 
-def _share(comparison: Comparison, measurement: Measurement) -> float:
-    """What a step's value is divided by: its items, where the variants' steps differ in them."""
-    return measurement.items if len({m.items for m in comparison}) > 1 else 1
+def _samples(comparison: Comparison, measurement: Measurement, quantity: str) -> list[float]:
+    """What is drawn of a measurement: a value a step or, where the variants' steps differ in items, an item."""
+    if quantity == "memory":
+        return [] if measurement.peak_allocated is None else [measurement.peak_allocated]
+    share = measurement.items if len({m.items for m in comparison}) > 1 else 1
+    return [value / share for value in (measurement.times if quantity == "time" else measurement.energies)]
 
 
-def _whole(comparison: Comparison) -> str:
-    """What values are per: a step, or an item where the variants' steps differ in items."""
-    return comparison.baseline.unit.removesuffix("s") if len({m.items for m in comparison}) > 1 else "step"
+def _title(comparison: Comparison, quantity: str) -> str:
+    if quantity == "memory":
+        return "peak memory"
+    whole = comparison.baseline.unit.removesuffix("s") if len({m.items for m in comparison}) > 1 else "step"
+    return f"{quantity} per {whole}"
 
 
-def _draw_bars(
-    ax, comparison: Comparison, values: Mapping, told: Mapping, format_value, *, exact: bool = False
-) -> None:
+def _hatch(comparison: Comparison, quantity: str) -> str | None:
+    return "////" if comparison.device.kind == "cpu" and quantity != "memory" else None
+
+
+def _draw_bars(ax, values: Mapping, told: Mapping, format_value, hatch: str | None = None) -> None:
     """A bar for each variant's median, its 95 % interval, and at its end the value and what is told about it."""
-    hatch = "////" if comparison.device.kind == "cpu" and not exact else None
     ends = [0.0]
     for row, (label, samples) in enumerate(values.items()):
-        color = GREY if label == comparison.baseline.label else BLUE
         middle, low, high = _interval(samples) if samples else (0, 0, 0)
-        ax.barh(row, middle, height=0.62, color=color, hatch=hatch)
-        if high > low:
-            ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", capsize=3, linewidth=1.2)
-        text = f"{format_value(middle)}  {told[label]}".strip() if samples else told[label]
-        ax.annotate(text, (high, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
+        ax.barh(row, middle, height=0.62, color=BLUE if row else GREY, hatch=hatch)
+        _draw_interval(ax, row, middle, low, high)
+        text = f"{format_value(middle)}  {told[label]}".strip() if samples else told[label] or units.NOT_MEASURED
+        _write(ax, high, row, text)
         ends.append(high)
     ax.set_xlim(0, (max(ends) or 1) * 1.9)
     _value_axis(ax.xaxis, format_value)
+
+
+def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> None:
+    if high > low:
+        ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", capsize=3, linewidth=1.2)
+
+
+def _write(ax, x: float, row: float, text: str, *, before: bool = False) -> None:
+    """A text behind, or before, the end of a bar."""
+    look = {"textcoords": "offset points", "va": "center", "ha": "right" if before else "left", "fontsize": 9}
+    ax.annotate(text, (x, row), xytext=(-6 if before else 6, 0), **look)
 
 
 def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], ratio_of: Callable) -> None:
@@ -233,6 +312,134 @@ def _tell(comparison: Comparison, measurement: Measurement, ratio_of: Callable, 
     if measurement is comparison.baseline or ratio is None:
         return measurement.failed or verdict
     return f"{units.format_ratio(ratio.value)}  {verdict}"
+
+
+def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: str) -> None:
+    """A bar from each level of the stack to the next; the first and the last level stand whole."""
+    stack, format_value, ratio_of = ablation.stack, FORMATS[quantity], RATIOS[quantity]
+    before, farthest = 0.0, 0.0
+    for row, m in enumerate([*stack, stack.measurements[-1]]):
+        known = _level(ablation, m, quantity)
+        middle, low, high = known or (before,) * 3
+        on = ablation.switches[:row] if row < len(stack.measurements) else ()
+        change = ablation.effect(on[-1], on, quantity) if on else None
+        start = before if on else 0
+        ax.barh(row, middle - start, left=start, height=0.62, color=_color(change), hatch=_hatch(ablation, quantity))
+        _draw_interval(ax, row, middle, low, high)
+        verdict = stack.verdict(m.label) if quantity == "time" else ""
+        told = _tell_change(change) if on else _tell(stack, m, partial(ratio_of, stack), verdict)
+        told = f"{format_value(middle)}  {told}".strip() if known else m.failed or units.NOT_MEASURED
+        _write(ax, max(start, high), row, told)
+        if row < len(stack.measurements):
+            ax.plot([middle] * 2, [row, row + 1], color="#6B7280", linewidth=0.8, zorder=0)
+        before, farthest = middle, max(farthest, high)
+    ax.set_xlim(0, (farthest or 1) * 1.7)
+    _value_axis(ax.xaxis, format_value)
+    _draw_stored(ax, stack, others, ratio_of)
+    ax.set_title(_title(ablation, quantity))
+
+
+def _plot_effects(ax, ablation: Ablation, quantity: str) -> None:
+    """Two bars a switch, outwards from no change."""
+    sides = {"alone": ((), BLUE, -0.2), "on top of all the rest": (ablation.switches, ORANGE, 0.2)}
+    ends = [0.0]
+    for side, (among, color, offset) in sides.items():
+        for row, switch in enumerate(ablation.switches):
+            change = ablation.effect(switch, among, quantity)
+            value, low, high = (change.value, change.low, change.high) if change else (0, 0, 0)
+            look = {"color": color, "hatch": _hatch(ablation, quantity), "label": "" if row else side}
+            ax.barh(row + offset, value, height=0.36, **look)
+            _draw_interval(ax, row + offset, value, low, high)
+            told = _tell_change(change) or _why_none(ablation, switch, among)
+            _write(ax, low if value < 0 else high, row + offset, told, before=value < 0)
+            ends += [low, high]
+    low, high = min(ends), max(ends)
+    room = 0.6 * (high - low or 1)
+    ax.set_xlim(low - room * (low < 0), high + room)
+    ax.axvline(0, color="#222222", linewidth=0.8)
+    _value_axis(ax.xaxis, format_share)
+    ax.set_title(_title(ablation, quantity))
+
+
+def _say_of_what(figure: Figure, ablation: Ablation) -> Figure:
+    figure.axes[-1].set_xlabel(f"%: the change, as a share of what {ablation.whole.label!r} takes", fontsize=9)
+    return figure
+
+
+def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float, float, float] | None:
+    """The median of a measurement's values and the ends of its interval; None where it has none."""
+    samples = _samples(comparison, m, quantity)
+    return _interval(samples) if samples else None
+
+
+def _color(change: Change | None) -> str:
+    if change is None:
+        return GREY
+    return PALE if not change.sure else BLUE if change.value < 0 else ORANGE
+
+
+def _tell_change(change: Change | None) -> str:
+    if change is None:
+        return ""
+    return format_share(change.value) + f"  {WITHIN_NOISE}" * change.in_noise
+
+
+def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:
+    """Why a switch has no effect that could be drawn: one of the two that it is the difference of ran out of memory."""
+    both = ablation.find({*among} | {switch}), ablation.find({*among} - {switch})
+    return next((m.failed for m in both if m.failed), units.NOT_MEASURED)
+
+
+def _draw_points(ax, ablation: Ablation, front: list[Measurement]) -> None:
+    """What fitted: in blue the front, with intervals and joined by steps, in grey what lies behind it."""
+    levels = {m.label: (m.peak_allocated, *level) for m in ablation if (level := _level(ablation, m, "time"))}
+    ahead = [levels.pop(m.label) for m in front]
+    if levels:
+        sizes, times, _, _ = zip(*levels.values())
+        ax.plot(sizes, times, "o", color=GREY, markersize=5)
+    if ahead:
+        sizes, times, lows, highs = zip(*ahead)
+        errors = [[t - low for t, low in zip(times, lows)], [high - t for t, high in zip(times, highs)]]
+        line = "--" if ablation.device.kind == "cpu" else "-"
+        ax.errorbar(sizes, times, errors, color=BLUE, marker="o", capsize=3, linestyle=line, drawstyle="steps-post")
+    ends = [*ahead, *levels.values()] or [(1, 1, 1, 1)]
+    ax.set(xlim=(0, 1.08 * max(end[0] for end in ends)), ylim=(0, 1.08 * max(end[3] for end in ends)))
+
+
+def _name_points(ax, ablation: Ablation, failed: list[Measurement], named: list[Measurement]) -> None:
+    """Names in a column at the right, as high as their points as far as there is room, each tied to its point."""
+    heights = [_level(ablation, m, "time")[0] for m in named]
+    room = ax.figure.get_figheight() - 1
+    places = _spread([1.0] * len(failed) + [height / ax.get_ylim()[1] for height in heights], NAME_HEIGHT / room)
+    look = {"textcoords": "axes fraction", "va": "center", "fontsize": 8, "annotation_clip": False, "zorder": 1}
+    for m, place in zip(failed, places):
+        ax.plot(1, place, "X", color=RED, markersize=7, transform=ax.transAxes, clip_on=False)
+        text = f"{_short(ablation, m)}: {m.failed}"
+        ax.annotate(text, (1, place), (1.04, place), xycoords="axes fraction", **look)
+    arrow = {"arrowstyle": "-", "color": "#9CA3AF", "linewidth": 0.7, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 4}
+    for m, height, place in zip(named, heights, places[len(failed) :]):
+        ax.annotate(_short(ablation, m), (m.peak_allocated, height), (1.04, place), arrowprops=arrow, **look)
+
+
+def _spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places of 0 or more, near to the wanted ones, which fall, with a gap between any two."""
+    places: list[float] = []
+    for want in wanted:
+        places.append(min(want, places[-1] - gap) if places else want)
+    least = 0.0
+    for i, place in reversed([*enumerate(places)]):
+        places[i] = max(place, least)
+        least = places[i] + gap
+    return places
+
+
+def _short(ablation: Ablation, measurement: Measurement) -> str:
+    """The name of a combination, by the switches that are off where these are fewer."""
+    on = switches_on(measurement.label)
+    off = [switch for switch in ablation.switches if switch not in on]
+    if not off:
+        return "all"
+    return measurement.label if len(on) <= len(off) else f"all but {' and '.join(off)}"
 
 
 def _draw_trace(ax, trace: Trace) -> None:

@@ -1,6 +1,7 @@
 """Tests of effgpu.figures through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
 
 import io
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -9,12 +10,17 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from nbclient import NotebookClient
 
 from effgpu import figures
+from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, rank_interval
-from effgpu.figures import plot, plot_memory, plot_sweep, to_png
+from effgpu.figures import plot, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches, to_png
+from effgpu.measurement import Measurement
 from effgpu.memory import Trace
 from effgpu.units import MiB
 
@@ -275,6 +281,193 @@ def test_a_sweep_of_plain_numbers_is_written_as_asked():
     assert list(ax.containers[0].lines[0].get_ydata()) == [2 * MiB, 4 * MiB]
     assert max(read_ticks(ax.yaxis, "MiB", MiB)) >= 3 * MiB
     assert ax.get_ylabel() == "saved" and figure.get_supxlabel() == ""
+
+
+# Of an ablation
+
+SECONDS = {"none": 10, "a": 6, "b": 7, "c": 10.1, "a + b": 4, "a + c": 6.1, "b + c": 7.1, "a + b + c": 5}
+PEAKS = {"none": 8, "a": 4, "b": 9, "c": 8, "a + b": 5, "a + c": 4, "b + c": 9, "a + b + c": 5}
+
+
+@pytest.fixture
+def make_ablation(cpu, make_gpu):
+    """A function that makes an ablation of three switches; the times of some combinations are noisy."""
+
+    def make(device=None, failed=(), noisy=(), items=None):
+        found = []
+        for label, seconds in SECONDS.items():
+            noise = 0.4 if label in noisy else 0.001
+            times = tuple(seconds * (1 + noise * (-1) ** number) / 1000 for number in range(8))
+            fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
+            energies = () if device is None else (seconds / 5,) * 8
+            ok = Measurement(label, times, device or cpu, energies=energies, unit="samples", **fields)
+            found.append(Measurement(label, (), device or cpu, failed="out of memory") if label in failed else ok)
+        return Ablation("synthetic", tuple(found))
+
+    return make
+
+
+def spans(ax):
+    """The left and right end of each bar."""
+    return [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars(ax)]
+
+
+def flat(pairs):
+    return [end for pair in pairs for end in pair]
+
+
+def test_a_ladder_is_a_waterfall_from_none_to_all(make_ablation, make_gpu):
+    figure = plot_ladder(make_ablation(make_gpu()))
+    time, memory, energy = figure.axes
+    assert [ticks(ax.yaxis) for ax in figure.axes] == [["none", "+ a", "+ b", "+ c", "all"]] * 3
+    for ax, levels in ((time, [0.01, 0.006, 0.004, 0.005]), (energy, [2, 1.2, 0.8, 1])):
+        none, a, b, c = levels
+        assert flat(spans(ax)) == pytest.approx(flat([(0, none), (none, a), (a, b), (b, c), (0, c)]), rel=0.01)
+    assert [width / MiB for width in flat(spans(memory))] == [0, 8, 8, 4, 4, 5, 5, 5, 0, 5]
+    assert [mpl.colors.to_hex(bar.get_facecolor()).upper() for bar in time.patches] == [
+        *(figures.GREY, figures.BLUE, figures.BLUE, figures.ORANGE, figures.GREY)
+    ]
+    assert texts(time) == [
+        *("10.0 ms  baseline", "6.00 ms  −40.0 %", "4.00 ms  −20.0 %", "5.00 ms  +10.0 %", "5.00 ms  0.500 ×  faster")
+    ]
+    assert texts(memory) == [
+        "8.00 MiB",
+        "4.00 MiB  −50.0 %",
+        "5.00 MiB  +12.5 %",
+        "5.00 MiB  0.0 %",
+        "5.00 MiB  0.625 ×",
+    ]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["time per step", "peak memory", "energy per step"]
+    assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
+
+
+def test_a_ladder_says_what_is_within_the_noise_and_whose_times_these_are(make_ablation):
+    figure = plot_ladder(make_ablation(noisy=["a + b + c"]))
+    time, memory = figure.axes
+    assert texts(time)[2:4] == ["4.00 ms  −20.0 %", "5.00 ms  +10.0 %  within noise"]
+    assert mpl.colors.to_hex(time.patches[3].get_facecolor()).upper() == figures.PALE
+    assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
+    assert "a CPU's times" in figure.get_supxlabel()
+
+
+def test_a_rung_out_of_memory_is_written_and_the_next_starts_from_the_last_that_fitted(make_ablation):
+    time, memory = plot_ladder(make_ablation(failed=["a"])).axes
+    for ax, scale, ends in (
+        (time, 1000, [0, 10, 10, 10, 10, 4, 4, 5, 0, 5]),
+        (memory, 1 / MiB, [0, 8, 8, 8, 8, 5, 5, 5, 0, 5]),
+    ):
+        assert [end * scale for end in flat(spans(ax))] == pytest.approx(ends, rel=0.01)
+        assert texts(ax)[1] == "out of memory" and ax.texts[1].xy[1] == 1
+    assert texts(time)[2] == "4.00 ms", "there is nothing that it could be a change of"
+
+
+def test_a_ladder_whose_baseline_does_not_fit_begins_at_its_first_rung_that_does(make_ablation, monkeypatch):
+    monkeypatch.setattr(figures, "stored", lambda name: [make_ablation()])
+    time, _ = plot_ladder(make_ablation(failed=["none"])).axes
+    assert [end * 1000 for end in flat(spans(time))] == pytest.approx([0, 0, 0, 6, 6, 4, 4, 5, 0, 5], rel=0.01)
+    assert texts(time)[0] == "out of memory" and texts(time)[4] == "5.00 ms  baseline failed"
+    assert texts(time)[2] == "4.00 ms  −33.3 %"
+
+
+def test_the_diamonds_of_a_ladder_are_other_gpus_stacks(make_ablation, make_gpu, others, monkeypatch):
+    elsewhere = make_ablation(make_gpu("GPU two")).combinations
+    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere, *others])
+    time, _, _ = plot_ladder(make_ablation(make_gpu())).axes
+    assert flat(diamonds(time)) == pytest.approx([0.006, 1.42, 0.004, 2.42, 0.005, 3.42], rel=0.01)
+
+
+def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu):
+    ablation = make_ablation(make_gpu(), noisy=["c"])
+    time, memory, energy = plot_switches(ablation).axes
+    assert ticks(time.yaxis) == ["a", "b", "c"]
+    for ax, alone, on_top in (
+        (time, [-0.4, -0.3, 0.01], [-0.21, -0.11, 0.1]),
+        (memory, [-0.5, 0.125, 0], [-0.5, 0.125, 0]),
+        (energy, [-0.4, -0.3, 0.01], [-0.21, -0.11, 0.1]),
+    ):
+        assert [bar.get_width() for bar in ax.patches] == pytest.approx([*alone, *on_top], abs=1e-3)
+        assert all(ax.get_xlim()[0] < bar.get_width() < ax.get_xlim()[1] for bar in ax.patches)
+    assert texts(time)[:3] == ["−40.0 %", "−30.0 %", "+1.0 %  within noise"]
+    assert [t.get_text() for t in time.get_legend().get_texts()] == ["alone", "on top of all the rest"]
+    assert energy.get_xlabel() == "%: the change, as a share of what 'none' takes" and not time.get_xlabel()
+    intervals = [c.lines[2][0].get_segments()[0] for c in time.containers if hasattr(c, "lines")]
+    (of_c,) = [segment[:, 0] for segment in intervals if segment[0, 1] == pytest.approx(2 - 0.2)]
+    assert of_c == pytest.approx([ablation.effect("c").low, ablation.effect("c").high])
+
+
+def test_switches_whose_effect_did_not_fit_say_so_and_a_cpus_are_hatched(make_ablation):
+    figure = plot_switches(make_ablation(failed=["none", "b"]))
+    time, memory = figure.axes
+    assert texts(time)[:3] == ["out of memory"] * 3 and texts(time)[3:] == ["−35.0 %", "−18.3 %", "+16.7 %"]
+    assert texts(memory)[:3] == ["out of memory"] * 3
+    assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
+    assert memory.get_xlabel().endswith("what 'a' takes") and "a CPU's times" in figure.get_supxlabel()
+
+
+def test_the_front_is_joined_and_named_and_the_rest_stands_behind_it(make_ablation, make_gpu):
+    (ax,) = plot_pareto(make_ablation(make_gpu())).axes
+    (front,) = [container.lines[0] for container in ax.containers]
+    assert list(front.get_xdata()) == [4 * MiB, 5 * MiB] and list(front.get_ydata()) == pytest.approx([0.006, 0.004])
+    assert front.get_linestyle() == "-" and front.get_drawstyle() == "steps-post"
+    behind = next(line for line in ax.lines if line.get_color() == figures.GREY)
+    assert len(behind.get_xdata()) == 6
+    named = {"none": (8 * MiB, 0.01), "a": (4 * MiB, 0.006), "all": (5 * MiB, 0.005), "all but c": (5 * MiB, 0.004)}
+    assert texts(ax) == list(named)
+    assert flat(text.xy for text in ax.texts) == pytest.approx(flat(named.values()))
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("peak memory", "time per step")
+    assert ax.get_xlim()[0] == ax.get_ylim()[0] == 0
+
+
+def test_out_of_memory_is_a_point_on_the_front(make_ablation):
+    figure = plot_pareto(make_ablation(failed=["none", "b", "b + c", "a + b + c"]))
+    (ax,) = figure.axes
+    crosses = [line for line in ax.lines if line.get_marker() == "X"]
+    assert len(crosses) == 4 and all(cross.get_xdata()[0] == 1 for cross in crosses), "at the right edge"
+    assert texts(ax)[:4] == [f"{name}: out of memory" for name in ("none", "b", "all but a", "all")]
+    assert ax.containers[0].lines[0].get_linestyle() == "--" and "a CPU's times" in figure.get_supxlabel()
+
+
+def test_nothing_fitted(make_ablation):
+    nothing = make_ablation(failed=SECONDS)
+    for draw in (plot_ladder, plot_switches):
+        assert set(flat([texts(ax) for ax in draw(nothing).axes])) == {"out of memory"}
+    (ax,) = plot_pareto(nothing).axes
+    assert len(texts(ax)) == 8 and not ax.containers
+
+
+@pytest.mark.parametrize("failed", [(), ["none", "b", "b + c"], list(SECONDS)[:6]])
+def test_names_beside_a_front_do_not_overlap(make_ablation, make_gpu, failed):
+    figure = plot_pareto(make_ablation(make_gpu(), failed=failed))
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # without the line to the point
+    assert all(below.y1 < above.y0 for above, below in itertools.pairwise(boxes))
+    assert all(box.x1 <= figure.bbox.x1 for box in boxes), "cut off at the edge"
+
+
+def test_titles_of_switches_leave_their_legend_its_room(make_ablation, make_gpu):
+    figure = plot_switches(make_ablation(make_gpu()))
+    figure.draw_without_rendering()
+    ax = figure.axes[0]
+    assert ax._left_title.get_window_extent().x1 < ax.get_legend().get_window_extent().x0
+
+
+def test_an_ablation_is_drawn_per_item_where_the_items_differ(make_ablation, make_gpu):
+    items = {label: 2 if label.startswith("a") else 1 for label in SECONDS}
+    ablation = make_ablation(make_gpu(), items=items)
+    time = plot_ladder(ablation).axes[0]
+    assert [1000 * end for end in spans(time)[1]] == pytest.approx([10, 3])
+    assert time.get_title(loc="left") == "time per sample"
+    assert plot_pareto(ablation).axes[0].get_ylabel() == "time per sample"
+
+
+@given(st.lists(st.floats(0, 1), max_size=12))
+def test_places_are_a_gap_apart_and_stay_where_they_are_wanted_if_they_can(wanted):
+    wanted = sorted(wanted, reverse=True)
+    places = figures._spread(wanted, 0.05)
+    assert all(above - below >= 0.05 - 1e-9 for above, below in itertools.pairwise(places))
+    assert not places or (places[-1] >= 0 and places[0] <= 1)
+    if all(above - below >= 0.05 for above, below in itertools.pairwise(wanted)):
+        assert places == pytest.approx(wanted)
 
 
 # All of them

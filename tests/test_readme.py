@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from effgpu import units
+from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.course import Outcome, read_lessons
 
@@ -59,24 +60,30 @@ def test_every_make_target_named_exists(name):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_example_runs():
-    """The README's example, with a model of one layer on the CPU for the reader's own."""
+def test_the_examples_run():
+    """The README's examples, with a model of one layer on the CPU for the reader's own."""
     import torch
-
-    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1].replace('"cuda"', '"cpu"')
 
     class Model(torch.nn.Linear):
         def forward(self, x):
             return type("Output", (), {"loss": super().forward(x).float().square().mean()})
 
+        def gradient_checkpointing_enable(self):
+            pass
+
     def build():
         model = Model(8, 8)
         return model, torch.optim.SGD(model.parameters()), {"x": torch.randn(32, 8)}
 
-    names = {"build": build}
-    exec(code, names)
-    assert isinstance(names["result"], Comparison)
-    assert [m.label for m in names["result"]] == ["fp32", "bf16"]
+    names = {"build": build, "load": lambda: build()[::2]}
+    results = []
+    for example in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
+        exec(example.replace('"cuda"', '"cpu"').replace('"samples"', '"samples", seconds=0.01'), names)
+        results.append(names["result"])
+    compared, ablation = results
+    assert isinstance(compared, Comparison) and isinstance(ablation, Ablation)
+    assert [m.label for m in compared] == ["fp32", "bf16"]
+    assert ablation.switches == ("bf16", "fused", "checkpoint") and ablation["none"].items == 32
 
 
 if __name__ == "__main__":

@@ -1,0 +1,337 @@
+"""Ablation: techniques as switches of one step, measured alone, stacked, left out and together; what interacts."""
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from effgpu import units
+from effgpu.comparison import SURE, WITHIN_NOISE, Comparison, compare, rank_interval
+from effgpu.measurement import FEWEST_ROUNDS, Measurement
+from effgpu.variants import Step, Variant
+
+NONE, PLUS, REST = "none", " + ", "the rest"
+MOST_FOR_ALL = 5  # switches have 32 combinations; of more switches not all are measured
+LEAST = 0.01  # of the baseline: a smaller interaction is not named, be it ever so sure
+QUANTITIES: dict[str, Callable[[Measurement], list[float]]] = {  # a value a round; per item, where items were given
+    "time": lambda m: [seconds / (m.items or 1) for seconds in m.times],
+    "memory": lambda m: [] if m.peak_allocated is None else [m.peak_allocated] * FEWEST_ROUNDS,  # counted, not sampled
+    "energy": lambda m: [joules / (m.items or 1) for joules in m.energies],
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change as a share of what the baseline takes, with its 95 % interval; below 0 the step takes less.
+
+    `sure` is what a verdict asks for: even the 99 % interval lies on one side of 0.
+    """
+
+    value: float
+    low: float
+    high: float
+    sure: bool
+
+    @property
+    def in_noise(self) -> bool:
+        """Whether it cannot be told from none; what is counted has no noise."""
+        return not self.sure and self.low < self.high
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return format_share(self.value)
+        low, high = (format_share(end).removesuffix(" %") for end in (self.low, self.high))
+        return f"{format_share(self.value)} [{low}, {high}]"
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Two switches whose changes do not add up: what both together take above their sum; below 0, less than it."""
+
+    quantity: str  # "time", "memory" or "energy"
+    first: str
+    second: str
+    change: Change
+
+    def __str__(self) -> str:
+        how = "less" if self.change.value > 0 else "more"
+        return f"{self.first} and {self.second} help {how} together than apart: {self.quantity} {self.change}"
+
+
+@dataclass(frozen=True, repr=False)
+class Ablation(Comparison):
+    """The comparison of combinations of switches with none of them ("none", "bf16", "bf16 + fused", ...).
+
+    Its table has a row a switch: what it changes alone, in the stack, and on top of all the rest, as shares of what the
+    baseline takes. Shares add up where two techniques leave each other alone, as the seconds that they save do.
+    """
+
+    def __post_init__(self):
+        labels = [m.label for m in self.measurements]
+        expected = [_label(on) for on in _combinations(self.switches)]
+        if len(labels) < 2 or labels[0] != NONE or sorted(labels) != sorted(expected):
+            raise ValueError(f"measurements: expected the combinations that `ablate` measures, got {labels}")
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """The switches, in the order of the stack."""
+        return tuple(m.label for m in self if m.label != NONE and PLUS not in m.label)
+
+    @property
+    def combinations(self) -> Comparison:
+        """All that was measured, as a comparison that shows a row a combination."""
+        return Comparison(self.name, self.measurements)
+
+    @property
+    def alone(self) -> Comparison:
+        """Each switch alone, against none."""
+        return self._against_first("alone", [self.find(on) for on in [(), *((s,) for s in self.switches)]])
+
+    @property
+    def stack(self) -> Comparison:
+        """The switches one on top of the other in their order, against none."""
+        return self._against_first("stack", [self.find(self.switches[:n]) for n in range(len(self.switches) + 1)])
+
+    @property
+    def left_out(self) -> Comparison:
+        """All switches but one, against all: what would be lost without it."""
+        rest = [replace(self.find(set(self.switches) - {s}), label=f"without {s}") for s in self.switches]
+        return self._against_first("left_out", [self.find(self.switches), *rest])
+
+    @property
+    def whole(self) -> Measurement:
+        """What changes are shares of: the baseline or, where that ran out of memory, the first one that did not."""
+        return next((m for m in self if not m.failed), self.baseline)
+
+    def find(self, on: Iterable[str]) -> Measurement:
+        """The measurement of the combination of some switches. Raises KeyError for one that was not measured."""
+        on = set(on)
+        if unknown := on - set(self.switches):
+            raise KeyError(f"no switch {min(unknown)!r} in {self.name!r}, only {list(self.switches)}")
+        return self[_label(switch for switch in self.switches if switch in on)]
+
+    def effect(self, switch: str, among: Iterable[str] = (), quantity: str = "time") -> Change | None:
+        """What a switch changes where those `among` are on: in "time", "memory" or "energy".
+
+        Time and energy are per item (per step, where no items were given), memory is the peak. None where one of the
+        two was not measured or ran out of memory. Raises KeyError for a combination that is not there.
+        """
+        others = set(among) - {switch}
+        return self._change(quantity, [{switch, *others}], [others])
+
+    def interactions(self) -> list[Interaction]:
+        """The switches that help less, or more, together than apart: outside the noise, and by 1 % of the baseline.
+
+        What both change together, less what each changes alone. Of up to five switches every two are looked at, of
+        more each with all the rest. "Outside the noise" is the 99 % interval of each: of ten pairs that leave each
+        other alone, one is named in ten ablations.
+        """
+        found = []
+        for quantity in QUANTITIES:
+            for first, second, others in self._pairs():
+                change = self._change(quantity, [{first, *others}, ()], [{first}, others])
+                if change and change.sure and abs(change.value) >= LEAST:
+                    found.append(Interaction(quantity, first, second, change))
+        return found
+
+    def fastest(self, memory: float | None = None) -> Measurement:
+        """The combination to use: the fastest per item whose peak is at most `memory` bytes.
+
+        Of those within the noise of it, the one with the fewest switches: a switch is worth what it is seen to gain.
+        The peak is what the step allocates; the allocator and CUDA itself want some more. Raises ValueError where
+        nothing fits.
+        """
+        if memory is not None and (not isinstance(memory, (int, float)) or not 0 < memory < math.inf):
+            raise ValueError(f"memory: expected a positive number of bytes, got {memory!r}")
+        fitting = [m for m in self._fitted() if memory is None or m.peak_allocated <= memory]
+        if not fitting:
+            raise ValueError(self._say_what_is_needed(memory))
+        best = min(fitting, key=_time_per_item)
+        equal = [m for m in fitting if Comparison(self.name, (best, m)).verdict(m.label) == WITHIN_NOISE]
+        return min([best, *equal], key=lambda m: (len(switches_on(m.label)), _time_per_item(m)))
+
+    def pareto(self) -> list[Measurement]:
+        """The combinations that no other beats in time per item and in peak memory, from the smallest to the fastest.
+
+        By their medians, whatever the noise.
+        """
+        front: list[Measurement] = []
+        for m in sorted(self._fitted(), key=lambda m: (m.peak_allocated, _time_per_item(m))):
+            if not front or _time_per_item(m) < _time_per_item(front[-1]):
+                front.append(m)
+        return front
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and a row of strings for each switch, in time, in memory and, where it was measured, in energy."""
+        headings = ["change in", "switch", "alone", "in the stack", "on top of the rest"]
+        measured = [quantity for quantity, values in QUANTITIES.items() if any(map(values, self))]
+        return headings, [row for quantity in measured for row in self._rows(quantity)]
+
+    def caption(self) -> str:
+        """What interacts, which combination is the fastest, and where it was measured."""
+        told = [f"{interaction}." for interaction in self.interactions()]
+        if not told and len(self.switches) > 1 and not self.baseline.failed:
+            told.append("No two are seen to help less, or more, together than apart.")
+        if self._fitted():
+            told.append(self._say_which_is_fastest())
+        told.append(f"Changes are shares of what {self.whole.label!r} takes, with 95 % intervals: below 0 is less.")
+        return "\n".join([*told, super().caption()])
+
+    def _against_first(self, view: str, measurements: Iterable[Measurement]) -> Comparison:
+        """Some of the measurements, under a name of their own, so that showing them does not replace the whole."""
+        return Comparison(f"{self.name}.{view}", tuple(measurements))
+
+    def _change(self, quantity: str, plus: Iterable[Iterable[str]], minus: Iterable[Iterable[str]]) -> Change | None:
+        """Some combinations less others over the whole, round by round, so that what slows one slows them all."""
+        if quantity not in QUANTITIES:
+            raise ValueError(f"quantity: expected one of {list(QUANTITIES)}, got {quantity!r}")
+        values = QUANTITIES[quantity]
+        added, taken = (zip(*(values(self.find(on)) for on in side)) for side in (plus, minus))
+        shares = [(sum(a) - sum(t)) / whole for a, t, whole in zip(added, taken, values(self.whole)) if whole]
+        if len(shares) < FEWEST_ROUNDS:
+            return None
+        _, low, high = rank_interval(shares, SURE)
+        return Change(*rank_interval(shares), sure=low > 0 or high < 0)
+
+    def _pairs(self) -> Iterator[tuple[str, str, set[str]]]:
+        """Two that may interact: a switch, the name of the other side, and its switches."""
+        if len(self.switches) <= MOST_FOR_ALL:
+            yield from ((first, second, {second}) for first, second in itertools.combinations(self.switches, 2))
+        else:
+            yield from ((switch, REST, set(self.switches) - {switch}) for switch in self.switches)
+
+    def _fitted(self) -> list[Measurement]:
+        return [m for m in self if m.times and m.peak_allocated is not None]
+
+    def _say_what_is_needed(self, memory: float | None) -> str:
+        if not self._fitted():
+            return "every combination ran out of memory: none can be recommended"
+        least = min(self._fitted(), key=lambda m: m.peak_allocated)
+        needed, allowed = units.format_bytes(least.peak_allocated), units.format_bytes(memory)
+        return f"memory: expected at least {needed}, which {least.label!r} needs, the least of all, got {allowed}"
+
+    def _say_which_is_fastest(self) -> str:
+        best = self.fastest()
+        facts = {
+            f"{units.format_seconds(best.median)} per step": self.time_ratio(best.label),
+            f"peak {units.format_bytes(best.peak_allocated)}": self.memory_ratio(best.label),
+        }
+        told = [fact + (f" ({ratio})" if ratio else "") for fact, ratio in facts.items()]
+        return f"Fastest: {best.label}, {', '.join(told)}."
+
+    def _rows(self, quantity: str) -> Iterator[list[str]]:
+        for place, switch in enumerate(self.switches):
+            among = ((), self.switches[:place], self.switches)
+            yield [quantity, switch, *(_tell(self.effect(switch, others, quantity)) for others in among)]
+        yield [quantity, "all of them", "", _tell(self._change(quantity, [self.switches], [()])), ""]
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_().replace("\n", "<br>")
+
+
+def ablate(
+    build: Callable[..., Step],
+    switches: Iterable[str] | Mapping[str, object],
+    *,
+    name: str = "ablation",
+    items: float | Callable[..., float] | None = None,
+    **options,
+) -> Ablation:
+    """Measure what switches of a training step do: each alone, stacked in their order, each left out of the full stack.
+
+    `build` is your own function with a keyword for each technique, off by default; it builds its state and returns one
+    training step. It is called with the keywords that are on: `build()` is the baseline. `switches` names the keywords,
+    which are True when on, or maps each to its value when on: `{"bf16": True, "batch": 64}`. Of up to five switches all
+    combinations are measured, in the same alternating rounds.
+
+    `items` per step is a number or a function of the same keywords as `build`. `name` and the options are those of
+    `compare`: unit, flops, seconds (for each combination), rounds, warmup. Out of memory is a result. Raises TypeError
+    or ValueError for arguments that are not as expected.
+
+    >>> result = ablate(build, ["bf16", "fused", "checkpoint"], items=32, unit="samples")
+    """
+    values = _check_switches(switches)
+    _check_build(build, values)
+    on = {_label(names): {switch: values[switch] for switch in names} for names in _combinations(tuple(values))}
+    variants = {label: _variant(build, keywords) for label, keywords in on.items()}
+    if callable(items):
+        items = {label: items(**keywords) for label, keywords in on.items()}
+    return Ablation(name, compare(variants, name=name, items=items, **options).measurements)
+
+
+def format_share(share: float) -> str:
+    """A change as a share: `-0.4` -> `"−40.0 %"`, `0` -> `"0.0 %"`."""
+    percent = round(100 * share, 1)
+    return f"{percent:+.1f} %".replace("-", "−") if percent else "0.0 %"
+
+
+def switches_on(label: str) -> list[str]:
+    """The switches that a label names: `"bf16 + fused"` -> `["bf16", "fused"]`, `"none"` -> `[]`."""
+    return [] if label == NONE else label.split(PLUS)
+
+
+def _combinations(switches: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Those that are measured, none first and all last."""
+    if len(switches) <= MOST_FOR_ALL:
+        return [on for size in range(len(switches) + 1) for on in itertools.combinations(switches, size)]
+    stack = [switches[:size] for size in range(len(switches) + 1)]
+    alone = [(switch,) for switch in switches]
+    left_out = [tuple(other for other in switches if other != switch) for switch in switches]
+    return list(dict.fromkeys(sorted([*stack, *alone, *left_out], key=len)))
+
+
+def _label(on: Iterable[str]) -> str:
+    return PLUS.join(on) or NONE
+
+
+def _time_per_item(measurement: Measurement) -> float:
+    return measurement.median / (measurement.items or 1)
+
+
+def _tell(change: Change | None) -> str:
+    if change is None:
+        return units.NOT_MEASURED
+    return f"{change}" + f" {WITHIN_NOISE}" * change.in_noise
+
+
+def _variant(build: Callable[..., Step], on: Mapping[str, object]) -> Variant:
+    def variant() -> Step:
+        return build(**on)
+
+    variant.__name__ = _call(on)
+    return variant
+
+
+def _call(on: Mapping[str, object]) -> str:
+    return f"build({', '.join(f'{switch}={value!r}' for switch, value in on.items())})"
+
+
+def _check_switches(switches: Iterable[str] | Mapping[str, object]) -> dict[str, object]:
+    """Each switch with its value when on. Raises TypeError or ValueError that says what was expected."""
+    if isinstance(switches, str) or not isinstance(switches, Iterable):
+        raise TypeError(f"switches: expected names of build's keywords, or a mapping of them, got {switches!r}")
+    names = list(switches)
+    if not names:
+        raise ValueError("switches: expected at least one of build's keywords, got none")
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or name == NONE:
+            raise ValueError(f"switches: expected names of build's keywords, and none called {NONE!r}, got {name!r}")
+        if names.count(name) > 1:
+            raise ValueError(f"switches: expected each keyword once, got {name!r} twice")
+    return dict(switches) if isinstance(switches, Mapping) else dict.fromkeys(names, True)
+
+
+def _check_build(build: Callable[..., Step], values: Mapping[str, object]) -> None:
+    """Raises TypeError or ValueError for a function that cannot be called with and without the switches."""
+    if not callable(build):
+        raise TypeError(f"build: expected a function that returns a training step, got {type(build).__name__}")
+    signature = inspect.signature(build)
+    for on in ({}, values):
+        try:
+            signature.bind(**on)
+        except TypeError as error:
+            raise TypeError(f"build: expected a function that can be called as {_call(on)}: {error}") from None
+    for switch, value in values.items():
+        if switch in signature.parameters and signature.parameters[switch].default == value:
+            raise ValueError(f"switches: expected {switch!r} to be off by default, build has {value!r} by default")

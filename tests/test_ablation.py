@@ -1,0 +1,478 @@
+"""Tests of effgpu.ablation: known costs come out as they are, what interacts is named, what fits is recommended."""
+
+import html
+import itertools
+import json
+import random
+import re
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effgpu import course, power, reference
+from effgpu.ablation import MOST_FOR_ALL, Ablation, Change, ablate, switches_on
+from effgpu.comparison import MIME_TYPE, Comparison, compare
+from effgpu.device import Device, memory_limit
+from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.units import GiB, MiB
+
+CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
+QUICK = {"seconds": 0.001, "rounds": 8}
+
+# What each subset of the switches adds to a step once all of it is on: milliseconds, MiB, joules.
+MILLISECONDS = {(): 10, ("a",): -4, ("b",): -3, ("c",): 1, ("b", "c"): 2}
+MEBIBYTES = {(): 20, ("a",): -10, ("b",): 5, ("a", "b"): -4}
+JOULES = {(): 5, ("a",): -1, ("c",): -2, ("a", "c"): 1}
+
+
+def total(costs, on):
+    return sum(cost for together, cost in costs.items() if set(together) <= set(on))
+
+
+def bare(told):
+    """Without the interval, which rounding errors make one of no width."""
+    return re.sub(r" \[.*?\]", "", told)
+
+
+def subsets(switches):
+    return [on for size in range(len(switches) + 1) for on in itertools.combinations(switches, size)]
+
+
+@pytest.fixture
+def simulated(monkeypatch, no_collecting):
+    """A `build` whose steps cost what the tables say, on a simulated machine that gets slower from round to round."""
+    clock, built = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(power, "measure_energy", lambda step: step.joules)
+
+    def build(**on):
+        slowness = 1 + 0.1 * (len(built) // build.round)
+        built.append(on)
+
+        def step():
+            clock[0] += total(MILLISECONDS, on) / 1000 * slowness
+            return torch.empty(total(MEBIBYTES, on) * MiB, dtype=torch.uint8)
+
+        step.joules = total(JOULES, on) * slowness
+        return step
+
+    build.built, build.round = built, 8
+    return build
+
+
+def by_hand(switches, costs, drift=(1.0,) * 8, peaks=None, items=None, failed=()):
+    """An ablation of all combinations that took what `costs` add up to, times the round's drift."""
+    found = []
+    for on in subsets(switches):
+        label, seconds = " + ".join(on) or "none", total(costs, on)
+        if on in failed:
+            found.append(Measurement(label, (), CPU, failed=OUT_OF_MEMORY))
+        else:
+            peak = 1000 if peaks is None else total(peaks, on)
+            counted = items(on) if items else None
+            found.append(Measurement(label, tuple(seconds * d for d in drift), CPU, counted, peak_allocated=peak))
+    return Ablation("by_hand", tuple(found))
+
+
+# What is found
+
+
+def test_known_costs_are_found_as_they_are(simulated):
+    """Alone, in the stack and on top of the rest: each is the sum of what the tables say is added there."""
+    result = ablate(simulated, [*"abc"], **QUICK)
+    for quantity, costs in {"time": MILLISECONDS, "memory": MEBIBYTES, "energy": JOULES}.items():
+        for place, switch in enumerate("abc"):
+            for among in ("", "abc"[:place], "abc"):
+                others = set(among) - {switch}
+                expected = (total(costs, others | {switch}) - total(costs, others)) / costs[()]
+                change = result.effect(switch, among, quantity)
+                assert (change.value, change.low, change.high) == pytest.approx((expected,) * 3), (quantity, switch)
+                assert change.sure == (expected != 0)
+
+
+def test_exactly_the_interactions_that_are_there_are_named(simulated):
+    result = ablate(simulated, [*"abc"], **QUICK)
+    found = {(i.quantity, i.first, i.second): i.change.value for i in result.interactions()}
+    expected = {("time", "b", "c"): 2 / 10, ("memory", "a", "b"): -4 / 20, ("energy", "a", "c"): 1 / 5}
+    assert found.keys() == expected.keys() and found == pytest.approx(expected)
+    assert [bare(str(i)) for i in result.interactions()] == [
+        "b and c help less together than apart: time +20.0 %",
+        "a and b help more together than apart: memory −20.0 %",
+        "a and c help less together than apart: energy +20.0 %",
+    ]
+
+
+def test_it_is_a_comparison_of_all_combinations_with_none(simulated):
+    result = ablate(simulated, ["a", "b", "c"], name="mine", items=4, unit="rows", **QUICK)
+    assert [m.label for m in result] == ["none", "a", "b", "c", "a + b", "a + c", "b + c", "a + b + c"]
+    assert (result.name, result.switches, result.baseline.label) == ("mine", ("a", "b", "c"), "none")
+    assert result["a + b"].items == 4 and result["a + b"].unit == "rows"
+    assert result["a + b"].peak_allocated == 11 * MiB
+    assert result.time_ratio("a + b").value == pytest.approx(0.3) and result.verdict("a + b") == "faster"
+    assert result.find("ba") is result["a + b"] and result.find(()) is result.baseline
+    assert type(result.combinations) is Comparison and result.combinations.measurements == result.measurements
+
+
+def test_alone_stack_and_left_out_are_comparisons(simulated):
+    result = ablate(simulated, [*"abc"], name="mine", **QUICK)
+    assert [m.label for m in result.alone] == ["none", "a", "b", "c"]
+    assert [m.label for m in result.stack] == ["none", "a", "a + b", "a + b + c"]
+    assert [m.label for m in result.left_out] == ["a + b + c", "without a", "without b", "without c"]
+    assert [c.name for c in (result.alone, result.stack, result.left_out)] == [
+        "mine.alone",
+        "mine.stack",
+        "mine.left_out",
+    ]
+    assert result.alone.time_ratio("b").value == pytest.approx(7 / 10)
+    assert result.stack.time_ratio("a + b + c").value == pytest.approx(6 / 10)
+    assert result.left_out.time_ratio("without a").value == pytest.approx(10 / 6)
+    assert result.left_out.verdict("without c") == "faster"
+
+
+def test_only_what_is_on_is_handed_over_and_in_alternating_rounds(simulated):
+    ablate(simulated, {"b": 7, "a": True}, **QUICK)
+    once = [{}, {"b": 7}, {"a": True}, {"b": 7, "a": True}]
+    assert simulated.built == once + (once + once[::-1]) * 4
+
+
+def test_of_many_switches_each_alone_the_stack_and_each_left_out(simulated):
+    switches = "abcdef"
+    assert len(switches) > MOST_FOR_ALL
+    simulated.round = 17
+    result = ablate(simulated, [*switches], **QUICK)
+    expected = {
+        "",
+        "abcdef",
+        *switches,
+        *(switches[:n] for n in range(6)),
+        *(switches.replace(s, "") for s in switches),
+    }
+    assert {"".join(switches_on(m.label)) for m in result} == expected and len(result.measurements) == len(expected)
+    assert (result.baseline.label, result.switches) == ("none", tuple(switches))
+    assert result.effect("c", switches).value == pytest.approx(0.3)
+    assert [(i.quantity, i.first, i.second) for i in result.interactions()] == [
+        *(("time", "b", "the rest"), ("time", "c", "the rest")),
+        *(("memory", "a", "the rest"), ("memory", "b", "the rest")),
+        *(("energy", "a", "the rest"), ("energy", "c", "the rest")),
+    ]
+    with pytest.raises(KeyError, match="no variant 'b \\+ c' in 'ablation'"):
+        result.effect("b", "c")
+
+
+def test_one_switch_has_nothing_to_interact_with(simulated):
+    result = ablate(simulated, [*"a"], **QUICK)
+    assert [m.label for m in result] == ["none", "a"] and result.interactions() == []
+    assert result.effect("a").value == result.effect("a", "a").value == pytest.approx(-0.4)
+    assert "together than apart" not in repr(result) and "Fastest: a, " in repr(result)
+
+
+def test_changes_are_per_item_in_time_and_energy_but_not_in_memory(simulated):
+    """`a` makes the step of 10 ms one of 6 ms, and here also a step of three items instead of one."""
+    result = ablate(simulated, {"a": 3, "b": True}, items=lambda a=1, b=False: a, **QUICK)
+    assert [(m.label, m.items) for m in result] == [("none", 1), ("a", 3), ("b", 1), ("a + b", 3)]
+    assert result.effect("a").value == pytest.approx(2 / 10 - 1)
+    assert result.effect("a", quantity="energy").value == pytest.approx(4 / 3 / 5 - 1)
+    assert result.effect("a", quantity="memory").value == pytest.approx(-0.5)
+    assert result.effect("b", "a").value == pytest.approx((3 / 3 - 6 / 3) / 10)
+
+
+# The arithmetic
+
+costs_of_three = st.fixed_dictionaries(
+    {on: st.sampled_from([-45, -15, -5, 0, 5, 15, 45]) for on in subsets("abc") if on} | {(): st.just(1000)}
+)
+drifts = st.lists(st.floats(0.5, 2), min_size=8, max_size=12)
+
+
+@given(costs_of_three, drifts)
+def test_interactions_are_what_two_switches_add_together_whatever_all_rounds_share(costs, drift):
+    result = by_hand("abc", costs, drift)
+    expected = {pair: costs[pair] / 1000 for pair in itertools.combinations("abc", 2) if abs(costs[pair]) >= 10}
+    found = {(i.first, i.second): i.change.value for i in result.interactions() if i.quantity == "time"}
+    assert found.keys() == expected.keys() and found == pytest.approx(expected)
+
+
+@given(costs_of_three, drifts, st.permutations("abc"))
+def test_the_rungs_add_up_to_all_in_whatever_order(costs, drift, order):
+    result = by_hand("abc", costs, drift)
+    rungs = [result.effect(switch, order[:place]).value for place, switch in enumerate(order)]
+    whole = total(costs, "abc") / total(costs, "") - 1
+    assert sum(rungs) == pytest.approx(whole, abs=1e-9)
+    assert result.stack.time_ratio("a + b + c").value == pytest.approx(1 + whole)
+
+
+@given(costs_of_three, drifts)
+def test_left_out_of_all_is_alone_and_all_that_it_adds_together_with_others(costs, drift):
+    result = by_hand("abc", costs, drift)
+    for switch in "abc":
+        together = sum(cost for on, cost in costs.items() if switch in on and len(on) > 1) / 1000
+        alone, last = result.effect(switch).value, result.effect(switch, "abc").value
+        assert last - alone == pytest.approx(together, abs=1e-9)
+
+
+def test_two_that_leave_each_other_alone_are_named_once_in_a_hundred():
+    generator = random.Random(0)
+    trials, named = 1500, 0
+    for _ in range(trials):
+        times = {on: [seconds * generator.gauss(1, 0.05) for _ in range(10)] for on, seconds in COSTS_OF_TWO.items()}
+        found = (Measurement(on, tuple(values), CPU, peak_allocated=1) for on, values in times.items())
+        named += bool(Ablation("noise", tuple(found)).interactions())
+    assert named / trials <= 0.01 + 3 * (0.01 * 0.99 / trials) ** 0.5
+
+
+COSTS_OF_TWO = {"none": 10.0, "a": 6.0, "b": 7.0, "a + b": 3.0}
+
+
+def test_an_interaction_within_the_noise_is_not_named():
+    def noisy(wobble):
+        times = {on: [seconds] * 8 for on, seconds in (COSTS_OF_TWO | {"a + b": 4.0}).items()}
+        times["a"] = [6 + wobble * (-1) ** n for n in range(8)]
+        found = (Measurement(on, tuple(values), CPU, peak_allocated=1) for on, values in times.items())
+        return Ablation("noise", tuple(found)).interactions()
+
+    assert [i.change.value for i in noisy(0.5)] == pytest.approx([0.1])
+    assert noisy(1.5) == []
+
+
+def test_changes_show_themselves():
+    assert str(Change(-0.4, -0.412, -0.391, True)) == "−40.0 % [−41.2, −39.1]"
+    assert str(Change(0.25, 0.25, 0.25, True)) == "+25.0 %" and str(Change(-0.0001, -0.0001, -0.0001, True)) == "0.0 %"
+    assert Change(0.1, -0.1, 0.2, False).in_noise
+    assert not Change(0.0, 0.0, 0.0, False).in_noise and not Change(0.1, 0.05, 0.2, True).in_noise
+
+
+# What is recommended
+
+sizes = st.fixed_dictionaries({on: st.integers(1, 6) for on in subsets("abc")})
+
+
+@given(sizes, sizes, st.sets(st.sampled_from(subsets("abc")), max_size=8), st.integers(1, 7))
+def test_the_fastest_that_fits_and_the_front_are_those_of_a_search(times, peaks, failed, memory):
+    """By brute force; of the equally fast ones it is the one with the fewest switches."""
+    given_times, given_peaks = ({on: sum_to(table, on) for on in table} for table in (times, peaks))
+    result = by_hand("abc", given_times, peaks=given_peaks, failed=failed)
+    alive = [on for on in subsets("abc") if on not in failed]
+    fitting = [on for on in alive if peaks[on] <= memory]
+    if fitting:
+        least = min(times[on] for on in fitting)
+        best = min((on for on in fitting if times[on] == least), key=len)
+        chosen = result.fastest(memory)
+        assert chosen.median == least and chosen.peak_allocated <= memory
+        assert len(switches_on(chosen.label)) == len(best)
+    else:
+        with pytest.raises(ValueError, match="memory: expected at least" if alive else "every combination ran out"):
+            result.fastest(memory)
+    beaten = [
+        on
+        for on in alive
+        if any(
+            times[o] <= times[on] and peaks[o] <= peaks[on] and (times[o], peaks[o]) != (times[on], peaks[on])
+            for o in alive
+        )
+    ]
+    front = {(times[on], peaks[on]) for on in alive if on not in beaten}
+    assert [(m.median, m.peak_allocated) for m in result.pareto()] == sorted(front, key=lambda point: point[1])
+
+
+def sum_to(table, on):
+    """What `on` adds, so that the sum over its subsets is what the table says."""
+    return table[on] - sum(sum_to(table, less) for less in subsets(on) if less != on)
+
+
+def test_within_the_noise_the_fewest_switches_are_recommended():
+    times = {"none": [1.0] * 8, "a": [0.5, 0.52] * 4, "b": [0.6] * 8, "a + b": [0.51, 0.5] * 4}
+    found = (Measurement(on, tuple(values), CPU, peak_allocated=1) for on, values in times.items())
+    assert Ablation("noise", tuple(found)).fastest().label == "a"
+
+
+def test_the_recommendation_counts_items():
+    result = by_hand("a", {(): 1.0, ("a",): 0.5}, items=lambda on: 2 if on else 1)
+    assert result.fastest().label == "a" and [m.label for m in result.pareto()] == ["a"]
+
+
+@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), "15 GiB"])
+def test_a_memory_that_is_no_number_of_bytes(memory):
+    with pytest.raises(ValueError, match="memory: expected a positive number of bytes, got"):
+        by_hand("a", {(): 1}).fastest(memory)
+
+
+def test_nothing_fits():
+    result = by_hand("ab", {(): 1}, peaks={(): 3 * MiB, ("b",): -MiB})
+    with pytest.raises(ValueError, match=r"at least 2.00 MiB, which 'b' needs, the least of all, got 1.00 MiB"):
+        result.fastest(MiB)
+    nothing = by_hand("a", {(): 1}, failed=subsets("a"))
+    with pytest.raises(ValueError, match="every combination ran out of memory"):
+        nothing.fastest()
+    assert nothing.pareto() == [] and nothing.table()[1] == [] and "Fastest" not in repr(nothing)
+
+
+# Out of memory
+
+
+def test_what_does_not_fit_leaves_the_others_their_effects(simulated):
+    """Without `a`, a step needs 20 MiB or more."""
+    with memory_limit(15 * MiB):
+        result = ablate(simulated, [*"abc"], **QUICK)
+    assert [m.label for m in result if m.failed] == ["none", "b", "c", "b + c"]
+    assert {m.failed for m in result} == {None, OUT_OF_MEMORY}
+    assert result.effect("a") is None and result.effect("b") is None and result.interactions() == []
+    assert result.whole.label == "a" and result.effect("b", "a").value == pytest.approx(-3 / 6)
+    assert result.fastest().label == "a + b" and [m.label for m in result.pareto()] == ["a", "a + b"]
+    told = repr(result)
+    assert "Changes are shares of what 'a' takes" in told and re.search(
+        r"Fastest: a \+ b, \S+ ms per step, peak 11.0 MiB\.\n", told
+    )
+    assert "together than apart" not in told, "nobody has looked"
+
+
+# As a table, as data
+
+
+def test_table_has_a_row_a_switch_for_each_quantity(simulated):
+    headings, rows = ablate(simulated, [*"abc"], **QUICK).table()
+    assert headings == ["change in", "switch", "alone", "in the stack", "on top of the rest"]
+    assert [row[:2] for row in rows] == [
+        [q, s] for q in ("time", "memory", "energy") for s in ("a", "b", "c", "all of them")
+    ]
+    assert [bare(cell) for cell in rows[2][2:]] == ["+10.0 %", "+30.0 %", "+30.0 %"]
+    assert [bare(cell) for cell in rows[3][2:]] == ["", "−40.0 %", ""]
+    assert rows[4][2:] == ["−50.0 %", "−50.0 %", "−70.0 %"] and rows[6][2:] == ["0.0 %"] * 3
+
+
+def test_table_says_what_is_within_the_noise(make_measurement):
+    noisy = make_measurement("a", 0.02)
+    result = Ablation("noise", (make_measurement("none", 0.02), Measurement("a", noisy.times[::-1], CPU)))
+    assert result.table()[1][0][2].endswith("] within noise")
+
+
+def test_shows_interactions_the_fastest_and_the_device(simulated):
+    result = ablate(simulated, [*"abc"], name="mine", **QUICK)
+    page = html.unescape(result._repr_html_())
+    for told in (repr(result), page):
+        assert "b and c help less together than apart: time +20.0 %" in told
+        assert re.search(r"Fastest: a \+ b, \S+ ms per step \(0.300 ×\), peak 11.0 MiB \(0.550 ×\)\.", bare(told))
+        assert "mine on " in told and "times are this CPU's, not a GPU's" in told
+    assert "\n" not in page and page.count("<br>") == 5
+    assert "No two are seen to help less, or more" in repr(by_hand("ab", {(): 2, ("a",): -1}))
+
+
+def test_a_notebook_carries_it_as_a_comparison(simulated):
+    result = ablate(simulated, [*"ab"], name="mine", **QUICK)
+    bundle = json.loads(json.dumps(result._repr_mimebundle_()))
+    assert bundle["text/plain"] == repr(result) and bundle["text/html"] == result._repr_html_()
+    stored = Comparison.from_dict(bundle[MIME_TYPE])
+    assert stored == result.combinations
+    assert Ablation.from_dict(bundle[MIME_TYPE]) == result == Ablation(stored.name, stored.measurements)
+    assert course.alt_text(result).startswith("Plot of mine on ")
+
+
+def test_is_saved_and_loaded_as_any_comparison(simulated, tmp_path):
+    result = ablate(simulated, [*"ab"], **QUICK)
+    (loaded,) = reference.load(
+        reference.save(
+            [
+                result,
+            ],
+            tmp_path / "results.json",
+        )
+    )
+    assert Ablation(loaded.name, loaded.measurements) == result
+
+
+@pytest.mark.parametrize(
+    "labels", [[], ["none"], ["a", "none"], ["none", "a", "b"], ["none", "a", "a + b"], ["x", "y"]]
+)
+def test_other_comparisons_are_no_ablation(make_measurement, labels):
+    with pytest.raises(ValueError, match="measurements: expected the combinations that `ablate` measures, got"):
+        Ablation("other", tuple(make_measurement(label) for label in labels))
+
+
+# Arguments
+
+
+def sound(a=False, b=False):
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("build", "switches", "error", "message"),
+    [
+        (sound, [], ValueError, "switches: expected at least one of build's keywords, got none"),
+        (sound, {}, ValueError, "switches: expected at least one"),
+        (sound, "ab", TypeError, "switches: expected names of build's keywords, or a mapping of them, got 'ab'"),
+        (sound, None, TypeError, "switches: expected names of build's keywords, or a mapping of them, got None"),
+        (sound, ["a", "b", "a"], ValueError, "switches: expected each keyword once, got 'a' twice"),
+        (sound, ["a", 3], ValueError, "switches: expected names of build's keywords, .* got 3"),
+        (sound, ["a + b"], ValueError, "switches: expected names of build's keywords, .* got 'a \\+ b'"),
+        (lambda **on: sound(), ["none"], ValueError, "and none called 'none', got 'none'"),
+        (sound, ["a", "c"], TypeError, r"can be called as build\(a=True, c=True\): got an unexpected keyword .* 'c'"),
+        (lambda width: sound(), ["width"], TypeError, r"can be called as build\(\): missing a required .*'width'"),
+        (lambda a=True: sound(), ["a"], ValueError, "expected 'a' to be off by default, build has True by default"),
+        (lambda batch=8: sound(), {"batch": 8}, ValueError, "expected 'batch' to be off by default, build has 8"),
+        ("build", ["a"], TypeError, "build: expected a function that returns a training step, got str"),
+        (lambda a=False: None, ["a"], TypeError, r"variant 'build\(\)': expected it to return its training step"),
+        (
+            lambda a=False: None if a else sound(),
+            ["a"],
+            TypeError,
+            r"variant 'build\(a=True\)': expected it to return its training step, a function, got NoneType",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(build, switches, error, message, no_collecting):
+    with pytest.raises(error, match=message):
+        ablate(build, switches, **QUICK)
+
+
+def test_bad_arguments_are_named_before_anything_is_built(simulated):
+    for bad in ({"switches": ["a", "a"]}, {"name": "a b"}, {"rounds": 3}, {"items": lambda a=1: 0}):
+        with pytest.raises(ValueError, match="expected"):
+            ablate(simulated, **{"switches": ["a"]} | bad)
+    assert simulated.built == []
+
+
+def test_an_error_names_the_combination_it_was_raised_in(no_collecting):
+    def build(a=False, b=False):
+        if a and b:
+            raise RuntimeError("a fault")
+        return lambda: None
+
+    with pytest.raises(RuntimeError, match="a fault") as caught:
+        ablate(build, ["a", "b"], **QUICK)
+    assert "raised while measuring the variant 'a + b'" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("wrong", ["x", ("a", "x")])
+def test_an_unknown_switch_is_named(wrong):
+    with pytest.raises(KeyError, match=r"no switch 'x' in 'by_hand', only \['a', 'b'\]"):
+        by_hand("ab", {(): 1}).find(wrong)
+
+
+def test_an_unknown_quantity_is_named():
+    with pytest.raises(ValueError, match=r"quantity: expected one of \['time', 'memory', 'energy'\], got 'speed'"):
+        by_hand("a", {(): 1}).effect("a", quantity="speed")
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_a_real_model(monkeypatch):
+    """Half the precision is faster and smaller, and a switch that does nothing is not recommended."""
+    monkeypatch.setattr(power, "measure_energy", lambda step: None)
+
+    def build(half=False, idle=False):
+        dtype = torch.float16 if half else torch.float32
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, dtype=dtype) for _ in range(4))).cuda()
+        batch = torch.randn(4096, 4096, device="cuda", dtype=dtype)
+        return lambda: model(batch).square().mean().backward()
+
+    compare({"warm": build}, seconds=1)  # until the clock has risen from idle
+    result = ablate(build, ["half", "idle"], seconds=0.5)
+    assert result.alone.verdict("half") == "faster" and result.effect("half", quantity="memory").value < -0.3
+    assert abs(result.effect("idle").value) < 0.05
+    half = result["half"].peak_allocated
+    assert result.fastest(half + MiB).label == "half" and half < result["none"].peak_allocated < 8 * GiB
