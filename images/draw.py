@@ -136,6 +136,41 @@ def rounds():
     return ax.figure
 
 
+def anatomy():
+    """The memory of one training step, and the work in it. Weights and moments are a constant floor. Activations rise
+    through the forward pass and fall through the backward pass, while gradients grow beneath them; at the peak there is
+    no gradient yet. Below, bars of arithmetic and of data moved for three groups of operations: contractions have
+    nearly all of the arithmetic, normalisations and element-wise operations most of the data moved."""
+    ax = card(430, "One step: its memory, its work")
+    xs, floor, turn = (24, 126, 290, 336), 196, 126  # forward ends at the turn
+    owners = (  # heights at these places, and where the name stands
+        ("weights", BLUE, (20, 20, 20, 20), (180, 186)),
+        ("moments", SKY, (34, 34, 34, 34), (180, 159)),
+        ("gradients", GREEN, (0, 0, 20, 20), (288, 132)),
+        ("activations", ORANGE, (0, 74, 0, 0), (150, 116)),
+    )
+    below = [floor] * 4
+    for words, color, heights, place in owners:
+        above = [base - height for base, height in zip(below, heights, strict=True)]
+        ax.fill_between(xs, above, below, color=color, lw=0)
+        text(ax, *place, words, color=WHITE if color in (BLUE, GREEN) else INK)
+        below = above
+    line(ax, (turn, turn), (52, floor), RED, dashed=True)
+    text(ax, turn + 8, 60, "peak: no gradient yet", ha="left")
+    for left, right, words in zip(xs, xs[1:], ("forward", "backward", "step")):
+        box(ax, left, floor + 5, right - left, 20, PALE, words)
+    groups = (("contractions", 196, 60), ("normalisations", 5, 46), ("element-wise", 3, 120))
+    for k, (words, arithmetic, moved) in enumerate(groups):
+        y = 248 + 48 * k
+        text(ax, 18, y + 17, words, ha="left", weight="bold")
+        box(ax, 136, y, arithmetic, 16, BLUE, radius=2)
+        box(ax, 136, y + 18, moved, 16, ORANGE, radius=2)
+    for x, color, words in ((76, BLUE, "arithmetic"), (196, ORANGE, "data moved")):
+        box(ax, x, 398, 16, 16, color)
+        text(ax, x + 22, 406, words, ha="left")
+    return ax.figure
+
+
 def schedule(batches, load, step, workers, ahead):
     """When each load and each step starts, if the workers keep at most so many batches ahead of the loop."""
     loads, steps, free = [], [], [0] * workers
@@ -408,6 +443,377 @@ def mixed_precision():
     return ax.figure
 
 
+def text_rows(ax, x, y, rows, wide):
+    """Rows of numbered texts, a token 13 wide; what is left of each row's `wide` tokens is padding."""
+    lengths, colors = (4, 11, 3, 7, 2, 5), (BLUE, ORANGE, GREEN, SKY, RED, PALE)
+    for down, row in enumerate(rows):
+        left = x
+        for number in row:
+            across = 13 * lengths[number]
+            box(ax, left, y + 18 * down, across, 17, colors[number], str(number + 1), radius=3)
+            left += across
+        if left < x + 13 * wide:
+            box(ax, left + 1, y + 18 * down + 1, x + 13 * wide - left - 2, 15, WHITE, edge="#B4B9C0", hatch="////")
+
+
+def mask(ax, x, y, texts, cell=9):
+    """Which tokens (down) may look at which (across), for a row of texts, each (length, color)."""
+    start, total = 0, sum(length for length, _ in texts)
+    box(ax, x, y, total * cell, total * cell, WHITE, edge=GREY, radius=0)
+    for length, color in texts:
+        for k in range(length):
+            at = (start + k) * cell
+            box(ax, x + start * cell, y + at, (k + 1) * cell, cell, color, radius=0, lw=0.5)
+        start += length
+
+
+def padding_and_packing():
+    """Six texts of different lengths, laid out in three ways. Padded to the longest: one wide rectangle, about half of
+    it hatched padding. Bucketed by length: two rectangles, one of them narrow, with less padding. Packed: three rows,
+    nearly full. Below, the mask of a packed row: one triangle for each of its texts is right; a single large
+    triangle, in which texts see each other, is wrong."""
+    ax = card(434, "Fill the rectangle with text")
+    heading(ax, 18, 58, "to the longest")
+    text_rows(ax, 18, 72, [[0], [1], [2], [3], [4], [5]], 11)
+    heading(ax, 195, 58, "bucketed by length")
+    text_rows(ax, 195, 72, [[4], [2], [0]], 4)
+    text_rows(ax, 195, 130, [[5], [3], [1]], 11)
+    heading(ax, 18, 208, "packed")
+    text_rows(ax, 18, 222, [[1], [3, 0], [5, 2, 4]], 11)
+    box(ax, 195, 222, 16, 16, WHITE, edge="#B4B9C0", hatch="////")
+    text(ax, 217, 230, "padding:", ha="left")
+    text(ax, 195, 248, "costs as much as text", ha="left")
+    heading(ax, 18, 300, "sees its own text", True)
+    mask(ax, 36, 316, [(5, PALE), (3, GREEN), (2, RED)])
+    heading(ax, 195, 300, "sees other texts", False)
+    mask(ax, 213, 316, [(10, ORANGE)])
+    text(ax, 18, 419, "the mask of the last packed row", color=GREY, ha="left")
+    return ax.figure
+
+
+def optimizers():
+    """Bytes for each parameter in fp32, as stacked bars. SGD: 4 of weight and 4 of gradient. Momentum: 4 more. AdamW:
+    8 more, 16 in all; written as foreach, another 4 while it steps. 8-bit AdamW: 2 instead of 8, so 10. AdamW that
+    steps in the backward pass: 12, as nearly all gradients are gone again. Adafactor: hardly more than 8."""
+    ax = card(376, "Bytes for each parameter")
+    byte, left, held = 11.4, 112, ((BLUE, 4), (SKY, 4))
+    rows = {
+        "SGD": held,
+        "+ momentum": (*held, (ORANGE, 4)),
+        "AdamW": (*held, (ORANGE, 4), (GREEN, 4)),
+        "… foreach": (*held, (ORANGE, 4), (GREEN, 4), (WHITE, 4)),
+        "… in 8 bits": (*held, (ORANGE, 1), (GREEN, 1)),
+        "… in backward": ((BLUE, 4), (SKY, 0.4), (ORANGE, 4), (GREEN, 4)),
+        "Adafactor": (*held, (GREEN, 0.25)),
+    }
+    for k in range(6):
+        line(ax, (left + 4 * k * byte,) * 2, (52, 298), PALE, 1)
+        text(ax, left + 4 * k * byte, 308, str(4 * k), color=GREY)
+    for row, (name, parts) in enumerate(rows.items()):
+        x, y = left, 56 + 34 * row
+        text(ax, 14, y + 13, name, ha="left")
+        for color, count in parts:
+            style = {"edge": "#B4B9C0", "hatch": "////"} if color == WHITE else {"lw": 0.8}
+            box(ax, x, y, count * byte, 26, color, radius=3, **style)
+            x += count * byte
+    keys = ((BLUE, "weight"), (SKY, "gradient"), (ORANGE, "momentum"), (GREEN, "mean square"))
+    keys += ((WHITE, "while it steps"),)
+    for x, y, (color, words) in zip((18, 104, 204, 18, 150), (326, 326, 326, 350, 350), keys, strict=True):
+        style = {"edge": "#B4B9C0", "hatch": "////"} if color == WHITE else {}
+        box(ax, x, y, 16, 16, color, **style)
+        text(ax, x + 22, y + 8, words, ha="left")
+    return ax.figure
+
+
+def matrix(ax, x, y, rows, columns, color, gone=(), cell=12):
+    """A matrix of small cells; those that `gone` names, as (row, column), are empty."""
+    for row in range(rows):
+        for column in range(columns):
+            empty = (row, column) in gone
+            left, top = x + cell * column, y + cell * row
+            box(ax, left, top, cell, cell, WHITE if empty else color, edge=PALE if empty else WHITE, radius=2)
+
+
+def pruning():
+    """Above, a matrix of weights loses most of its cells to a mask: it keeps its shape, and every cell is
+    still stored and multiplied. Below, two matrices in a row lose two of their shared neurons: two rows of the first,
+    two columns of the second. What remains are two smaller matrices."""
+    ax = card(392, "A hole, or less to multiply")
+    heading(ax, 18, 60, "masked: same shape, same work", False)
+    holes = {(r, c) for r in range(6) for c in range(8) if (3 * r + 5 * c + r * c) % 4}
+    matrix(ax, 34, 78, 6, 8, BLUE)
+    arrow(ax, (142, 114), (192, 114), lw=2)
+    matrix(ax, 206, 78, 6, 8, BLUE, holes)
+    text(ax, 254, 166, "every 0 is multiplied", color=GREY)
+    heading(ax, 18, 204, "neurons taken out: less work", True)
+    lost = (1, 4)
+    matrix(ax, 34, 226, 6, 8, BLUE)
+    matrix(ax, 34, 316, 4, 6, SKY)
+    for row in lost:
+        matrix(ax, 34, 226 + 12 * row, 1, 8, ORANGE)
+    for column in lost:
+        matrix(ax, 34 + 12 * column, 316, 4, 1, ORANGE)
+    arrow(ax, (142, 290), (192, 290), lw=2)
+    matrix(ax, 206, 238, 4, 8, BLUE)
+    matrix(ax, 206, 316, 4, 4, SKY)
+    text(ax, 308, 262, "fewer", ha="left")
+    text(ax, 308, 276, "rows", ha="left")
+    text(ax, 262, 333, "fewer", ha="left")
+    text(ax, 262, 347, "columns", ha="left")
+    return ax.figure
+
+
+def layer(ax, y, parts, passes, words, right=None):
+    """One layer as boxes in a row, each (name, colour, width), over the number of its passes over memory."""
+    heading(ax, 18, y, words, right)
+    x = 18
+    for name, color, width in parts:
+        box(ax, x, y + 14, width, 30, color, name)
+        x += width + 4
+    for k in range(passes):
+        line(ax, (258 + 17 * k, 258 + 17 * k), (y + 20, y + 38), GREEN if passes == 1 else RED, 5)
+
+
+def inference():
+    """One layer, four ways, with its passes over memory. In training: convolution, norm with the batch's statistics and
+    ReLU, each keeping something for the backward pass. In eval: the same three, nothing kept, five passes. Folded: the
+    norm is part of the convolution, three passes. In an engine: one operation, one pass."""
+    ax = card(372, "What a layer no longer needs")
+    text(ax, 292, 58, "passes", color=GREY)
+    three = [("conv", BLUE, 84), ("norm", ORANGE, 64), ("ReLU", SKY, 64)]
+    layer(ax, 62, three, 5, "in training")
+    for x, width in ((18, 84), (106, 64), (174, 64)):
+        arrow(ax, (x + width / 2, 108), (x + width / 2, 124), lw=1.6)
+    box(ax, 18, 126, 220, 22, PALE, "kept for the backward pass", edge=GREY)
+    layer(ax, 178, three, 5, "eval() and inference_mode(): nothing kept")
+    layer(ax, 244, [("conv × scale + bias", BLUE, 152), ("ReLU", SKY, 64)], 3, "norm folded")
+    layer(ax, 310, [("one operation", BLUE, 220)], 1, "in an engine, fused")
+    return ax.figure
+
+
+def trips(ax, floor, fused):
+    """Four operations above the memory that they read from and write to: each by itself, or all in one kernel."""
+    names, left, step = ("+", "×", "norm", "gelu"), 18, 84
+    box(ax, left, floor, 324, 22, PALE, "memory", edge=GREY)
+    if fused:
+        box(ax, left, floor - 72, 324, 34, WHITE, edge=BLUE, lw=1.8)
+        arrow(ax, (left + 16, floor), (left + 16, floor - 38), ORANGE, lw=2)
+        arrow(ax, (left + 308, floor - 38), (left + 308, floor), ORANGE, lw=2)
+    for k, name in enumerate(names):
+        x = left + step * k
+        box(ax, x + 8, floor - 66, 56, 22, BLUE, name)
+        if fused and k:
+            arrow(ax, (x - 18, floor - 55), (x + 6, floor - 55), lw=1.8)
+        if not fused:
+            arrow(ax, (x + 22, floor), (x + 22, floor - 43), ORANGE, lw=2)
+            arrow(ax, (x + 50, floor - 43), (x + 50, floor), ORANGE, lw=2)
+
+
+def compiling():
+    """Four operations, twice. One by one, each reads its input from memory and writes its output back. In one fused
+    kernel there is a single read and a single write. Below, steps over time: the compiled run begins with a long
+    stretch of compiling, then its steps are shorter, and after ten of them it has caught up."""
+    ax = card(404, "One trip to memory, not four")
+    heading(ax, 18, 58, "eager: each operation to memory and back", False)
+    trips(ax, 142, fused=False)
+    heading(ax, 18, 192, "compiled: one kernel", True)
+    trips(ax, 284, fused=True)
+    left, eager, fast, compiling_takes = 78, 20, 11, 90
+    for y, words in ((331, "eager"), (363, "compiled")):
+        text(ax, 18, y + 11, words, ha="left")
+    for k in range(13):
+        box(ax, left + eager * k, 331, eager, 22, BLUE, radius=3)
+    box(ax, left, 363, compiling_takes, 22, ORANGE, "compile")
+    for k in range(15):
+        box(ax, left + compiling_takes + fast * k, 363, fast, 22, BLUE, radius=3)
+    line(ax, (left + 10 * eager,) * 2, (327, 391), RED, 2, dashed=True)
+    text(ax, left + 10 * eager, 318, "caught up", color=RED)
+    return ax.figure
+
+
+def state(ax, x, y, rows, words, part=None):
+    """What one GPU holds, under its share of the rows; of `part` 0 or 1 only the left or the right half is there."""
+    text(ax, x + 46, y, words, weight="bold")
+    box(ax, x + (46 * (rows - 1) if rows else 0), y + 12, 46 if rows else 92, 18, GREEN, "rows")
+    top = y + 34
+    for height, color, name in ((24, BLUE, "weights"), (24, ORANGE, "gradients"), (44, SKY, "optimizer")):
+        if part is None:
+            box(ax, x, top, 92, height, color, name)
+        else:
+            box(ax, x, top, 92, height, WHITE, edge=GREY, ls=(0, (2.5, 2)))
+            box(ax, x + 46 * part, top, 46, height, color, "half")
+        top += height
+
+
+def multi_gpu():
+    """What each GPU holds. One GPU: all rows, weights, gradients and the optimizer's state. DDP on two: half of the
+    rows each, but weights, gradients and state in full on both; the gradients go between them. FSDP2 on two: half of
+    the rows and half of everything else; the weights go between them twice, the gradients once."""
+    ax = card(512, "What is split, what is sent")
+    heading(ax, 18, 62, "one GPU")
+    state(ax, 134, 62, 0, "GPU 1")
+    for y, part, words in ((220, (None, None), "DDP"), (378, (0, 1), "FSDP2")):
+        heading(ax, 18, y - 22, words)
+        for k in (0, 1):
+            state(ax, 24 + 220 * k, y, k + 1, f"GPU {k + 1}", part[k])
+        arrow(ax, (120, y + 70), (240, y + 70), RED, "<|-|>", 2)
+        text(ax, 180, y + 82 if part[0] is None else y + 84, "gradients")
+    arrow(ax, (120, 424), (240, 424), RED, "<|-|>", 2)
+    text(ax, 180, 412, "weights, twice")
+    return ax.figure
+
+
+def debug_apis():
+    """Two time lines of a training loop. With loss.item() in every step, the CPU launches a step and then waits for its
+    loss, and the GPU idles while the next step is launched. With a look at every fourth step, the CPU launches ahead,
+    the GPU works without a gap, and the same four steps are done sooner."""
+    ax = card(330, "A look at the loss is a wait")
+    left, launch, work = 62, 26, 42
+    heading(ax, 18, 62, "loss.item() in every step", False)
+    heading(ax, 18, 182, "loss.item() in every fourth step", True)
+    for y, each in ((76, True), (196, False)):
+        text(ax, 18, y + 15, "CPU", ha="left")
+        text(ax, 18, y + 53, "GPU", ha="left")
+        free = left + launch  # when the GPU has work for the first time
+        for k in range(4):
+            begin = left + k * (launch + work if each else launch)
+            ready = begin + launch if each else free + k * work
+            box(ax, begin, y, launch, 30, ORANGE, str(k + 1))
+            box(ax, ready, y + 38, work, 30, BLUE, str(k + 1))
+            if each:
+                idle(ax, begin + launch, y, work, 30, "wait")
+                idle(ax, begin, y + 38, launch, 30, "")
+        if not each:
+            idle(ax, left + 4 * launch, y, free + 4 * work - left - 4 * launch, 30, "wait")
+            line(ax, [free + 4 * work] * 2, (y - 6, y + 82), GREEN, dashed=True)
+            arrow(ax, (free + 4 * work, y + 78), (left + 4 * (launch + work), y + 78), GREEN, "<|-|>", 2)
+            text(ax, free + 4 * work + 39, y + 94, "time saved")
+        else:
+            line(ax, [left + 4 * (launch + work)] * 2, (y - 6, y + 206), RED, dashed=True)
+    arrow(ax, (left, 314), (342, 314))
+    text(ax, 40, 314, "time", color=GREY)
+    return ax.figure
+
+
+def batch_size_and_shapes():
+    """A matrix of 256 columns is four full tiles of 128 by 128. With one column more it needs six tiles, of which two
+    are nearly empty and take as long as the others. Below, tiles over time: four tiles on four multiprocessors are one
+    wave; a fifth tile makes a second wave, in which three of the four idle."""
+    ax = card(358, "Work comes in whole tiles")
+    for left, columns, right, words in ((18, 2, True, "256 columns"), (188, 3, False, "257 columns")):
+        heading(ax, left, 60, words, right)
+        for k in range(2 * columns):
+            x, y = left + 51 * (k % columns), 76 + 51 * (k // columns)
+            if k % columns < 2:
+                box(ax, x, y, 49, 49, BLUE, "128²")
+            else:
+                box(ax, x, y, 49, 49, WHITE, edge=GREY, ls=(0, (2.5, 2)))
+                box(ax, x, y, 5, 49, BLUE, radius=2)
+        text(ax, left, 192, ("four tiles, all full", "six tiles, a third empty")[not right], color=GREY, ha="left")
+    for left, tiles, right, words in ((18, 4, True, "4 tiles: one wave"), (188, 5, False, "5 tiles: two waves")):
+        heading(ax, left, 228, words, right)
+        for k in range(8 if tiles > 4 else 4):
+            x, y = left + 77 * (k // 4), 243 + 22 * (k % 4)
+            if k < tiles:
+                box(ax, x, y, 75, 20, BLUE, str(k + 1))
+            else:
+                idle(ax, x, y, 75, 20, "idle")
+    text(ax, 100, 287, "four", ha="left", color=GREY)
+    text(ax, 100, 302, "processors", ha="left", color=GREY)
+    arrow(ax, (18, 336), (342, 336))
+    text(ax, 180, 346, "time", color=GREY)
+    return ax.figure
+
+
+def cudnn_benchmark():
+    """Steps over time with cuDNN's benchmark. With one shape there is one search, then fast steps. With a new shape in
+    every step there is a search in every step. Below, the same numbers in two orders of memory: contiguous has plane
+    after plane of red, green and blue; channels_last has pixel after pixel, its three channels side by side."""
+    ax = card(372, "Search once, or again and again")
+    heading(ax, 18, 60, "one shape: one search", True)
+    box(ax, 18, 75, 70, 28, ORANGE, "search")
+    for k in range(8):
+        box(ax, 88 + 31.5 * k, 75, 31.5, 28, BLUE, "step")
+    heading(ax, 18, 130, "new shapes: a search in every step", False)
+    for k in range(3):
+        box(ax, 18 + 101.5 * k, 145, 70, 28, ORANGE, "search")
+        box(ax, 88 + 101.5 * k, 145, 31.5, 28, BLUE, "step")
+    arrow(ax, (18, 185), (340, 185))
+    text(ax, 180, 196, "time", color=GREY)
+    shades = (("R", RED), ("G", GREEN), ("B", BLUE))
+    orders = ((226, "contiguous: plane after plane", False), (296, "channels_last: pixel after pixel", True))
+    for y, words, last in orders:
+        heading(ax, 18, y, words)
+        for k in range(12):
+            channel, pixel = (k % 3, k // 3) if last else (k // 4, k % 4)
+            name, shade = shades[channel]
+            box(ax, 18 + 27 * k, y + 14, 27, 26, shade)
+            text(ax, 31.5 + 27 * k, y + 27, f"{name}{pixel + 1}", color=WHITE)
+    text(ax, 18, 355, "one image of four pixels, in memory", color=GREY, ha="left")
+    return ax.figure
+
+
+def epoch_area(ax, left, floor, wide, high, share):
+    """An epoch's time as an area, up from the floor: its text, and hatched its padding."""
+    real = wide * share
+    box(ax, left, floor - high, real, high, BLUE, radius=2, lw=0)
+    if share < 1:
+        box(ax, left + real, floor - high, wide - real, high, WHITE, edge="#B4B9C0", hatch="////", radius=2)
+
+
+def distilbert_150k():
+    """The time of an epoch as an area: how many positions it has, wide, times what a position costs, high. The naive
+    epoch is a large rectangle, most of it hatched padding. With a list of tips it is as wide and less high. With texts
+    bucketed by length it is narrow and as high as at first. Bucketed and in 16 bits it is narrow and low: a small
+    corner of the first."""
+    ax = card(388, "Time is an area")
+    heading(ax, 36, 62, "naive")
+    epoch_area(ax, 36, 190, 190, 112, 0.18)
+    arrow(ax, (22, 190), (22, 78), style="<|-|>")
+    text(ax, 11, 134, "cost of each", color=GREY, rotation=90)
+    arrow(ax, (36, 202), (226, 202), style="<|-|>")
+    text(ax, 131, 216, "positions: text and padding", color=GREY)
+    heading(ax, 252, 62, "like lengths")
+    epoch_area(ax, 252, 190, 38, 112, 0.92)
+    text(ax, 252, 208, "as dear,", ha="left")
+    text(ax, 252, 224, "far fewer", ha="left")
+    heading(ax, 36, 254, "the list of tips")
+    epoch_area(ax, 36, 338, 190, 68, 0.18)
+    text(ax, 36, 356, "cheaper, and no fewer", ha="left")
+    heading(ax, 252, 254, "both")
+    epoch_area(ax, 252, 338, 38, 40, 0.92)
+    text(ax, 252, 356, "a small corner", ha="left")
+    return ax.figure
+
+
+def credit(ax, y, parts, words):
+    """What two techniques save of a step's time, from the right, in the order in which they come; the rest is left."""
+    text(ax, 18, y + 14, words, ha="left")
+    right = 342
+    for name, color, width in parts:
+        box(ax, right - width, y, width, 28, color, name)
+        right -= width
+    box(ax, 118, y, right - 118, 28, PALE, "left")
+
+
+def ladder():
+    """Above, six rungs from naive to compiled: each adds one technique to those below it, each bar of tokens per
+    second is longer than the one before, and the loss stays the same at every rung. Below, two techniques in either
+    order: what comes first saves much, what comes second saves little, and the step that is left is the same."""
+    ax = card(396, "One technique more at each rung")
+    names = ("naive", "+ TF32", "+ 16 bits", "+ native", "+ attention", "+ compile")
+    for k, (name, width) in enumerate(zip(names, (18, 40, 66, 80, 122, 146), strict=True)):
+        y = 230 - 32 * k
+        text(ax, 18, y + 12, name, ha="left")
+        box(ax, 96, y, width, 24, BLUE if k else GREY)
+        heading(ax, 258, y + 12, "same loss", True)
+    text(ax, 96, 266, "tokens per second", ha="left", color=GREY)
+    heading(ax, 18, 296, "a step's time: who gets the credit?")
+    credit(ax, 314, (("TF32", ORANGE, 118), ("bf16", SKY, 44)), "TF32 first")
+    credit(ax, 350, (("bf16", SKY, 140), ("", ORANGE, 22)), "bf16 first")
+    return ax.figure
+
+
 def course():
     """The road of every claim: predict the gain, prove that the technique is active, prove that the result is the same,
     measure both in alternating rounds; then the verdict against the baseline: faster, slower or within noise."""
@@ -441,6 +847,7 @@ def main(folder=Path(__file__).parent):
     for drawing in (
         measuring,
         rounds,
+        anatomy,
         dataloader,
         pinned_memory,
         zero_grad,
@@ -448,7 +855,18 @@ def main(folder=Path(__file__).parent):
         gradient_checkpointing,
         mixed_precision,
         no_grad_validation,
+        debug_apis,
         lr_schedules,
+        padding_and_packing,
+        optimizers,
+        pruning,
+        inference,
+        compiling,
+        multi_gpu,
+        batch_size_and_shapes,
+        cudnn_benchmark,
+        ladder,
+        distilbert_150k,
         course,
     ):
         about = {"Title": " ".join(drawing.__doc__.split()), "Date": None, "Creator": None}

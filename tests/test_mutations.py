@@ -6,8 +6,11 @@ from test_lessons import CHECKED, code, each_lesson, read, run_lesson, text_of
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {
     "00_measuring": ("3 * layers * product - product", "3 * layers * product"),
+    "01_anatomy": ("return layer(x)  # new", "return written_norm(layer, x)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
+    "04_padding_and_packing": ("parts[3, row, here] = document  # new", "parts[3, row, here] = 1  # new"),
+    "05_batch_size_and_shapes": ("wide.bias[vocabulary:] = -math.inf  # new", "wide.bias[vocabulary:] = 0.0  # new"),
     "06_gradient_accumulation": (
         'loss = loss_of(model, piece, reduction="sum") / tokens  # new',
         "loss = loss_of(model, piece) / pieces  # new",
@@ -17,9 +20,31 @@ MUTATIONS = {
         "with torch.autocast(device.type, dtype):  # new",
         "with torch.autocast(device.type, dtype, enabled=False):  # new",
     ),
+    "09_optimizers": ("each[parameter].zero_grad()", "pass"),
     "10_zero_grad": ("optimizer.zero_grad()  # new", "optimizer.zero_grad(set_to_none=False)  # new"),
     "11_no_grad_validation": ("with context():  # new", "with nullcontext():  # new"),
+    "12_debug_apis": (
+        "return torch.autograd.set_detect_anomaly(True)  # new",
+        "return torch.autograd.set_detect_anomaly(False)  # new",
+    ),
+    "13_cudnn_benchmark": (
+        "torch.use_deterministic_algorithms(on)  # new",
+        "torch.use_deterministic_algorithms(False)  # new",
+    ),
+    "14_compile": (
+        "compiled_block = torch.compile(run_block, backend=backend)  # new",
+        "compiled_block = run_block  # new",
+    ),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
+    "18_pruning": (
+        "following.weight = nn.Parameter(following.weight[:, keep])  # new",
+        "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
+    ),
+    "19_inference": (
+        "conv.bias = nn.Parameter(part.bias - part.running_mean * scale)  # new",
+        "conv.bias = nn.Parameter(part.bias)  # new",
+    ),
+    "20_multi_gpu": ("return rows.chunk(ranks)[dist.get_rank() % ranks]  # new", "return rows.chunk(ranks)[0]  # new"),
 }
 
 
