@@ -38,7 +38,8 @@ def row(lesson: Outcome) -> str:
 
 def effect(comparison: Comparison, label: str) -> str:
     time, memory = comparison.time_ratio(label), comparison.memory_ratio(label)
-    return f"*{label}*: time {time} ({comparison.verdict(label)}), memory {units.format_ratio(memory.value)}"
+    told = f"*{label}*: time {time} ({comparison.verdict(label)})"
+    return told + (f", memory {units.format_ratio(memory.value)}" if memory else "")
 
 
 def test_table_is_what_the_notebooks_hold():
