@@ -246,8 +246,8 @@ def ablate(
     combinations are measured, in the same alternating rounds.
 
     `items` per step is a number or a function of the same keywords as `build`. `name` and the options are those of
-    `compare`: unit, flops, seconds (for each combination), rounds, warmup. Out of memory is a result. Raises TypeError
-    or ValueError for arguments that are not as expected.
+    `compare`: unit, flops, seconds (for each combination), rounds, warmup, energy. Out of memory is a result. Raises
+    TypeError or ValueError for arguments that are not as expected.
 
     >>> result = ablate(build, ["bf16", "fused", "checkpoint"], items=32, unit="samples")
     """

@@ -95,6 +95,7 @@ def measure_all(
     seconds: float = 2.0,
     rounds: int | None = None,
     warmup: int = 2,
+    energy: bool = True,
 ) -> list[Measurement]:
     """Measure all variants, one alive at a time: first the memory of each, then its time in alternating rounds.
 
@@ -103,7 +104,7 @@ def measure_all(
     alike. In `rounds` rounds each variant is timed for `seconds` in all. Without `rounds`, there are as many as fit
     into `seconds` with five steps each, at least 8 and at most 100: what disturbs a machine mostly outlasts a round,
     so that many short rounds see through it better than few long ones. The first eight rounds take the energy, where
-    NVML has a counter.
+    NVML has a counter; each takes half a second of it, which `energy=False` saves where there are many variants.
 
     `items` per step (a number, or one for each label) named by `unit`, and `flops` per step, are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
@@ -122,7 +123,8 @@ def measure_all(
         started, done = time.perf_counter(), 0
         while done < planned:
             turn = dict(reversed(variants.items())) if done % 2 else variants
-            part = partial(_take_round, warmup=warmup, seconds=seconds / planned, energy=done < FEWEST_ROUNDS)
+            wanted = energy and done < FEWEST_ROUNDS
+            part = partial(_take_round, warmup=warmup, seconds=seconds / planned, energy=wanted)
             _take_turns(bar, turn, records, part)
             done += 1
             if rounds is None and done == 1:

@@ -136,6 +136,7 @@ def test_a_cap_on_the_seconds_makes_the_rounds_fewer(monkeypatch, no_collecting)
 def test_energy_is_taken_in_the_first_eight_rounds(monkeypatch, no_collecting):
     monkeypatch.setattr(power, "measure_energy", lambda step: 2.0)
     assert measure(lambda: lambda: None, seconds=0.01, rounds=20).energies == (2.0,) * 8
+    assert measure(lambda: lambda: None, seconds=0.01, rounds=20, energy=False).energies == ()
 
 
 def test_rounds_alternate(no_collecting):

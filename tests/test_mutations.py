@@ -36,6 +36,7 @@ MUTATIONS = {
         "compiled_block = run_block  # new",
     ),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
+    "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "18_pruning": (
         "following.weight = nn.Parameter(following.weight[:, keep])  # new",
         "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",

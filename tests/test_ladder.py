@@ -1,0 +1,96 @@
+"""The ladder, lesson 16, has what the lessons before it teach: a line that each of them marks as new is in its code."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+from test_lessons import LESSONS, code, read
+
+LADDER = next(path for path in LESSONS if path.stem == "16_ladder")
+EARLIER = [path for path in LESSONS if path.stem < LADDER.stem]
+
+# What stands in a marked line of a lesson, and in the ladder.
+TECHNIQUES = {
+    "01_anatomy": ["return layer(x)", 'gelu(x, approximate="tanh")'],
+    "02_dataloader": ["DataLoader(", "num_workers="],
+    "03_pinned_memory": [".to(device, non_blocking=True)"],
+    "05_batch_size_and_shapes": ["padded = math.ceil(vocabulary / 64) * 64", "wide.bias[vocabulary:] = -math.inf"],
+    "06_gradient_accumulation": ["for piece in rows.chunk(pieces):"],
+    "07_gradient_checkpointing": ["x = checkpoint(", "use_reentrant=False)"],
+    "08_mixed_precision": ["with torch.autocast(device.type,", "scaler.scale(loss).backward()", "scaler.update()"],
+    "09_optimizers": ["fused=True"],
+    "10_zero_grad": ["optimizer.zero_grad()"],
+    "11_no_grad_validation": ["with context():"],
+    "14_compile": [
+        "scaled_dot_product_attention(q, k, v, is_causal=True)",
+        "torch.compile(run_block, backend=backend",
+        "for i in range(0, len(rows), size):",
+    ],
+    "15_lr_schedules": ["LambdaLR(optimizer,", "scheduler.step()"],
+}
+NOT_IN_IT = {
+    "00_measuring": "it teaches to measure, and nothing about training",
+    "04_padding_and_packing": "the ladder's data is one stream, cut at the context length: nothing is padded",
+    "12_debug_apis": "what it turns on finds mistakes, and slows a training down",
+    "13_cudnn_benchmark": "its switches are those of convolutions, and a GPT has none",
+}
+
+
+def source(path: Path) -> str:
+    """The code of a notebook's cells, without IPython's magics."""
+    cells = "\n".join(cell.source for cell in code(read(path)))
+    return re.sub(r"^(\s*)%.*$", r"\1pass", cells, flags=re.MULTILINE)
+
+
+def marked(text: str) -> list[str]:
+    """The lines marked as new; of a bracket that closes on one, all that it closes."""
+    lines, found = text.splitlines(), []
+    for number, line in enumerate(lines):
+        if line.endswith("# new"):
+            start = number
+            while re.match(r"\s*[)\]}]", lines[start]):
+                inside = len(line) - len(line.lstrip())
+                start = next(n for n in reversed(range(start)) if len(lines[n]) - len(lines[n].lstrip()) == inside)
+            found.append("\n".join(lines[start : number + 1]))
+    return found
+
+
+def bare(text: str) -> str:
+    """Without spaces, line breaks and the commas before a closing bracket, which a formatter sets as it needs."""
+    return re.sub(r",(?=[)\]}])", "", re.sub(r"\s+", "", text))
+
+
+def without_comments(text: str) -> str:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return tokenize.untokenize(token for token in tokens if token.type != tokenize.COMMENT)
+
+
+def test_every_earlier_lesson_has_an_entry():
+    assert EARLIER and sorted([*TECHNIQUES, *NOT_IN_IT]) == [path.stem for path in EARLIER]
+    assert all(TECHNIQUES.values()) and all(NOT_IN_IT.values())
+
+
+@pytest.mark.parametrize("lesson, fragment", [(n, f) for n, fragments in TECHNIQUES.items() for f in fragments])
+def test_a_technique_of_an_earlier_lesson_is_in_the_ladder(lesson, fragment):
+    (path,) = [path for path in EARLIER if path.stem == lesson]
+    assert any(bare(fragment) in bare(line) for line in marked(source(path))), "it is no new line of its lesson"
+    assert bare(fragment) in bare(without_comments(source(LADDER))), "it is not in the ladder"
+
+
+def test_each_rung_is_a_keyword_that_is_off_by_default():
+    tree = ast.parse(source(LADDER))
+    (build,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build"]
+    defaults = dict(zip((arg.arg for arg in build.args.kwonlyargs), build.args.kw_defaults))
+    keywords = [name for name, default in defaults.items() if default.value is False]
+    assigned = [node for node in tree.body if re.match(r"ladder \+?= ", ast.unparse(node))]
+    assert [name for node in assigned for name in ast.literal_eval(node.value)] == keywords
+    assert len(keywords) == 11
+
+
+def test_what_is_marked_is_told_apart_from_what_is_not():
+    text = "a = f(\n    b,\n    c=1,\n)  # new\nd = g(\n    e,  # new\n    h,\n)\nwith i():  # new\n    k()\n"
+    assert [bare(line) for line in marked(text)] == ["a=f(b,c=1)#new", "e,#new", "withi():#new"]
+    assert bare(without_comments("x = 1  # fused=True\n")) == "x=1"
