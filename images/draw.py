@@ -770,7 +770,7 @@ def distilbert_150k():
     heading(ax, 36, 62, "naive")
     epoch_area(ax, 36, 190, 190, 112, 0.18)
     arrow(ax, (22, 190), (22, 78), style="<|-|>")
-    text(ax, 11, 134, "cost of each", color=GREY, rotation=90)
+    text(ax, 11, 102, "cost of each", color=GREY, rotation=90)
     arrow(ax, (36, 202), (226, 202), style="<|-|>")
     text(ax, 131, 216, "positions: text and padding", color=GREY)
     heading(ax, 252, 62, "like lengths")
