@@ -114,6 +114,7 @@ def measure_all(
     _check_positive(int, rounds=FEWEST_ROUNDS if rounds is None else rounds, warmup=warmup)
     _check_positive((int, float), seconds=seconds, flops=1 if flops is None else flops)
     items_of = _items_by_label(variants, items)
+    fewest = timing.FEWEST_STEPS if timing.cap_seconds(seconds) == seconds else 1
     seconds = timing.cap_seconds(seconds)
     records = {label: _Record() for label in variants}
     planned = rounds or MOST_ROUNDS
@@ -124,7 +125,7 @@ def measure_all(
         while done < planned:
             turn = dict(reversed(variants.items())) if done % 2 else variants
             wanted = energy and done < FEWEST_ROUNDS
-            part = partial(_take_round, warmup=warmup, seconds=seconds / planned, energy=wanted)
+            part = partial(_take_round, warmup=warmup, seconds=seconds / planned, fewest=fewest, energy=wanted)
             _take_turns(bar, turn, records, part)
             done += 1
             if rounds is None and done == 1:
@@ -179,11 +180,11 @@ def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
     record.trace = memory.trace(variant, warmup=warmup)
 
 
-def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, energy: bool) -> None:
+def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, fewest: int, energy: bool) -> None:
     def action(step: Step) -> None:
         for _ in range(warmup):
             step()
-        record.times.append(statistics.fmean(timing.time_for(step, seconds)))
+        record.times.append(statistics.fmean(timing.time_for(step, seconds, fewest=fewest)))
         if energy:
             record.energies.append(power.measure_energy(step))
 

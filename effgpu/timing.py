@@ -25,16 +25,17 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
     return _time_on_gpu(step, count) if find_device().type == "cuda" else _time_on_cpu(step, count)
 
 
-def time_for(step: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of each of as many steps as fill `seconds`: never fewer than five, which tell how many more fit."""
-    times = time_steps(step, FEWEST_STEPS)
-    more = round((cap_seconds(seconds) - sum(times)) * FEWEST_STEPS / max(sum(times), 1e-6))
+def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST_STEPS) -> list[float]:
+    """Seconds of each of as many steps as fill `seconds`: never fewer than `fewest`, which tell how many more fit."""
+    times = time_steps(step, fewest)
+    more = round((cap_seconds(seconds) - sum(times)) * fewest / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])
 
 
 def cap_seconds(seconds: float) -> float:
     """`seconds`, or what the environment variable EFFGPU_SECONDS allows a measurement at most, where that is less.
 
+    A round of a comparison that is cut short may be of a single step: such results are for a look at what runs.
     Raises ValueError where it holds anything but a positive number.
     """
     cap = os.environ.get(CAP, "inf")

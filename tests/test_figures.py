@@ -86,6 +86,12 @@ def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
     assert figure.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
 
 
+def test_what_was_not_measured_is_said_to_be_so_and_not_drawn_as_nothing(make_measurement):
+    rows = make_measurement("counted"), make_measurement("unseen", peak_allocated=None)
+    _, memory = plot(Comparison("test", rows)).axes
+    assert [text.get_text() for text in memory.texts] == ["1000 B", "–"]
+
+
 def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
     figure = plot(on_gpu)
     assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)

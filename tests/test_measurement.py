@@ -6,6 +6,7 @@ import io
 import math
 import statistics
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -122,15 +123,21 @@ def test_rounds_are_as_many_as_fit_but_never_fewer_than_eight(cost, rounds, monk
         return lambda: None
 
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(timing, "time_for", lambda step, seconds: asked.append(seconds) or [1.0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: asked.append(seconds) or [1.0])
     found = measure_all({"a": build, "b": build}, seconds=2)
     assert [len(m.times) for m in found] == [rounds, rounds]
     assert asked == [2 / 100] * 2 + [2 / rounds] * 2 * (rounds - 1)
 
 
-def test_a_cap_on_the_seconds_makes_the_rounds_fewer(monkeypatch, no_collecting):
+def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_collecting):
+    ran = []
+
+    def step():
+        ran.append(time.sleep(0.001))
+
     monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
-    assert len(measure(lambda: lambda: None, seconds=60).times) == 8
+    assert len(measure(lambda: step, seconds=60, warmup=1).times) == 8
+    assert len(ran) == 2 * (1 + 8)  # a warm-up and a step, in the pass for the memory and in each round
 
 
 def test_energy_is_taken_in_the_first_eight_rounds(monkeypatch, no_collecting):
@@ -151,7 +158,7 @@ def test_rounds_alternate(no_collecting):
 
 def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatch, no_collecting):
     ran = []
-    monkeypatch.setattr(timing, "time_for", lambda step, seconds: ran.append(f"{seconds} s") or [1.0, 2.0, 6.0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: ran.append(f"{seconds} s") or [1.0, 2.0, 6.0])
     found = measure(lambda: lambda: ran.append("step"), seconds=12, rounds=3, warmup=2)
     memory_pass, each_round = ["step"] * 3, ["step", "step", "4.0 s"]
     assert ran == memory_pass + each_round * 3
@@ -190,7 +197,7 @@ def test_energy_that_a_round_lacks_is_not_measured(answers, monkeypatch, no_coll
 
 def test_older_objects_are_collected_again_after_measuring(monkeypatch):
     frozen = []
-    monkeypatch.setattr(timing, "time_for", lambda step, seconds: frozen.append(gc.get_freeze_count()) or [1.0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: frozen.append(gc.get_freeze_count()) or [1.0])
     measure(lambda: lambda: None, **QUICK)
     assert min(frozen) > 0 and gc.get_freeze_count() == 0
 

@@ -12,6 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from effgpu.variants import check_variants, use
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts():
+    """Also where the tests run in the background, and Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Watched:
     """A variant whose model is watched: `alive` says whether any that it built still is."""
 
