@@ -117,8 +117,8 @@ def train_tokenizer(*, vocab_size: int = 8192, seed: int = 0) -> "PreTrainedToke
     """Return a byte-level BPE tokenizer of `vocab_size` tokens, trained on windows of the train split in seconds.
 
     It puts <cls> before a text and <eos> after it, pads with <pad> (id 0) and has <mask>; no token is unknown, since
-    every byte has one, and decoding with `skip_special_tokens=True` gives back the very text. `model_max_length` is
-    512. It returns input_ids and attention_mask and no token types, so that
+    every byte has one, and decoding with `skip_special_tokens=True` gives back the very text, unless it spells one of
+    these four. `model_max_length` is 512. It returns input_ids and attention_mask and no token types, so that
     `model(**tokenizer(texts, padding="longest", truncation=True, return_tensors="pt"))` fits DistilBERT and GPT-2.
 
     Raises TypeError or ValueError for a bad argument: below 260 tokens, or above the 26,000 or so that the texts hold.

@@ -7,7 +7,7 @@ import pytest
 
 from effgpu import units
 from effgpu.ablation import Ablation
-from effgpu.comparison import Comparison
+from effgpu.comparison import FASTER, SLOWER, Comparison
 from effgpu.course import Outcome, read_lessons
 
 ROOT = Path(__file__).parent.parent
@@ -37,9 +37,11 @@ def row(lesson: Outcome) -> str:
 
 
 def effect(comparison: Comparison, label: str) -> str:
-    time, memory = comparison.time_ratio(label), comparison.memory_ratio(label)
-    told = f"*{label}*: time {time} ({comparison.verdict(label)})"
-    return told + (f", memory {units.format_ratio(memory.value)}" if memory else "")
+    """A variant's ratios: of time where it is outside the noise, of memory where it is not the baseline's."""
+    verdict, memory = comparison.verdict(label), comparison.memory_ratio(label)
+    time = f"{comparison.time_ratio(label)} ({verdict})" if verdict in (FASTER, SLOWER) else verdict
+    counted = units.format_ratio(memory.value if memory else 1)
+    return f"*{label}*: time {time}" + f", memory {counted}" * (counted != units.format_ratio(1))
 
 
 def test_table_is_what_the_notebooks_hold():
