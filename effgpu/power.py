@@ -9,6 +9,7 @@ import pynvml
 import torch
 
 from effgpu import units
+from effgpu.timing import cap_seconds
 
 _LONGEST_TICK = 0.5  # seconds: the counter moves every 20 to 100 ms; standing still for longer, it is of no use
 _POLL = 0.002  # seconds between two looks at the counter, so that asking does not slow short steps
@@ -50,7 +51,7 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
     The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) moves in ticks, so a window is as exact as its
     ends: both are laid on a tick, with the GPU at work. None where there is no such counter.
     """
-    handle = _handle()
+    handle, seconds = _handle(), cap_seconds(seconds)
     if handle is None or (last := _joules(handle)) is None:
         return None
     begin = None

@@ -71,6 +71,13 @@ def test_joules_per_step_are_right_within_the_ticks(watts, tick, step, seconds):
     assert board.now - 5.0 >= seconds
 
 
+def test_a_cap_on_the_seconds_makes_the_window_short(monkeypatch):
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.1")
+    board = Board().install(monkeypatch)
+    assert power.measure_energy(board.step, seconds=5.0) == pytest.approx(3.0, rel=0.2)
+    assert board.now - 5.0 < 0.5
+
+
 def test_steps_are_launched_ahead_of_the_gpu_but_not_far(monkeypatch):
     board = Board().install(monkeypatch)
     power.measure_energy(board.step, seconds=0.5)

@@ -71,14 +71,11 @@ def test_the_examples_run():
         def forward(self, x):
             return type("Output", (), {"loss": super().forward(x).float().square().mean()})
 
-        def gradient_checkpointing_enable(self):
-            pass
-
     def build():
         model = Model(8, 8)
         return model, torch.optim.SGD(model.parameters()), {"x": torch.randn(32, 8)}
 
-    names = {"build": build, "load": lambda: build()[::2]}
+    names = {"build": build, "load": lambda checkpoint: build()[::2]}
     results = []
     for example in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
         exec(example.replace('"cuda"', '"cpu"').replace('"samples"', '"samples", seconds=0.01'), names)
