@@ -17,7 +17,6 @@ _HOME = {  # where each public name lives; loaded on first use, so that importin
     "by_tier": "device",
     "describe": "device",
     "find_device": "device",
-    "free_memory": "device",
     "memory_limit": "device",
     "time_for": "timing",
     "time_steps": "timing",

@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run lessons on this machine and report what they found")
     run.add_argument("lessons", nargs="*", metavar="LESSON", help="02, dataloader, 02_dataloader or a path; else all")
-    run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the results (%(default)s)")
+    run.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (out; out/look with --seconds)")
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
     run.add_argument("--seconds", metavar="S", help="at most so many for each measurement: for a look, not for results")
     run.set_defaults(command=_run)
@@ -78,19 +78,20 @@ def _run(chosen: argparse.Namespace) -> int:
     if chosen.seconds is not None:
         os.environ[timing.CAP] = chosen.seconds
     try:
-        timing.cap_seconds(math.inf)
+        whole = timing.cap_seconds(math.inf) == math.inf
+        out = chosen.out or (Path("out") if whole else Path("out/look"))  # what was cut short replaces no results
         lessons = course.find_lessons(chosen.lessons)
-        course.prepare(chosen.out, *{lesson.parent for lesson in lessons if chosen.inplace})
+        course.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
     except (OSError, ValueError) as error:
         return _refuse(error)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
     outcomes, interrupted = [], False
     try:
-        for outcome in course.run(lessons, chosen.out, inplace=chosen.inplace):
+        for outcome in course.run(lessons, out, inplace=chosen.inplace):
             outcomes.append(outcome)
     except KeyboardInterrupt:
         interrupted = True
-    page = _keep(outcomes, chosen.out)
+    page = _keep(outcomes, out)
     return _sum_up(outcomes, len(lessons), page, interrupted)
 
 

@@ -94,6 +94,7 @@ class Comparison:
             "variant": lambda m: m.label,
             "time per step": lambda m: units.format_seconds(m.median),
             "throughput": lambda m: units.format_count(m.throughput, f"{m.unit}/s"),
+            "FLOP rate": lambda m: units.format_count(m.flop_rate, "FLOP/s"),
             "time": lambda m: self._told(self.time_ratio(m.label), m),
             "peak memory": lambda m: units.format_bytes(m.peak_allocated),
             "memory": lambda m: self._told(self.memory_ratio(m.label), m),

@@ -91,27 +91,21 @@ def by_tier(*, cpu, small, large):
     return large if torch.cuda.get_device_properties().total_memory >= LARGE_GPU else small
 
 
-def free_memory() -> int | None:
-    """Bytes that a new model could take on the device now, within `memory_limit`; None where it cannot be told."""
-    if find_device().type == "cpu":
-        free = _available_host_memory()
-        return free if _limit is None or free is None else min(free, _limit)
-    free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-    return (free if _limit is None else min(free, max(0, _limit - reserved))) + reserved - torch.cuda.memory_allocated()
-
-
 @contextlib.contextmanager
 def memory_limit(limit: float) -> Iterator[None]:
-    """Let this process use at most `limit` bytes, so that "does not fit" happens here as on a smaller card.
+    """Let what is built inside take at most `limit` bytes, so that "does not fit" happens here as on a smaller card.
 
-    On a GPU the caching allocator is capped (`torch.cuda.set_per_process_memory_fraction`). On a CPU a step whose
-    recorded peak is above the limit counts as out of memory. Limits nest; the tightest one holds.
+    On a GPU the caching allocator is capped (`torch.cuda.set_per_process_memory_fraction`) at so many bytes more than
+    it has in use. On a CPU a step whose recorded peak is above the limit counts as out of memory. Limits nest; the
+    tightest one holds.
     """
     if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
         raise ValueError(f"limit: expected a positive number of bytes, got {limit!r}")
     global _limit
     before = _limit
-    _limit = int(limit) if before is None else min(int(limit), before)
+    release_memory()  # blocks in the cache would be handed out without a look at the limit
+    total = int(limit) + (torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
+    _limit = total if before is None else min(total, before)
     _cap_allocator()
     try:
         yield
@@ -121,7 +115,7 @@ def memory_limit(limit: float) -> Iterator[None]:
 
 
 def current_limit() -> int | None:
-    """The bytes that `memory_limit` allows at present, or None."""
+    """The bytes that `memory_limit` lets the process hold at present, or None."""
     return _limit
 
 
@@ -132,7 +126,7 @@ def release_memory() -> None:
     """
     gc.collect()
     if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # as PyTorch's notes on CUDA say to
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()  # there is no public way: pytorch/pytorch#184084
         torch.cuda.empty_cache()
 
 
@@ -154,7 +148,8 @@ def older_objects_spared() -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
-    told = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+    told += ("NVML_SUCCESS == r INTERNAL ASSERT FAILED",)  # on a part of a GPU (MIG): pytorch/pytorch#112377
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in told)
@@ -199,11 +194,4 @@ def _cpu_name() -> str:
 def _total_host_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
-def _available_host_memory() -> int | None:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
     return None

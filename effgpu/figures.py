@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -292,7 +292,7 @@ def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], ratio
     """What other GPUs gave: their ratios, laid on this baseline, since their sizes and speeds are their own."""
     unit = ax.patches[0].get_width() if ax.patches else 0
     rows = {m.label: row for row, m in enumerate(comparison)}
-    for other, color in zip(others, LINES[1:]):
+    for other, color in zip(others, cycle(LINES[1:])):
         found = {m.label: ratio_of(other, m.label) for m in other if m.label in rows and m is not other.baseline}
         points = [(ratio.value * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
         if points:

@@ -24,12 +24,14 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     """FLOP/s of a square matrix product on random data: the practical ceiling for `dtype` on this device.
 
     The fastest of the products that fit into `seconds` counts, for a ceiling is what was reached at best. `size` is the
-    edge of the matrices, by default one that fills the device.
+    edge of the matrices, by default one that fills the device. Products of float32 run as TF32 where that is turned on.
     """
     size = by_tier(cpu=1024, small=4096, large=8192) if size is None else size
     if size < 1:
         raise ValueError(f"size: expected a positive edge length, got {size!r}")
-    a, b = (torch.randn(size, size, device=find_device()).to(dtype) for _ in range(2))
+    device = find_device()
+    draw = torch.Generator(device).manual_seed(0)  # the reader's own stays as it is
+    a, b = (torch.randn(size, size, device=device, generator=draw).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
     def step():

@@ -11,11 +11,12 @@ from functools import partial
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
-from effgpu.device import Device, describe, is_out_of_memory, older_objects_spared
+from effgpu.device import Device, describe, find_device, is_out_of_memory, older_objects_spared
 from effgpu.variants import Step, Variant, check_variants, use
 
 OUT_OF_MEMORY = "out of memory"
 FEWEST_ROUNDS, MOST_ROUNDS = 8, 100  # of fewer than eight, not even all can make a verdict
+_CLOCK_RISE = 0.05  # seconds that a GPU may need to leave its idle clock
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,6 +64,11 @@ class Measurement:
         return self.items / self.median if self.items and self.times else None
 
     @property
+    def flop_rate(self) -> float | None:
+        """The model's FLOPs per second."""
+        return self.flops / self.median if self.flops and self.times else None
+
+    @property
     def joules(self) -> float | None:
         """Median joules per step, of the whole board."""
         return statistics.median(self.energies) if self.energies else None
@@ -100,11 +106,12 @@ def measure_all(
     """Measure all variants, one alive at a time: first the memory of each, then its time in alternating rounds.
 
     A variant is a function that builds its own state and returns one training step. Every round builds it, runs
-    `warmup` steps, times some (at least five), and frees it; every other round goes backwards, so that drift hits all
-    alike. In `rounds` rounds each variant is timed for `seconds` in all. Without `rounds`, there are as many as fit
-    into `seconds` with five steps each, at least 8 and at most 100: what disturbs a machine mostly outlasts a round,
-    so that many short rounds see through it better than few long ones. The first eight rounds take the energy, where
-    NVML has a counter; each takes half a second of it, which `energy=False` saves where there are many variants.
+    `warmup` steps (and on a GPU 50 ms of them, until its clock has risen), times some (at least five), and frees it;
+    every other round goes backwards, so that drift hits all alike. In `rounds` rounds each variant is timed for
+    `seconds` in all. Without `rounds`, there are as many as fit into `seconds` with five steps each, at least 8 and at
+    most 100: what disturbs a machine mostly outlasts a round, so that many short rounds see through it better than few
+    long ones. The first eight rounds take the energy, where NVML has a counter; each takes half a second of it, which
+    `energy=False` saves where there are many variants.
 
     `items` per step (a number, or one for each label) named by `unit`, and `flops` per step, are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
@@ -124,12 +131,13 @@ def measure_all(
         started, done = time.perf_counter(), 0
         while done < planned:
             turn = dict(reversed(variants.items())) if done % 2 else variants
-            wanted = energy and done < FEWEST_ROUNDS
+            wanted = energy and done < (FEWEST_ROUNDS if fewest > 1 else 1)
             part = partial(_take_round, warmup=warmup, seconds=seconds / planned, fewest=fewest, energy=wanted)
             _take_turns(bar, turn, records, part)
             done += 1
             if rounds is None and done == 1:
-                planned = _plan_rounds(seconds, (time.perf_counter() - started) / len(variants))
+                took = time.perf_counter() - started - sum(record.on_energy for record in records.values())
+                planned = _plan_rounds(seconds, took / len(variants))
                 bar.total = len(variants) * (1 + planned)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops) for label in variants]
@@ -142,6 +150,7 @@ class _Record:
     trace: memory.Trace | None = None
     times: list[float] = field(default_factory=list)
     energies: list[float | None] = field(default_factory=list)
+    on_energy: float = 0.0  # seconds
     failed: str | None = None
 
     def finish(self, label: str, device: Device, items: float | None, unit: str, flops: float | None) -> Measurement:
@@ -184,9 +193,13 @@ def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: floa
     def action(step: Step) -> None:
         for _ in range(warmup):
             step()
+        if find_device().type == "cuda":
+            timing.time_for(step, _CLOCK_RISE, fewest=1)
         record.times.append(statistics.fmean(timing.time_for(step, seconds, fewest=fewest)))
         if energy:
+            begun = time.perf_counter()
             record.energies.append(power.measure_energy(step))
+            record.on_energy += time.perf_counter() - begun
 
     use(variant, action)
 

@@ -18,8 +18,9 @@ class Trace:
     """The bytes alive after each allocation and free of one step, above what was alive before the variant was built.
 
     `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
-    running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held, likewise
-    above what was alive before; None on a CPU.
+    running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held, above what it
+    held before; None on a CPU. On a GPU, libraries take room to work in, which counts: cuBLAS up to 32 MiB for each of
+    two threads on Hopper, 8 MiB elsewhere; and so does what a CUDA graph keeps for its replays.
     """
 
     bytes: tuple[int, ...]
@@ -44,11 +45,12 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice.
     """
     with older_objects_spared():
-        alive_before = torch.cuda.memory_allocated() if find_device().type == "cuda" else 0
+        reserved_before, graphs_before = _held(torch.cuda.memory_reserved), _held_by_graphs()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            reserved = use(variant, lambda step: _record(step, warmup))
-    found = _read(profiler.profiler.kineto_results.events())
-    recorded = Trace(*found, None if reserved is None else reserved - alive_before)
+            reserved, graphs = use(variant, lambda step: _record(step, warmup))
+    levels, phases = _read(profiler.profiler.kineto_results.events())
+    levels = tuple(level + graphs - graphs_before for level in levels)
+    recorded = Trace(levels, phases, None if reserved is None else reserved - reserved_before)
     limit = current_limit()
     if limit is not None and find_device().type == "cpu" and recorded.peak > limit:
         needed, allowed = format_bytes(recorded.peak), format_bytes(limit)
@@ -59,7 +61,8 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
 def saved_bytes(forward: Callable[[], object]) -> int:
     """Bytes that autograd keeps for the backward pass of `forward`: each storage once, parameters not counted.
 
-    Seen by torch.autograd.graph.saved_tensors_hooks; the same on every device. `forward` returns its loss or output.
+    Seen by torch.autograd.graph.saved_tensors_hooks; the same at every run. Devices differ where their kernels keep
+    other things: of a dropout mask, a GPU keeps a byte an element and a CPU four. `forward` returns its loss or output.
     """
     kept: dict[int, int] = {}
 
@@ -68,7 +71,7 @@ def saved_bytes(forward: Callable[[], object]) -> int:
         if not (root.is_leaf and root.requires_grad):
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that saves its own output would keep its graph alive for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward()
@@ -76,7 +79,8 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return sum(kept.values())
 
 
-def _record(step: Step, warmup: int) -> int | None:
+def _record(step: Step, warmup: int) -> tuple[int | None, int]:
+    """Leave the step's events in the profiler, and return the most that was reserved and what CUDA graphs hold."""
     for _ in range(warmup):
         step()
     if find_device().type == "cuda":
@@ -84,11 +88,19 @@ def _record(step: Step, warmup: int) -> int | None:
         torch.cuda.reset_peak_memory_stats()
     with record_function(_WINDOW):
         step()
-    return _peak_reserved()
+    return _held(torch.cuda.max_memory_reserved), _held_by_graphs()
 
 
-def _peak_reserved() -> int | None:
-    return torch.cuda.max_memory_reserved() if find_device().type == "cuda" else None
+def _held(by_allocator: Callable[[], int]) -> int | None:
+    return by_allocator() if find_device().type == "cuda" else None
+
+
+def _held_by_graphs() -> int:
+    """Bytes that CUDA graphs keep for their replays, though no tensor is in them: a replay allocates nothing."""
+    if find_device().type == "cpu":
+        return 0
+    private = (s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
 
 
 def _read(events) -> tuple[tuple[int, ...], tuple[str, ...]]:

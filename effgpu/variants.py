@@ -1,5 +1,6 @@
 """A variant's life: a function builds a training step, the step is used, and all of it is freed, whatever happens."""
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,12 +22,14 @@ def use(variant: Variant, action: Callable[[Step], Result]) -> Result:
     """
     handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
     try:
-        return action(_build(variant))
+        result = action(_build(variant))
     except BaseException as error:
         _drop_frames(error, handled)
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
+            release_memory()
         raise
-    finally:
-        release_memory()
+    release_memory()
+    return result
 
 
 def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:

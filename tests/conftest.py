@@ -67,6 +67,7 @@ class SimulatedGpu:
         self.log = []
         self.clock = 0.0  # seconds
         self.free, self.reserved, self.allocated, self.most_reserved = memory, 0, 0, 0
+        self.segments = []  # as torch.cuda.memory_snapshot tells them
         self.fraction = 1.0
 
     def step(self, seconds=0.01):
@@ -108,6 +109,7 @@ def simulate_gpu(monkeypatch):
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
             "reset_peak_memory_stats": lambda device=None: setattr(gpu, "most_reserved", gpu.reserved),
             "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
+            "memory_snapshot": lambda: gpu.segments,
             "empty_cache": lambda: gpu.log.append("empty cache"),
             "synchronize": lambda device=None: gpu.log.append("wait"),
             "Event": Event,

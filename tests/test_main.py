@@ -33,7 +33,8 @@ def effgpu(*arguments, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    here = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | here
 
 
 def is_refused(answer: subprocess.CompletedProcess, *told: str) -> bool:
@@ -91,7 +92,8 @@ def test_a_run_leaves_notebooks_results_and_a_page(tmp_path):
 def test_seconds_cap_every_measurement_of_a_run(tmp_path):
     lesson = write_lesson(tmp_path, "01_one", "import effgpu; print(effgpu.timing.cap_seconds(2))")
     assert effgpu("run", lesson, "--seconds", "0.5", cwd=tmp_path).returncode == 0
-    executed = nbformat.read(tmp_path / "out" / "notebooks" / "01_one.ipynb", as_version=4)
+    assert not list((tmp_path / "out").glob("*.html")), "a look must not replace results"
+    executed = nbformat.read(tmp_path / "out" / "look" / "notebooks" / "01_one.ipynb", as_version=4)
     assert executed.cells[-1].outputs[0].text == "0.5\n"
     assert is_refused(effgpu("run", lesson, "--seconds", "few", cwd=tmp_path), "'few'")
 

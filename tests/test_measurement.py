@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -138,6 +139,38 @@ def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_colle
     monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
     assert len(measure(lambda: step, seconds=60, warmup=1).times) == 8
     assert len(ran) == 2 * (1 + 8)  # a warm-up and a step, in the pass for the memory and in each round
+
+
+def test_the_seconds_that_energy_takes_do_not_make_rounds_fewer(monkeypatch, no_collecting):
+    clock = [0.0]
+
+    def build():
+        clock[0] += 0.05
+        return lambda: None
+
+    def measure_energy(step):
+        clock[0] += 0.7
+
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: [1.0])
+    monkeypatch.setattr(power, "measure_energy", measure_energy)
+    assert len(measure(build, seconds=2).times) == 40
+
+
+def test_a_gpu_is_warmed_up_until_its_clock_has_risen(simulate_gpu, monkeypatch, no_collecting):
+    gpu = simulate_gpu()
+    monkeypatch.setattr(power, "measure_energy", lambda step: None)
+    monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",), 0))
+    measure(lambda: partial(gpu.step, 0.001), seconds=0.01, rounds=1, warmup=1)
+    assert (
+        1 + 50 + 10 <= gpu.log.count("step") <= 1 + 52 + 12
+    )  # the warm-up, the clock's 50 ms, and the 10 ms asked for
+
+
+def test_a_run_that_is_cut_short_takes_energy_once(monkeypatch, no_collecting):
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
+    monkeypatch.setattr(power, "measure_energy", lambda step: 2.0)
+    assert measure(lambda: lambda: None).energies == (2.0,)
 
 
 def test_energy_is_taken_in_the_first_eight_rounds(monkeypatch, no_collecting):
@@ -383,7 +416,7 @@ def test_a_limit_makes_a_real_out_of_memory_that_the_next_measuring_survives(mon
     release_memory()
     before = torch.cuda.memory_allocated()
     both = {"small": make_gpu_variant(64), "large": make_gpu_variant(2048)}
-    with memory_limit(torch.cuda.memory_reserved() + GiB):
+    with memory_limit(GiB):
         small, large = measure_all(both, seconds=0.1, rounds=2)
         assert (small.failed, large.failed) == (None, OUT_OF_MEMORY)
         assert len(small.times) == 2
