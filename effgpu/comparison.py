@@ -163,7 +163,8 @@ def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **opti
     """Measure variants side by side; the first one is the baseline.
 
     A variant is a function that builds its own state and returns one training step. `name` is what the result is stored
-    under. The options are those of `measure_all`: items, unit, flops, seconds, rounds (at least eight), warmup, energy.
+    under. The options are those of `measure_all`: items, unit, flops, seconds, rounds (at least eight), min_steps,
+    warmup, energy.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
     """

@@ -4,11 +4,13 @@ Both have what random tensors lack: lengths that differ, a task that can be lear
 something, and real work for the CPU per item. No call here opens a connection.
 """
 
+import contextlib
 import importlib.util
 import math
 import random
 import string
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,12 +69,21 @@ def load_text(count: int = 10_000, *, split: str = "train", seed: int = 0) -> "D
     _check_int("count", count, least=1)
     _check_split(split)
     _check_int("seed", seed)
-    import pyarrow
-    from datasets import ClassLabel, Dataset, Features, Value
+    with _quiet_imports():
+        import pyarrow
+        from datasets import ClassLabel, Dataset, Features, Value
 
     texts, labels = _draw_texts(count, split, seed)
     features = Features({"text": Value("string"), "label": ClassLabel(names=list(PACKAGES))})
     return Dataset.from_dict({"text": pyarrow.array(texts), "label": pyarrow.array(labels)}, features)
+
+
+@contextlib.contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """In a notebook without ipywidgets, tqdm.auto warns of that when a library imports it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        yield
 
 
 def _draw_texts(count: int, split: str, seed: int) -> tuple[list[str], list[int]]:
@@ -126,7 +137,8 @@ def train_tokenizer(*, vocab_size: int = 8192, seed: int = 0) -> "PreTrainedToke
     """
     _check_int("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     _check_int("seed", seed)
-    from transformers import PreTrainedTokenizerFast
+    with _quiet_imports():
+        from transformers import PreTrainedTokenizerFast
 
     bpe = _train_bpe(_draw_texts(TOKENIZER_TEXTS, "train", seed)[0], vocab_size)
     if bpe.get_vocab_size() < vocab_size:

@@ -100,28 +100,30 @@ def measure_all(
     flops: float | None = None,
     seconds: float = 2.0,
     rounds: int | None = None,
+    min_steps: int = timing.FEWEST_STEPS,
     warmup: int = 2,
     energy: bool = True,
 ) -> list[Measurement]:
     """Measure all variants, one alive at a time: first the memory of each, then its time in alternating rounds.
 
     A variant is a function that builds its own state and returns one training step. Every round builds it, runs
-    `warmup` steps (and on a GPU 50 ms of them, until its clock has risen), times some (at least five), and frees it;
+    `warmup` steps (and on a GPU 50 ms of them, until its clock has risen), times at least `min_steps`, and frees it;
     every other round goes backwards, so that drift hits all alike. In `rounds` rounds each variant is timed for
-    `seconds` in all. Without `rounds`, there are as many as fit into `seconds` with five steps each, at least 8 and at
+    `seconds` in all. Without `rounds`, there are as many as fit into `seconds` with `min_steps` each, at least 8 and at
     most 100: what disturbs a machine mostly outlasts a round, so that many short rounds see through it better than few
     long ones. The first eight rounds take the energy, where NVML has a counter; each takes half a second of it, which
-    `energy=False` saves where there are many variants.
+    `energy=False` saves where there are many variants. Where steps come in bursts, as from DataLoader workers, a round
+    tells what they cost only if it is longer than a burst: give `min_steps`.
 
     `items` per step (a number, or one for each label) named by `unit`, and `flops` per step, are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
     and is raised. Raises TypeError or ValueError for arguments that are not as expected.
     """
     variants = check_variants(variants)
-    _check_positive(int, rounds=FEWEST_ROUNDS if rounds is None else rounds, warmup=warmup)
+    _check_positive(int, rounds=FEWEST_ROUNDS if rounds is None else rounds, min_steps=min_steps, warmup=warmup)
     _check_positive((int, float), seconds=seconds, flops=1 if flops is None else flops)
     items_of = _items_by_label(variants, items)
-    fewest = timing.FEWEST_STEPS if timing.cap_seconds(seconds) == seconds else 1
+    fewest = min_steps if timing.cap_seconds(seconds) == seconds else 1
     seconds = timing.cap_seconds(seconds)
     records = {label: _Record() for label in variants}
     planned = rounds or MOST_ROUNDS
@@ -131,7 +133,7 @@ def measure_all(
         started, done = time.perf_counter(), 0
         while done < planned:
             turn = dict(reversed(variants.items())) if done % 2 else variants
-            wanted = energy and done < (FEWEST_ROUNDS if fewest > 1 else 1)
+            wanted = energy and done < (FEWEST_ROUNDS if fewest == min_steps else 1)
             part = partial(_take_round, warmup=warmup, seconds=seconds / planned, fewest=fewest, energy=wanted)
             _take_turns(bar, turn, records, part)
             done += 1
