@@ -59,9 +59,8 @@ def plot(comparison: Comparison) -> Figure:
     Reserved memory is outlined over allocated. Diamonds show the ratios that stored GPUs gave under the same name,
     times this baseline. A CPU's times are hatched and said to be a CPU's.
     """
-    draw = {"time": _plot_time, "memory": _plot_memory_bars, "energy": _plot_energy}
     others = _elsewhere(comparison)
-    panels = [partial(draw[quantity], comparison=comparison, others=others) for quantity in _measured(comparison)]
+    panels = [partial(_plot_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
     return _plot_rows(comparison, [m.label for m in comparison], panels)
 
 
@@ -214,34 +213,18 @@ def _plot_rows(
     return figure
 
 
-def _plot_time(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: _samples(comparison, m, "time") for m in comparison}
-    told = {m.label: _tell(comparison, m, comparison.time_ratio, comparison.verdict(m.label)) for m in comparison}
-    _draw_bars(ax, values, told, units.format_seconds, _hatch(comparison, "time"))
-    _draw_stored(ax, comparison, others, Comparison.time_ratio)
-    ax.set_title(_title(comparison, "time"))
-
-
-def _plot_memory_bars(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: _samples(comparison, m, "memory") for m in comparison}
-    told = {m.label: _tell(comparison, m, comparison.memory_ratio) for m in comparison}
-    _draw_bars(ax, values, told, units.format_bytes)
-    for row, m in enumerate(comparison):
-        if m.peak_reserved:
-            ax.barh(
-                row, m.peak_reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":"
-            )
-            _make_room(ax, m.peak_reserved)
-    _draw_stored(ax, comparison, others, Comparison.memory_ratio)
-    ax.set_title("peak memory" + (" (dotted: reserved)" if any(m.peak_reserved for m in comparison) else ""))
-
-
-def _plot_energy(ax, comparison: Comparison, others: Iterable[Comparison]) -> None:
-    values = {m.label: _samples(comparison, m, "energy") for m in comparison}
-    told = {m.label: _tell(comparison, m, comparison.energy_ratio) for m in comparison}
-    _draw_bars(ax, values, told, units.format_joules)
-    _draw_stored(ax, comparison, others, Comparison.energy_ratio)
-    ax.set_title(_title(comparison, "energy"))
+def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
+    values = {m.label: _samples(comparison, m, quantity) for m in comparison}
+    ratio_of = partial(RATIOS[quantity], comparison)
+    verdict = comparison.verdict if quantity == "time" else lambda label: ""
+    told = {m.label: _tell(comparison, m, ratio_of, verdict(m.label)) for m in comparison}
+    _draw_bars(ax, values, told, FORMATS[quantity], _hatch(comparison, quantity))
+    reserved = {row: m.peak_reserved for row, m in enumerate(comparison) if quantity == "memory" and m.peak_reserved}
+    for row, size in reserved.items():
+        ax.barh(row, size, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
+        _make_room(ax, size)
+    _draw_stored(ax, comparison, others, RATIOS[quantity])
+    ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * bool(reserved))
 
 
 def _samples(comparison: Comparison, measurement: Measurement, quantity: str) -> list[float]:
