@@ -144,7 +144,7 @@ def plot_sweep(
         ax.set_xscale("log" if log else "linear", **{"base": 2} if log else {})
         ax.set_xticks(xs := sorted({x for points in series.values() for x in points}), [f"{x:g}" for x in xs])
         ax.minorticks_off()
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.06 * ax.dataLim.y1 or 1)
         _value_axis(ax.yaxis, format_value or _format_measured(measured))
         ax.set(xlabel=xlabel, ylabel=ylabel or _name_measured(measured))
         if len(series) > 1:
