@@ -186,13 +186,13 @@ def test_a_label_that_is_not_there(make_measurement):
 def test_table_leaves_out_what_was_not_measured(make_measurement):
     plain = Comparison("t", (make_measurement("a", 0.02), make_measurement("b", 0.01, failed=False)))
     assert plain.table()[0] == ["variant", "time per step", "time", "peak memory", "memory", "verdict"]
-    rich = Comparison("t", tuple(replace(m, items=32, unit="rows", energies=(1.0,) * 8) for m in plain))
+    rich = Comparison("t", tuple(replace(m, items=32, unit="rows", flops=4e9, energies=(1.0,) * 8) for m in plain))
     assert rich.table()[0] == [
-        *("variant", "time per step", "throughput", "time", "peak memory", "memory"),
+        *("variant", "time per step", "throughput", "FLOP rate", "time", "peak memory", "memory"),
         *("energy per step", "energy", "verdict"),
     ]
     assert rich.table()[1][1] == [
-        *("b", "10.0 ms", "3,200 rows/s", "0.500 ×", "1000 B", "1.000 ×", "1.00 J", "1.000 ×", "faster")
+        *("b", "10.0 ms", "3,200 rows/s", "400 GFLOP/s", "0.500 ×", "1000 B", "1.000 ×", "1.00 J", "1.000 ×", "faster")
     ]
 
 

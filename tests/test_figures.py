@@ -187,6 +187,14 @@ def test_diamonds_are_the_others_ratios_times_this_baseline(on_gpu, others, monk
     assert [t.get_text() for t in time.get_legend().get_texts()] == ["GPU one (its ratio)", "GPU two (its ratio)"]
 
 
+def test_however_many_gpus_are_stored_all_are_drawn(on_gpu, make_measurement, make_gpu, monkeypatch):
+    gpus = [make_gpu(f"GPU {n}") for n in range(9)]
+    both = [[make_measurement(label, device=gpu) for label in ("fp32", "bf16")] for gpu in gpus]
+    stored = [Comparison("synthetic", tuple(measurements)) for measurements in both]
+    monkeypatch.setattr(figures, "stored", lambda name: stored)
+    assert len(diamonds(plot(on_gpu).axes[0])) == 9
+
+
 def test_diamonds_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(
     on_gpu, others, monkeypatch, make_measurement
 ):

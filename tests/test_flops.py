@@ -45,6 +45,14 @@ def test_matmul_peak_of_this_machine(dtype):
     assert matmul_peak(dtype, size=64, seconds=0.001) > 0
 
 
+def test_matmul_peak_draws_nothing_from_the_readers_generator():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    matmul_peak(size=8, seconds=0.001)
+    assert torch.rand(1) == expected
+
+
 @pytest.mark.parametrize("size", [0, -8])
 def test_matmul_peak_needs_a_size(size):
     with pytest.raises(ValueError, match=r"^size: expected a positive edge length, got"):

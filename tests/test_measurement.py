@@ -141,6 +141,13 @@ def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_colle
     assert len(ran) == 2 * (1 + 8)  # a warm-up and a step, in the pass for the memory and in each round
 
 
+def test_a_round_has_at_least_min_steps(monkeypatch, no_collecting):
+    monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",)))
+    ran = []
+    measure(lambda: lambda: ran.append("step"), seconds=1e-9, rounds=3, min_steps=20, warmup=1)
+    assert len(ran) == 3 * (1 + 20)
+
+
 def test_the_seconds_that_energy_takes_do_not_make_rounds_fewer(monkeypatch, no_collecting):
     clock = [0.0]
 
@@ -311,6 +318,7 @@ BAD = {
     "rounds": [0, -1, math.nan, True, 2.5, "8"],
     "seconds": [0, -1, math.nan, math.inf, True, None, "1"],
     "warmup": [0, -1, True, 1.5, None],
+    "min_steps": [0, -1, True, 1.5, None],
     "flops": [0, -1, math.nan, True],
 }
 
