@@ -304,11 +304,25 @@ def test_compare_needs_eight_rounds(rounds, tiny):
 
 
 @pytest.mark.gpu
+def test_a_tenth_more_work_is_slower_on_this_gpu():
+    def products(count):
+        def variant():
+            a, b = torch.randn(2, 2048, 2048, device="cuda")
+            return lambda: [a @ b for _ in range(count)]
+
+        return variant
+
+    result = compare({"20": products(20), "22": products(22)}, seconds=1, energy=False)
+    assert result.verdict("22") == "slower"
+    assert result.time_ratio("22").value == pytest.approx(1.1, abs=0.05)
+
+
+@pytest.mark.gpu
 def test_the_same_step_twice_is_within_noise(monkeypatch):
     monkeypatch.setattr(power, "measure_energy", lambda step: None)
 
     def variant():
-        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))).cuda()
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, device="cuda") for _ in range(4)))
         optimizer = torch.optim.AdamW(model.parameters())
         batch = torch.randn(2048, 2048, device="cuda")
 

@@ -315,3 +315,11 @@ def test_the_memory_of_a_cuda_graph_is_not_nothing():
 
     assert trace(variant).peak >= 9 * 4 * MiB
     release_memory()
+
+
+@pytest.mark.gpu
+def test_saved_bytes_are_a_cpus_where_the_kernels_keep_the_same():
+    model, batch = make_mlp(), torch.randn(32, 64)
+    on_cpu = saved_bytes(lambda: model(batch).sum())
+    model, batch = model.cuda(), batch.cuda()
+    assert saved_bytes(lambda: model(batch).sum()) == on_cpu
