@@ -227,7 +227,11 @@ def _check_positive(kind: type | tuple[type, ...], **values: object) -> None:
 
 
 def _progress() -> tqdm:
-    """A plain bar, for a terminal or a notebook somebody looks at, that wipes itself out when it is done."""
-    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    """A plain bar, for a terminal or a notebook somebody looks at, that wipes itself out when it is done.
+
+    In a notebook it is written where print writes, so that what comes next takes the wiped line.
+    """
+    notebook = "ipykernel" in sys.modules
     shape = "{desc}: {n_fmt}/{total_fmt} |{bar:30}| {remaining} left"
-    return tqdm(leave=False, disable=not watched, bar_format=shape)
+    file = sys.stdout if notebook else sys.stderr
+    return tqdm(leave=False, file=file, disable=not (notebook or sys.stderr.isatty()), bar_format=shape)
