@@ -169,9 +169,8 @@ def test_a_gpu_is_warmed_up_until_its_clock_has_risen(simulate_gpu, monkeypatch,
     monkeypatch.setattr(power, "measure_energy", lambda step: None)
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",), 0))
     measure(lambda: partial(gpu.step, 0.001), seconds=0.01, rounds=1, warmup=1)
-    assert (
-        1 + 50 + 10 <= gpu.log.count("step") <= 1 + 52 + 12
-    )  # the warm-up, the clock's 50 ms, and the 10 ms asked for
+    rising, asked = 50, 10  # milliseconds, and as many steps; each may take one or two more
+    assert 1 + rising + asked <= gpu.log.count("step") <= 5 + rising + asked
 
 
 def test_a_run_that_is_cut_short_takes_energy_once(monkeypatch, no_collecting):
@@ -382,6 +381,15 @@ def test_the_progress_bar_is_for_terminals_only(watched, monkeypatch, capsys, no
     else:
         assert written == ""
     assert capsys.readouterr().out == ""
+
+
+def test_in_a_notebook_the_bar_is_written_where_print_writes(monkeypatch, no_collecting):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    printed, errors = Terminal(True), Terminal(True)
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setattr(sys, "stderr", errors)
+    measure_all({"a label": sound}, **QUICK)
+    assert "a label" in printed.getvalue() and errors.getvalue() == ""
 
 
 # On a GPU
