@@ -12,9 +12,9 @@ NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 300
 run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 	$(BIN)/effgpu run
 
-test: $(INSTALLED)  ## unit tests, and every notebook through nbval, measurements cut short; then alone, what needs a GPU
-	OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n 2 -q -m "not gpu" $(ARGS)
-	$(BIN)/python -m pytest tests -m gpu -q $(ARGS)
+test: $(INSTALLED)  ## alone, what needs a GPU; then unit tests, and every notebook through nbval, measurements cut short
+	$(BIN)/python -m pytest tests -m gpu -q
+	OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n 2 -q -m "not gpu"
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab notebooks
