@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -39,10 +38,14 @@ class Change:
         return not self.sure and self.low < self.high
 
     def __str__(self) -> str:
-        if self.low == self.high:
-            return format_share(self.value)
         low, high = (format_share(end).removesuffix(" %") for end in (self.low, self.high))
-        return f"{format_share(self.value)} [{low}, {high}]"
+        interval = f" [{low}, {high}]" * (self.low < self.high)
+        return f"{format_share(self.value)}{interval}" + f" {WITHIN_NOISE}" * self.in_noise
+
+    @property
+    def short(self) -> str:
+        """The same without the interval, as a plot writes it."""
+        return format_share(self.value) + f"  {WITHIN_NOISE}" * self.in_noise
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Ablation(Comparison):
 
     def find(self, on: Iterable[str]) -> Measurement:
         """The measurement of the combination of some switches. Raises KeyError for one that was not measured."""
-        on = set(on)
+        on = self._names(on)
         if unknown := on - set(self.switches):
             raise KeyError(f"no switch {min(unknown)!r} in {self.name!r}, only {list(self.switches)}")
         return self[_label(switch for switch in self.switches if switch in on)]
@@ -117,7 +120,7 @@ class Ablation(Comparison):
         Time and energy are per item (per step, where no items were given), memory is the peak. None where one of the
         two was not measured or ran out of memory. Raises KeyError for a combination that is not there.
         """
-        others = set(among) - {switch}
+        others = self._names(among) - {switch}
         return self._change(quantity, [{switch, *others}], [others])
 
     def interactions(self) -> list[Interaction]:
@@ -142,8 +145,7 @@ class Ablation(Comparison):
         The peak is what the step allocates; the allocator and CUDA itself want some more. Raises ValueError where
         nothing fits.
         """
-        if memory is not None and (not isinstance(memory, (int, float)) or not 0 < memory < math.inf):
-            raise ValueError(f"memory: expected a positive number of bytes, got {memory!r}")
+        units.check_positive(memory=1 if memory is None else memory)
         fitting = [m for m in self._fitted() if memory is None or m.peak_allocated <= memory]
         if not fitting:
             raise ValueError(self._say_what_is_needed(memory))
@@ -171,12 +173,17 @@ class Ablation(Comparison):
     def caption(self) -> str:
         """What interacts, which combination is the fastest, and where it was measured."""
         told = [f"{interaction}." for interaction in self.interactions()]
-        if not told and len(self.switches) > 1 and not self.baseline.failed:
+        if not told and len(self.switches) > 1 and not any(m.failed for m in self):
             told.append("No two are seen to help less, or more, together than apart.")
+        if failed := [m.label for m in self if m.failed]:
+            told.append(f"Out of memory: {', '.join(failed)}.")
         if self._fitted():
             told.append(self._say_which_is_fastest())
         told.append(f"Changes are shares of what {self.whole.label!r} takes, with 95 % intervals: below 0 is less.")
         return "\n".join([*told, super().caption()])
+
+    def _names(self, on: Iterable[str]) -> set[str]:
+        return {on} if isinstance(on, str) and on in self.switches else set(on)
 
     def _against_first(self, view: str, measurements: Iterable[Measurement]) -> Comparison:
         """Some of the measurements, under a name of their own, so that showing them does not replace the whole."""
@@ -218,13 +225,13 @@ class Ablation(Comparison):
             f"peak {units.format_bytes(best.peak_allocated)}": self.memory_ratio(best.label),
         }
         told = [fact + (f" ({ratio})" if ratio else "") for fact, ratio in facts.items()]
-        return f"Fastest: {best.label}, {', '.join(told)}."
+        return f"Fewest switches among the fastest: {best.label}, {', '.join(told)}."
 
     def _rows(self, quantity: str) -> Iterator[list[str]]:
         for place, switch in enumerate(self.switches):
             among = ((), self.switches[:place], self.switches)
-            yield [quantity, switch, *(_tell(self.effect(switch, others, quantity)) for others in among)]
-        yield [quantity, "all of them", "", _tell(self._change(quantity, [self.switches], [()])), ""]
+            yield [quantity, switch, *(units.told(self.effect(switch, others, quantity)) for others in among)]
+        yield [quantity, "all of them", "", units.told(self._change(quantity, [self.switches], [()])), ""]
 
     def _repr_html_(self) -> str:
         return super()._repr_html_().replace("\n", "<br>")
@@ -236,6 +243,7 @@ def ablate(
     *,
     name: str = "ablation",
     items: float | Callable[..., float] | None = None,
+    flops: float | Callable[..., float] | None = None,
     **options,
 ) -> Ablation:
     """Measure what switches of a training step do: each alone, stacked in their order, each left out of the full stack.
@@ -245,8 +253,8 @@ def ablate(
     which are True when on, or maps each to its value when on: `{"bf16": True, "batch": 64}`. Of up to five switches all
     combinations are measured, in the same alternating rounds.
 
-    `items` per step is a number or a function of the same keywords as `build`. `name` and the options are those of
-    `compare`: unit, flops, seconds (for each combination), rounds, warmup, energy. Out of memory is a result. Raises
+    `items` and `flops` per step are a number or a function of the same keywords as `build`. `name` and the options are
+    those of `compare`: unit, seconds (for each combination), rounds, warmup, energy. Out of memory is a result. Raises
     TypeError or ValueError for arguments that are not as expected.
 
     >>> result = ablate(build, ["bf16", "fused", "checkpoint"], items=32, unit="samples")
@@ -257,7 +265,9 @@ def ablate(
     variants = {label: _variant(build, keywords) for label, keywords in on.items()}
     if callable(items):
         items = {label: items(**keywords) for label, keywords in on.items()}
-    return Ablation(name, compare(variants, name=name, items=items, **options).measurements)
+    if callable(flops):
+        flops = {label: flops(**keywords) for label, keywords in on.items()}
+    return Ablation(name, compare(variants, name=name, items=items, flops=flops, **options).measurements)
 
 
 def format_share(share: float) -> str:
@@ -289,12 +299,6 @@ def _time_per_item(measurement: Measurement) -> float:
     return measurement.median / (measurement.items or 1)
 
 
-def _tell(change: Change | None) -> str:
-    if change is None:
-        return units.NOT_MEASURED
-    return f"{change}" + f" {WITHIN_NOISE}" * change.in_noise
-
-
 def _variant(build: Callable[..., Step], on: Mapping[str, object]) -> Variant:
     def variant() -> Step:
         return build(**on)
@@ -309,7 +313,8 @@ def _call(on: Mapping[str, object]) -> str:
 
 def _check_switches(switches: Iterable[str] | Mapping[str, object]) -> dict[str, object]:
     """Each switch with its value when on. Raises TypeError or ValueError that says what was expected."""
-    if isinstance(switches, str) or not isinstance(switches, Iterable):
+    unfit = (str, set, frozenset)  # of letters; and without an order to stack them in
+    if isinstance(switches, unfit) or not isinstance(switches, Iterable):
         raise TypeError(f"switches: expected names of build's keywords, or a mapping of them, got {switches!r}")
     names = list(switches)
     if not names:

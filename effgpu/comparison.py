@@ -79,6 +79,11 @@ class Comparison:
         ours, theirs = self[label].peak_allocated, self.baseline.peak_allocated
         return Ratio(ours / theirs, ours / theirs, ours / theirs) if ours is not None and theirs else None
 
+    def ratio(self, label: str, quantity: str) -> Ratio | None:
+        """What stands beside a value of "time", "memory" or "energy": its ratio; None for the baseline's own."""
+        ratios = {"time": self.time_ratio, "memory": self.memory_ratio, "energy": self.energy_ratio}
+        return None if label == self.baseline.label else ratios[quantity](label)
+
     def verdict(self, label: str) -> str:
         """Faster or slower only where the whole 99 % interval of the time ratio is on that side of 1."""
         if self[label].failed or label == self.baseline.label:
@@ -95,11 +100,11 @@ class Comparison:
             "time per step": lambda m: units.format_seconds(m.median),
             "throughput": lambda m: units.format_count(m.throughput, f"{m.unit}/s"),
             "FLOP rate": lambda m: units.format_count(m.flop_rate, "FLOP/s"),
-            "time": lambda m: self._told(self.time_ratio(m.label), m),
+            "time": lambda m: units.told(self.ratio(m.label, "time")),
             "peak memory": lambda m: units.format_bytes(m.peak_allocated),
-            "memory": lambda m: self._told(self.memory_ratio(m.label), m),
+            "memory": lambda m: units.told(self.ratio(m.label, "memory")),
             "energy per step": lambda m: units.format_joules(m.joules),
-            "energy": lambda m: self._told(self.energy_ratio(m.label), m) if m.energies else units.NOT_MEASURED,
+            "energy": lambda m: units.told(self.ratio(m.label, "energy")),
             "verdict": lambda m: self.verdict(m.label),
         }
         filled = {name: [cell(m) for m in self] for name, cell in columns.items()}
@@ -110,8 +115,14 @@ class Comparison:
         """Where it was measured: the device, and the versions that made the kernels."""
         versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
         whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
-        ratios = f"Ratios to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %"
+        per_item = f" per {self.baseline.unit.removesuffix('s')}" * (len({m.items for m in self}) > 1)
+        ratios = f"Ratios{per_item} to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %"
         return f"{self.name} on {self.device.label}, {versions}{whose}. {ratios}."
+
+    def alt_text(self) -> str:
+        """The verdicts in one line, for those who cannot see the plot."""
+        verdicts = ", ".join(f"{measurement.label}: {self.verdict(measurement.label)}" for measurement in self)
+        return f"Plot of {self.name} on {self.device.label}. {verdicts}"
 
     def to_dict(self) -> dict:
         """The comparison in JSON's types; `from_dict` reads it back."""
@@ -138,9 +149,6 @@ class Comparison:
         ratios = [math.log(a / b * scale) for a, b in zip(values(ours), values(theirs)) if a > 0 < b]
         return Ratio(*map(math.exp, rank_interval(ratios, confidence))) if len(ratios) >= FEWEST_ROUNDS else None
 
-    def _told(self, ratio: Ratio | None, measurement: Measurement) -> str:
-        return str(ratio) if ratio and measurement is not self.baseline else units.NOT_MEASURED
-
     def __repr__(self) -> str:
         headings, rows = self.table()
         widths = [max(map(len, column)) for column in zip(headings, *rows)]
@@ -163,8 +171,8 @@ def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **opti
     """Measure variants side by side; the first one is the baseline.
 
     A variant is a function that builds its own state and returns one training step. `name` is what the result is stored
-    under. The options are those of `measure_all`: items, unit, flops, seconds, rounds (at least eight), min_steps,
-    warmup, energy.
+    under. The options are those of `effgpu.measurement.measure_all`: items, unit, flops, seconds, rounds (at least
+    eight), min_steps, warmup, energy.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
     """
@@ -203,6 +211,9 @@ def rank_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 @cache
 def _averages_to_cut(n: int, confidence: float) -> int:
     """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - confidence."""
+    if n > 100:  # where the sum is all but normal, and the exact count would take minutes
+        mean, deviation = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
+        return int(mean - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * deviation)
     ways = [1]  # in which ranks 1 to n, each with either sign, give each positive sum
     for rank in range(1, n + 1):
         ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]

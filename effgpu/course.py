@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from tqdm import tqdm
 
@@ -101,11 +102,13 @@ def run_lesson(
     _execute(notebook, path.parent, progress)
     _drop_blank_output(notebook)
     outcome = _outcome(path.stem, notebook)
-    text = nbformat.writes(notebook) + "\n"
-    beside = Path(os.path.relpath(path.resolve().parent.parent, folder.resolve())).as_posix()  # drawings are not copied
-    reference.write_whole(folder / path.name, text.replace("](../", f"]({beside}/"))
     if inplace and not outcome.failure:
-        reference.write_whole(path, text)
+        reference.write_whole(path, nbformat.writes(notebook) + "\n")
+    beside = quote(Path(os.path.relpath(path.resolve().parent.parent, folder.resolve())).as_posix())
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":  # the drawings are not copied
+            cell.source = cell.source.replace("](../", f"]({beside}/")
+    reference.write_whole(folder / path.name, nbformat.writes(notebook) + "\n")
     return outcome
 
 
@@ -117,7 +120,7 @@ def read_lessons(folder: Path) -> list[Outcome]:
     for path in sorted(folder.glob("*.ipynb")):
         try:
             outcomes.append(_outcome(path.stem, nbformat.read(path, as_version=4)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except Exception:  # nbformat raises whatever the broken content leads to
             continue
     return outcomes
 
@@ -132,12 +135,6 @@ def store(outcomes: Iterable[Outcome], folder: Path) -> list[Path]:
         before = {comparison.name: comparison for comparison in reference.load(path)} if path.exists() else {}
         reference.save((before | named).values(), path)
     return list(fresh)
-
-
-def alt_text(comparison: Comparison) -> str:
-    """A comparison in one line, for those who cannot see its plot."""
-    verdicts = ", ".join(f"{measurement.label}: {comparison.verdict(measurement.label)}" for measurement in comparison)
-    return f"Plot of {comparison.name} on {comparison.device.label}. {verdicts}"
 
 
 def _find_lesson(name: str, known: dict[str, Path]) -> Path:
@@ -221,7 +218,7 @@ def _outcome(name: str, notebook) -> Outcome:
         data = [output.data for output in cell.outputs if "data" in output]
         shown = [Comparison.from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
         comparisons |= {comparison.name: comparison for comparison in shown}
-        alt = "; ".join(alt_text(comparison) for comparison in shown) or f"Plot of the lesson {title}"
+        alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
         pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
     leads = any("leads" in cell.metadata.get("tags", []) for cell in notebook.cells)
     return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook), leads)
@@ -230,7 +227,7 @@ def _outcome(name: str, notebook) -> Outcome:
 def _failure(notebook) -> str | None:
     for number, cell in enumerate(_code_cells(notebook.cells), start=1):
         for output in cell.outputs:
-            if output.output_type == "error" and "raises-exception" not in cell.metadata.get("tags", []):
+            if output.output_type == "error":
                 return f"cell [{number}] {_first_line(cell.source)!r}: {output.ename}: {_first_line(output.evalue)}"
     return None
 

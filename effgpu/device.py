@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 import platform
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from effgpu.units import GiB
+from effgpu.units import GiB, check_positive
 
 LARGE_GPU = 30 * GiB  # the line between a gaming card or a T4 and a data-centre card
 _CAPABILITY_OF = {
@@ -27,6 +26,7 @@ _CAPABILITY_OF = {
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: int | None = None
+_sparing = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ def memory_limit(limit: float) -> Iterator[None]:
     it has in use. On a CPU a step whose recorded peak is above the limit counts as out of memory. Limits nest; the
     tightest one holds.
     """
-    if not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
-        raise ValueError(f"limit: expected a positive number of bytes, got {limit!r}")
+    check_positive(limit=limit)
     global _limit
     before = _limit
     release_memory()  # blocks in the cache would be handed out without a look at the limit
@@ -135,20 +134,23 @@ def older_objects_spared() -> Iterator[None]:
     """Let the garbage collector pass over all that is older than the measuring: with a few libraries loaded, each
     collection would take tenths of a second.
     """
-    if gc.get_freeze_count():
+    global _sparing
+    if _sparing:  # gc.get_freeze_count() does not tell: Python 3.12 and later keep objects of their own there
         yield
         return
     release_memory()
     gc.freeze()
+    _sparing = True
     try:
         yield
     finally:
+        _sparing = False
         gc.unfreeze()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
-    told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+    told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
     told += ("NVML_SUCCESS == r INTERNAL ASSERT FAILED",)  # on a part of a GPU (MIG): pytorch/pytorch#112377
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

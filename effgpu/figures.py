@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
 from effgpu.ablation import NONE, Ablation, Change, format_share, switches_on
-from effgpu.comparison import WITHIN_NOISE, Comparison, rank_interval
+from effgpu.comparison import Comparison, rank_interval
 from effgpu.measurement import FEWEST_ROUNDS, Measurement
 from effgpu.memory import Trace
 from effgpu.reference import stored
@@ -50,7 +50,6 @@ STYLE = {
 WIDTH = 6.4
 NAME_HEIGHT = 0.19  # inches that the name of a point takes
 FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
-RATIOS = {"time": Comparison.time_ratio, "memory": Comparison.memory_ratio, "energy": Comparison.energy_ratio}
 
 
 def plot(comparison: Comparison) -> Figure:
@@ -109,6 +108,8 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
 
     Across a phase the allocator's events stand evenly spaced, so that the same phases lie below one another.
     """
+    if not isinstance(traces, Mapping):
+        raise TypeError(f"traces: expected a mapping of labels to traces, got {type(traces).__name__}")
     if not traces:
         raise ValueError("traces: expected at least one labelled trace, got none")
     with _figure(len(traces), height=1.75, sharey=True) as (_, axes):
@@ -139,12 +140,13 @@ def plot_sweep(
         raise ValueError("series: expected at least one labelled mapping of x to a value, each with an entry")
     measured = [m for points in series.values() for m in points.values() if isinstance(m, Measurement)]
     with _figure(1, height=3.4) as (figure, (ax,)):
-        for color, (label, points) in zip(LINES, series.items()):
+        for color, (label, points) in zip(cycle(LINES), series.items()):
             _draw_line(ax, label, points, color)
         ax.set_xscale("log" if log else "linear", **{"base": 2} if log else {})
         ax.set_xticks(xs := sorted({x for points in series.values() for x in points}), [f"{x:g}" for x in xs])
         ax.minorticks_off()
-        ax.set_ylim(0, 1.06 * ax.dataLim.y1 or 1)
+        low, high = ax.dataLim.intervaly  # infinite where nothing was drawn
+        ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1) if low <= high else ax.set_ylim(0, 1)
         _value_axis(ax.yaxis, format_value or _format_measured(measured))
         ax.set(xlabel=xlabel, ylabel=ylabel or _name_measured(measured))
         if len(series) > 1:
@@ -215,15 +217,13 @@ def _plot_rows(
 
 def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
     values = {m.label: _samples(comparison, m, quantity) for m in comparison}
-    ratio_of = partial(RATIOS[quantity], comparison)
-    verdict = comparison.verdict if quantity == "time" else lambda label: ""
-    told = {m.label: _tell(comparison, m, ratio_of, verdict(m.label)) for m in comparison}
+    told = {m.label: _tell(comparison, m, quantity) for m in comparison}
     _draw_bars(ax, values, told, FORMATS[quantity], _hatch(comparison, quantity))
     reserved = {row: m.peak_reserved for row, m in enumerate(comparison) if quantity == "memory" and m.peak_reserved}
     for row, size in reserved.items():
         ax.barh(row, size, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
         _make_room(ax, size)
-    _draw_stored(ax, comparison, others, RATIOS[quantity])
+    _draw_stored(ax, comparison, others, quantity)
     ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * bool(reserved))
 
 
@@ -271,12 +271,12 @@ def _write(ax, x: float, row: float, text: str, *, before: bool = False) -> None
     ax.annotate(text, (x, row), xytext=(-6 if before else 6, 0), **look)
 
 
-def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], ratio_of: Callable) -> None:
+def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
     """What other GPUs gave: their ratios, laid on this baseline, since their sizes and speeds are their own."""
     unit = ax.patches[0].get_width() if ax.patches else 0
     rows = {m.label: row for row, m in enumerate(comparison)}
     for other, color in zip(others, cycle(LINES[1:])):
-        found = {m.label: ratio_of(other, m.label) for m in other if m.label in rows and m is not other.baseline}
+        found = {m.label: other.ratio(m.label, quantity) for m in other if m.label in rows}
         points = [(ratio.value * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
         if points:
             name = f"{other.device.name} (its ratio)"
@@ -289,17 +289,16 @@ def _make_room(ax, x: float) -> None:
     ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
 
 
-def _tell(comparison: Comparison, measurement: Measurement, ratio_of: Callable, verdict: str = "") -> str:
-    """What stands behind a bar: the ratio to the baseline and the verdict, or why there is none."""
-    ratio = ratio_of(measurement.label)
-    if measurement is comparison.baseline or ratio is None:
-        return measurement.failed or verdict
-    return f"{units.format_ratio(ratio.value)}  {verdict}"
+def _tell(comparison: Comparison, m: Measurement, quantity: str) -> str:
+    """What stands behind a bar: the ratio to the baseline and, of time, the verdict, or why there is none."""
+    ratio = comparison.ratio(m.label, quantity)
+    verdict = comparison.verdict(m.label) if quantity == "time" else m.failed or ""
+    return f"{units.format_ratio(ratio.value)}  {verdict}" if ratio else verdict
 
 
 def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: str) -> None:
     """A bar from each level of the stack to the next; the first and the last level stand whole."""
-    stack, format_value, ratio_of = ablation.stack, FORMATS[quantity], RATIOS[quantity]
+    stack, format_value = ablation.stack, FORMATS[quantity]
     before, farthest = 0.0, 0.0
     for row, m in enumerate([*stack, stack.measurements[-1]]):
         known = _level(ablation, m, quantity)
@@ -309,8 +308,7 @@ def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: 
         start = before if on else 0
         ax.barh(row, middle - start, left=start, height=0.62, color=_color(change), hatch=_hatch(ablation, quantity))
         _draw_interval(ax, row, middle, low, high)
-        verdict = stack.verdict(m.label) if quantity == "time" else ""
-        told = _tell_change(change) if on else _tell(stack, m, partial(ratio_of, stack), verdict)
+        told = (change.short if change else "") if on else _tell(stack, m, quantity)
         told = f"{format_value(middle)}  {told}".strip() if known else m.failed or units.NOT_MEASURED
         _write(ax, max(start, high), row, told)
         if row < len(stack.measurements):
@@ -318,7 +316,7 @@ def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: 
         before, farthest = middle, max(farthest, high)
     ax.set_xlim(0, (farthest or 1) * 1.7)
     _value_axis(ax.xaxis, format_value)
-    _draw_stored(ax, stack, others, ratio_of)
+    _draw_stored(ax, stack, others, quantity)
     ax.set_title(_title(ablation, quantity))
 
 
@@ -333,11 +331,11 @@ def _plot_effects(ax, ablation: Ablation, quantity: str) -> None:
             look = {"color": color, "hatch": _hatch(ablation, quantity), "label": "" if row else side}
             ax.barh(row + offset, value, height=0.36, **look)
             _draw_interval(ax, row + offset, value, low, high)
-            told = _tell_change(change) or _why_none(ablation, switch, among)
+            told = change.short if change else _why_none(ablation, switch, among)
             _write(ax, low if value < 0 else high, row + offset, told, before=value < 0)
             ends += [low, high]
     low, high = min(ends), max(ends)
-    room = 0.6 * (high - low or 1)
+    room = 0.75 * (high - low or 1)
     ax.set_xlim(low - room * (low < 0), high + room)
     ax.axvline(0, color="#222222", linewidth=0.8)
     _value_axis(ax.xaxis, format_share)
@@ -359,12 +357,6 @@ def _color(change: Change | None) -> str:
     if change is None:
         return GREY
     return PALE if not change.sure else BLUE if change.value < 0 else ORANGE
-
-
-def _tell_change(change: Change | None) -> str:
-    if change is None:
-        return ""
-    return format_share(change.value) + f"  {WITHIN_NOISE}" * change.in_noise
 
 
 def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:
@@ -496,16 +488,26 @@ class _BinaryLocator(MaxNLocator):
 
     def tick_values(self, vmin: float, vmax: float):
         """The ticks between two numbers of bytes."""
-        unit = max(scale for scale in (1, units.KiB, units.MiB, units.GiB) if scale == 1 or vmax >= 2 * scale)
+        unit = _byte_unit(vmax)
         return super().tick_values(vmin / unit, vmax / unit) * unit
 
 
+def _byte_unit(top: float) -> int:
+    return max((unit for unit in (units.KiB, units.MiB, units.GiB) if top >= 2 * unit), default=1)
+
+
 def _value_axis(axis, format_value: Callable[[float], str]) -> None:
-    """A few round ticks, written as the values are but without trailing zeros."""
-    axis.set_major_locator((_BinaryLocator if format_value is units.format_bytes else MaxNLocator)(4))
-    axis.set_major_formatter(
-        FuncFormatter(lambda value, _: re.sub(r"\.0+(?!\d)|(\.\d*?)0+(?!\d)", r"\1", format_value(value)))
-    )
+    """A few round ticks, written as the values are but without trailing zeros; bytes all in one unit."""
+    is_bytes = format_value is units.format_bytes
+
+    def tell(value: float, _) -> str:
+        if is_bytes and value:
+            unit = _byte_unit(axis.get_view_interval()[1])
+            return f"{value / unit:g} {units.format_bytes(unit).partition(' ')[2]}"
+        return re.sub(r"\.0+(?!\d)|(\.\d*?)0+(?!\d)", r"\1", format_value(value))
+
+    axis.set_major_locator((_BinaryLocator if is_bytes else MaxNLocator)(4))
+    axis.set_major_formatter(FuncFormatter(tell))
 
 
 def _say_where(figure: Figure, measured: Iterable[Measurement]) -> None:

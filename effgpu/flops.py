@@ -1,6 +1,7 @@
 """FLOPs of a step, the matmul rate that this device reaches, and how much of it a step uses (MFU)."""
 
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,10 +14,12 @@ def count_flops(step: Callable[[], object]) -> int:
     """FLOPs of the matrix products, convolutions and attention that one call of `step` runs, forward and backward.
 
     A multiplication and an addition are two. Counted by torch.utils.flop_counter: what a checkpointed step computes
-    twice counts twice, element-wise operations do not count.
+    twice counts twice, element-wise operations do not count. Raises TypeError for a variant in place of its step.
     """
     with FlopCounterMode(display=False) as counter:
-        step()
+        result = step()
+    if isinstance(result, FunctionType):
+        raise TypeError("step: expected a training step, got a variant that builds one: pass variant()")
     return counter.get_total_flops()
 
 

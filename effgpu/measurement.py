@@ -1,17 +1,19 @@
 """Measurement: what one variant took. The measuring alternates variants in rounds and keeps one alive at a time."""
 
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 
+import torch
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
 from effgpu.device import Device, describe, find_device, is_out_of_memory, older_objects_spared
+from effgpu.units import check_positive
 from effgpu.variants import Step, Variant, check_variants, use
 
 OUT_OF_MEMORY = "out of memory"
@@ -61,12 +63,12 @@ class Measurement:
     @property
     def throughput(self) -> float | None:
         """Items per second."""
-        return self.items / self.median if self.items and self.times else None
+        return self.items / self.median if self.items and self.median else None
 
     @property
     def flop_rate(self) -> float | None:
         """The model's FLOPs per second."""
-        return self.flops / self.median if self.flops and self.times else None
+        return self.flops / self.median if self.flops and self.median else None
 
     @property
     def joules(self) -> float | None:
@@ -87,7 +89,7 @@ class Measurement:
 
 
 def measure(variant: Variant, *, label: str | None = None, **options) -> Measurement:
-    """Measure one variant. `label` defaults to the function's name; for the other options see `measure_all`."""
+    """Measure one variant. `label` defaults to the function's name; the other options are those of `compare`."""
     name = label or getattr(variant, "__name__", "step")
     return measure_all({name: variant}, **options)[0]
 
@@ -97,7 +99,7 @@ def measure_all(
     *,
     items: float | Mapping[str, float] | None = None,
     unit: str = "items",
-    flops: float | None = None,
+    flops: float | Mapping[str, float] | None = None,
     seconds: float = 2.0,
     rounds: int | None = None,
     min_steps: int = timing.FEWEST_STEPS,
@@ -115,19 +117,20 @@ def measure_all(
     `energy=False` saves where there are many variants. Where steps come in bursts, as from DataLoader workers, a round
     tells what they cost only if it is longer than a burst: give `min_steps`.
 
-    `items` per step (a number, or one for each label) named by `unit`, and `flops` per step, are noted with the
+    `items` per step named by `unit`, and `flops` per step (each a number, or one for each label), are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
     and is raised. Raises TypeError or ValueError for arguments that are not as expected.
     """
     variants = check_variants(variants)
-    _check_positive(int, rounds=FEWEST_ROUNDS if rounds is None else rounds, min_steps=min_steps, warmup=warmup)
-    _check_positive((int, float), seconds=seconds, flops=1 if flops is None else flops)
-    items_of = _items_by_label(variants, items)
+    check_positive(Integral, rounds=FEWEST_ROUNDS if rounds is None else rounds, min_steps=min_steps, warmup=warmup)
+    check_positive(seconds=seconds)
+    items_of, flops_of = _by_label(variants, items=items), _by_label(variants, flops=flops)
     fewest = min_steps if timing.cap_seconds(seconds) == seconds else 1
     seconds = timing.cap_seconds(seconds)
     records = {label: _Record() for label in variants}
     planned = rounds or MOST_ROUNDS
-    with older_objects_spared(), _progress() as bar:
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with older_objects_spared(), torch.random.fork_rng(gpus), _progress() as bar:
         bar.reset(len(variants) * (1 + planned))
         _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
         started, done = time.perf_counter(), 0
@@ -142,7 +145,7 @@ def measure_all(
                 planned = _plan_rounds(seconds, took / len(variants))
                 bar.total = len(variants) * (1 + planned)
     device = describe()
-    return [records[label].finish(label, device, items_of[label], unit, flops) for label in variants]
+    return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
 
 
 @dataclass
@@ -206,24 +209,17 @@ def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: floa
     use(variant, action)
 
 
-def _items_by_label(
-    variants: Mapping[str, Variant], items: float | Mapping[str, float] | None
-) -> dict[str, float | None]:
-    if items is None:
+def _by_label(variants: Mapping[str, Variant], **named: float | Mapping[str, float] | None) -> dict[str, float | None]:
+    """The one argument as a number for each variant."""
+    ((name, given),) = named.items()
+    if given is None:
         return dict.fromkeys(variants)
-    by_label = dict(items) if isinstance(items, Mapping) else dict.fromkeys(variants, items)
+    by_label = dict(given) if isinstance(given, Mapping) else dict.fromkeys(variants, given)
     if set(by_label) != set(variants):
-        raise ValueError(f"items: expected a number for each of {list(variants)}, got them for {list(by_label)}")
+        raise ValueError(f"{name}: expected a number for each of {list(variants)}, got them for {list(by_label)}")
     for label, value in by_label.items():
-        _check_positive((int, float), **{f"items of {label!r}": value})
-    return by_label
-
-
-def _check_positive(kind: type | tuple[type, ...], **values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
-            expected = "whole number" if kind is int else "number"
-            raise ValueError(f"{name}: expected a positive {expected}, got {value!r}")
+        check_positive(**{f"{name} of {label!r}": value})
+    return {label: value if isinstance(value, int) else float(value) for label, value in by_label.items()}
 
 
 def _progress() -> tqdm:

@@ -1,12 +1,15 @@
 """Bytes: the trace of one step, its peak, and what autograd saves for backward. One mechanism for CPU and GPU."""
 
-from collections.abc import Callable
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from effgpu.device import current_limit, find_device, older_objects_spared
+from effgpu.device import current_limit, find_device, is_out_of_memory, older_objects_spared
 from effgpu.units import format_bytes
 from effgpu.variants import Step, Variant, use
 
@@ -42,12 +45,15 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     """Build the variant, warm it up, record every allocation of one more step, and free it all.
 
     The events are the allocator's own, as torch.profiler reports them: on a CPU the peak is the same at every run.
-    Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice.
+    Seen are the thread that runs the step and autograd's, not threads or processes that the step starts by itself.
+    Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice, whichever library
+    said so; ValueError for a step that works on another GPU than the current one.
     """
-    with older_objects_spared():
+    with older_objects_spared(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # it has one cycle
         reserved_before, graphs_before = _held(torch.cuda.memory_reserved), _held_by_graphs()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            reserved, graphs = use(variant, lambda step: _record(step, warmup))
+            reserved, graphs = _used(variant, warmup)
     levels, phases = _read(profiler.profiler.kineto_results.events())
     levels = tuple(level + graphs - graphs_before for level in levels)
     recorded = Trace(levels, phases, None if reserved is None else reserved - reserved_before)
@@ -64,19 +70,33 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     Seen by torch.autograd.graph.saved_tensors_hooks; the same at every run. Devices differ where their kernels keep
     other things: of a dropout mask, a GPU keeps a byte an element and a CPU four. `forward` returns its loss or output.
     """
-    kept: dict[int, int] = {}
+    held: Counter[tuple[int, int]] = Counter()  # of each storage and its size, the saved tensors that keep it
+    most = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        saved = tensor.detach()  # an operation that saves its own output would keep its graph alive for ever
         root = tensor if tensor._base is None else tensor._base
-        if not (root.is_leaf and root.requires_grad):
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an operation that saves its own output would keep its graph alive for ever
+        if not isinstance(root, torch.nn.Parameter) and not (root.is_leaf and root.requires_grad):
+            storage = saved.untyped_storage()
+            key = storage._cdata, storage.nbytes()
+            held[key] += 1
+            weakref.finalize(saved, held.subtract, [key])
+            most = max(most, sum(size for (_, size), count in held.items() if count))
+        return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = forward()
-    del output
-    return sum(kept.values())
+        forward()
+    return most
+
+
+def _used(variant: Variant, warmup: int) -> tuple[int | None, int]:
+    try:
+        return use(variant, lambda step: _record(step, warmup))
+    except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
 
 
 def _record(step: Step, warmup: int) -> tuple[int | None, int]:
@@ -106,7 +126,11 @@ def _held_by_graphs() -> int:
 def _read(events) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Bytes and phases over the window, from the profiler's events in the order of their start."""
     kind = find_device().type.upper()
-    end = next(event.end_ns() for event in events if event.name() == _WINDOW)
+    end = next((event.end_ns() for event in events if event.name() == _WINDOW), None)
+    if end is None:
+        raise RuntimeError("trace: the step ran a profiler of its own, which ended the one that records the memory")
+    moved = [event for event in events if event.name() == "[memory]" and event.device_type().name == kind]
+    _check_gpu(event.device_index() for event in moved)
     alive, phase, until = 0, "forward", 0
     levels: list[int] = []
     phases: list[str] = []
@@ -125,6 +149,14 @@ def _read(events) -> tuple[tuple[int, ...], tuple[str, ...]]:
             phase = running
             until = max(until, event.end_ns()) if phase != "forward" else until
     return tuple(levels), tuple(phases)
+
+
+def _check_gpu(indices: Iterable[int]) -> None:
+    here, used = find_device().index, set(indices)
+    elsewhere = {index for index in used if index >= 0 and index != here}
+    if elsewhere and here is not None and here not in used:
+        used = f"allocates on GPU {min(elsewhere)}, and only the current one ({here}) is measured"
+        raise ValueError(f"the step {used}: call torch.cuda.set_device({min(elsewhere)}) first")
 
 
 def _phase(name: str, outside: bool) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from effgpu import reference, units
 from effgpu.comparison import BASELINE, FASTER, SLOWER, WITHIN_NOISE, Comparison, Ratio
-from effgpu.course import Outcome, Picture, alt_text
+from effgpu.course import Outcome, Picture
 from effgpu.device import Device
 from effgpu.measurement import Measurement
 
@@ -35,7 +35,8 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
     outcomes = []
     for comparison in comparisons:
         png = base64.b64encode(figures.to_png(figures.plot(comparison))).decode()
-        outcomes.append(Outcome(comparison.name, comparison.name, (comparison,), (Picture(png, alt_text(comparison)),)))
+        picture = Picture(png, comparison.alt_text())
+        outcomes.append(Outcome(comparison.name, comparison.name, (comparison,), (picture,)))
     return Section(comparisons[0].device, tuple(outcomes))
 
 
@@ -135,14 +136,13 @@ def _rows(outcome: Outcome, comparison: Comparison, energy: bool) -> str:
 
 def _cells(comparison: Comparison, measurement: Measurement, energy: bool) -> list[str]:
     """The baseline's own values, the others' ratios to it."""
-    label = measurement.label
     if measurement is comparison.baseline:
         time, memory = units.format_seconds(measurement.median), units.format_bytes(measurement.peak_allocated)
         joules = units.format_joules(measurement.joules)
     else:
-        time, memory = _ratio(comparison.time_ratio(label)), _ratio(comparison.memory_ratio(label))
-        joules = _ratio(comparison.energy_ratio(label))
-    return [time, _verdict(comparison.verdict(label)), memory, *[joules] * energy]
+        ratios = (comparison.ratio(measurement.label, quantity) for quantity in ("time", "memory", "energy"))
+        time, memory, joules = map(_ratio, ratios)
+    return [time, _verdict(comparison.verdict(measurement.label)), memory, *[joules] * energy]
 
 
 def _verdict(verdict: str) -> str:
@@ -151,7 +151,7 @@ def _verdict(verdict: str) -> str:
 
 
 def _ratio(ratio: Ratio | None) -> str:
-    value, _, interval = (str(ratio) if ratio else units.NOT_MEASURED).partition(" [")
+    value, _, interval = units.told(ratio).partition(" [")
     return f"<b>{value}</b> <small>[{interval}</small>" if interval else f"<b>{value}</b>"
 
 

@@ -1,5 +1,8 @@
 """Numbers as people read them. Everywhere else in the package: seconds, bytes, joules, FLOPs."""
 
+import math
+from numbers import Integral, Real
+
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 
 NOT_MEASURED = "–"
@@ -42,6 +45,19 @@ def format_ratio(ratio: float | None) -> str:
     if ratio is None:
         return NOT_MEASURED
     return f"{ratio:.3f} ×" if 0.1 <= ratio < 10 else f"{_three_digits(ratio)} ×"
+
+
+def told(value: object | None) -> str:
+    """A value as it shows itself; `None` (not measured) -> `"–"`."""
+    return NOT_MEASURED if value is None else str(value)
+
+
+def check_positive(kind: type = Real, **values: object) -> None:
+    """Raises ValueError, with its name, for a value that is not a positive and finite number of this kind."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+            expected = "whole number" if kind is Integral else "number"
+            raise ValueError(f"{name}: expected a positive {expected}, got {value!r}")
 
 
 def _scale(value: float | None, base: int, names: dict[float, str]) -> str:

@@ -22,7 +22,8 @@ def use(variant: Variant, action: Callable[[Step], Result]) -> Result:
     """
     handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
     try:
-        result = action(_build(variant))
+        with _recompiling():
+            result = action(_build(variant))
     except BaseException as error:
         _drop_frames(error, handled)
         with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
@@ -45,6 +46,13 @@ def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:
             got = type(variant).__name__
             raise TypeError(f"variants[{label!r}]: expected a function that returns a training step, got {got}")
     return dict(variants)
+
+
+def _recompiling() -> contextlib.AbstractContextManager:
+    """Let torch.compile compile as often as variants are built: past its limit, of eight, it runs a step eagerly."""
+    dynamo = sys.modules.get("torch._dynamo")
+    most = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    return dynamo.config.patch(most) if dynamo else contextlib.nullcontext()
 
 
 def _build(variant: Variant) -> Step:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import hypothesis
+import pynvml
 import pytest
 import torch
 
@@ -66,7 +67,7 @@ class SimulatedGpu:
         )
         self.log = []
         self.clock = 0.0  # seconds
-        self.free, self.reserved, self.allocated, self.most_reserved = memory, 0, 0, 0
+        self.reserved, self.allocated, self.most_reserved = 0, 0, 0
         self.segments = []  # as torch.cuda.memory_snapshot tells them
         self.fraction = 1.0
 
@@ -101,9 +102,10 @@ def simulate_gpu(monkeypatch):
         replaced = {
             "is_available": lambda: True,
             "current_device": lambda: 0,
+            "get_rng_state": lambda device=None: gpu.log.append("state kept"),
+            "set_rng_state": lambda state, device=None: gpu.log.append("state given back"),
             "get_device_properties": lambda device=None: gpu.properties,
             "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
-            "mem_get_info": lambda device=None: (gpu.free, memory),
             "memory_reserved": lambda device=None: gpu.reserved,
             "memory_allocated": lambda device=None: gpu.allocated,
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
@@ -121,6 +123,16 @@ def simulate_gpu(monkeypatch):
         return gpu
 
     return simulate
+
+
+@pytest.fixture
+def energy_counter():
+    """Skips where NVML itself, and not effgpu, has no counter of energy."""
+    try:
+        pynvml.nvmlInit()
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except pynvml.NVMLError as error:
+        pytest.skip(f"NVML: {error}")
 
 
 @pytest.fixture

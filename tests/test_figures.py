@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import re
 import sys
 from dataclasses import replace
@@ -61,7 +62,7 @@ def read_ticks(axis, unit, scale):
     """The values that the labels of the ticks tell; each must be its tick's, plainly written, in the unit."""
     values = []
     for place, text in zip(axis.get_ticklocs(), ticks(axis)):
-        assert re.fullmatch(rf"0 \w+|[1-9]\d*(\.\d*[1-9])? {unit}", text), text
+        assert re.fullmatch(rf"0 \w+|(0|[1-9]\d*)(\.\d*[1-9])? {unit}", text), text
         values.append(float(text.split()[0]) * scale)
         assert values[-1] == pytest.approx(place, rel=0.005)
     return values
@@ -295,6 +296,32 @@ def test_a_sweep_of_plain_numbers_is_written_as_asked():
     assert list(ax.containers[0].lines[0].get_ydata()) == [2 * MiB, 4 * MiB]
     assert max(read_ticks(ax.yaxis, "MiB", MiB)) >= 3 * MiB
     assert ax.get_ylabel() == "saved" and figure.get_supxlabel() == ""
+
+
+def test_a_sweep_of_which_nothing_fitted_is_drawn():
+    (ax,) = plot_sweep({"plain": {1: None, 2: None}}, xlabel="rows").axes
+    assert texts(ax) == ["out of memory"] * 2 and ax.get_ylim()[0] == 0
+
+
+def test_a_sweep_of_many_series_draws_each():
+    (ax,) = plot_sweep({f"series {k}": {1: 1.0, 2: 2.0} for k in range(9)}, xlabel="x").axes
+    assert len(ax.containers) == 9
+
+
+def test_a_sweep_below_zero_stands_upright():
+    (ax,) = plot_sweep({"change": {1: -2.0, 2: 1.0}}, xlabel="x", format_value=str).axes
+    low, high = ax.get_ylim()
+    assert low < -2 and high > 1
+
+
+def test_the_ticks_of_bytes_are_all_in_one_unit():
+    (ax,) = plot_sweep({"a": {1: 2.2 * MiB}}, xlabel="x", format_value=figures.units.format_bytes).axes
+    assert 0 < read_ticks(ax.yaxis, "MiB", MiB)[1] < MiB
+
+
+def test_a_trace_without_its_label_is_refused():
+    with pytest.raises(TypeError, match="traces: expected a mapping of labels to traces, got Trace"):
+        plot_memory(Trace((0,), ("forward",)))
 
 
 # Of an ablation
@@ -564,7 +591,7 @@ def outputs(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("notebook"))
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": folder}}
-    ).execute()
+    ).execute(env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     return [cell.outputs for cell in notebook.cells]
 
 

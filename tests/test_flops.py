@@ -35,9 +35,22 @@ def test_the_step_runs_once():
     assert len(calls) == 1
 
 
+def test_a_variant_in_place_of_its_step_is_refused():
+    with pytest.raises(TypeError, match="expected a training step, got a variant"):
+        count_flops(lambda: lambda: None)
+
+
 def test_matmul_peak_is_the_flops_over_the_best_time(monkeypatch):
     monkeypatch.setattr(flops, "time_for", lambda step, seconds: [0.5, 0.25, 1.0])
     assert matmul_peak(size=8) == 2 * 8**3 / 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_of_products_of_the_dtype_asked_for(dtype, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a.dtype, b.dtype, out.dtype, a.shape)))
+    matmul_peak(dtype, size=8, seconds=0.001)
+    assert set(seen) == {(dtype, dtype, dtype, (8, 8))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import io
+import json
 import math
 import statistics
 import sys
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effgpu import measurement, memory, power, timing
-from effgpu.device import Device, describe, memory_limit, release_memory
+from effgpu.device import Device, describe, memory_limit, older_objects_spared, release_memory
 from effgpu.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all
 from effgpu.units import GiB, MiB
 
@@ -235,10 +236,18 @@ def test_energy_that_a_round_lacks_is_not_measured(answers, monkeypatch, no_coll
 
 
 def test_older_objects_are_collected_again_after_measuring(monkeypatch):
-    frozen = []
+    frozen, before = [], gc.get_freeze_count()  # Python 3.12 has some of its own
     monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: frozen.append(gc.get_freeze_count()) or [1.0])
     measure(lambda: lambda: None, **QUICK)
-    assert min(frozen) > 0 and gc.get_freeze_count() == 0
+    assert min(frozen) > before + 1000 and gc.get_freeze_count() <= before
+
+
+def test_older_objects_are_collected_again_after_an_error():
+    before = gc.get_freeze_count()
+    with pytest.raises(RuntimeError), older_objects_spared():
+        assert gc.get_freeze_count() > before + 1000
+        raise RuntimeError
+    assert gc.get_freeze_count() <= before
 
 
 # Out of memory, and other faults
@@ -356,6 +365,24 @@ def test_items_may_differ_between_variants(no_collecting):
     assert [(m.label, m.items) for m in found] == [("a", 8), ("b", 16)]
 
 
+def test_flops_may_differ_between_variants(no_collecting):
+    found = measure_all({"a": sound, "b": sound}, flops={"a": 8e9, "b": 16e9}, **QUICK)
+    assert [m.flops for m in found] == [8e9, 16e9]
+
+
+def test_a_number_of_numpy_is_a_number(no_collecting):
+    (found,) = measure_all({"a": sound}, items=np.int64(8), **QUICK)
+    assert json.dumps(found.items) == "8.0"
+
+
+def test_measuring_draws_nothing_from_the_readers_generator(no_collecting):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    measure(lambda: lambda: torch.rand(1), **QUICK)
+    assert torch.equal(torch.rand(1), expected)
+
+
 # The progress bar
 
 
@@ -385,7 +412,7 @@ def test_the_progress_bar_is_for_terminals_only(watched, monkeypatch, capsys, no
 
 def test_in_a_notebook_the_bar_is_written_where_print_writes(monkeypatch, no_collecting):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    printed, errors = Terminal(True), Terminal(True)
+    printed, errors = Terminal(False), Terminal(False)  # a notebook's streams are no terminals
     monkeypatch.setattr(sys, "stdout", printed)
     monkeypatch.setattr(sys, "stderr", errors)
     measure_all({"a label": sound}, **QUICK)
@@ -442,10 +469,7 @@ def test_a_limit_makes_a_real_out_of_memory_that_the_next_measuring_survives(mon
 
 
 @pytest.mark.gpu
-def test_energy_is_above_zero_on_this_gpu():
-    reading = power.sample()
-    if reading is None or reading.joules is None:
-        pytest.skip("this GPU counts no energy")
+def test_energy_is_that_of_a_board_at_work(energy_counter):
     found = measure(make_gpu_variant(), seconds=0.1, rounds=2)
-    assert len(found.energies) == 2 and found.joules > 0
-    assert found.joules < 10 * found.median * 2000  # watts of a board, with room for what is not kept busy
+    assert len(found.energies) == 2
+    assert 3 < found.joules / found.median < 10 * 2000  # watts of a board, with room for what is not kept busy

@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
+from effgpu import memory
 from effgpu.device import find_device, memory_limit, release_memory
 from effgpu.memory import Trace, saved_bytes, trace
 from effgpu.units import GiB, KiB, MiB
@@ -135,6 +138,11 @@ def test_trace_of_a_step_that_allocates_nothing():
     assert trace(lambda: lambda: None) == Trace((0,), ("forward",))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_trace_warns_of_nothing():
+    assert trace(lambda: lambda: torch.ones(4)).peak > 0
+
+
 def test_what_was_alive_before_the_variant_was_built_is_not_counted():
     alone = trace(transformer)
     before = torch.ones(4 * MiB)
@@ -172,6 +180,41 @@ def test_a_limit_on_a_cpu_is_out_of_memory():
         assert trace(transformer).peak == peak
     with memory_limit(peak - 1), pytest.raises(torch.OutOfMemoryError, match="out of memory: the step needs"):
         trace(transformer)
+
+
+def test_a_library_that_is_out_of_memory_is_out_of_memory():
+    def variant():
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        trace(variant)
+
+
+def test_a_step_with_a_profiler_of_its_own_is_an_error_that_says_so():
+    """In some versions it is torch itself that says so."""
+
+    def step():
+        with torch.profiler.profile():
+            pass
+
+    with pytest.raises(RuntimeError, match="profiler"):
+        trace(lambda: step)
+
+
+def event(name, gpu=-1):
+    """As the profiler tells of it."""
+    told = {"name": name, "start_ns": 1, "end_ns": 9, "nbytes": 1, "device_index": gpu}
+    told |= {"device_type": SimpleNamespace(name="CUDA")}
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in told.items()})
+
+
+@pytest.mark.parametrize(("used", "refused"), [({0}, False), ({1}, True), ({0, 1}, False), ({-1}, False), ((), False)])
+def test_a_step_on_another_gpu_than_the_measured_one_is_refused(used, refused, simulate_gpu):
+    simulate_gpu()
+    events = [event(memory._WINDOW), *(event("[memory]", gpu) for gpu in used)]
+    refusal = pytest.raises(ValueError, match=r"GPU 1.*torch.cuda.set_device\(1\)")
+    with refusal if refused else nullcontext():
+        memory._read(events)
 
 
 def test_reserved_is_the_steps_own_whatever_was_reserved_before(simulate_gpu):
@@ -218,12 +261,24 @@ def test_parameters_are_not_saved_bytes_not_even_seen_through_a_view():
     assert saved_bytes(lambda: batch @ weight.t()) == batch.nbytes
 
 
+def test_frozen_weights_are_no_saved_bytes_either():
+    """As under a LoRA: the input's gradient needs the weight, which is there anyway."""
+    frozen, x = nn.Linear(64, 64, bias=False).requires_grad_(False), torch.ones(4, 64, requires_grad=True)
+    assert saved_bytes(lambda: frozen(x)) == 0
+
+
+def test_a_graph_that_is_dropped_on_the_way_counts_only_while_it_is_there():
+    x = torch.ones(1024, requires_grad=True)
+    assert saved_bytes(lambda: [(x * 2).exp().sum().item() for _ in range(4)]) == 4096
+    assert saved_bytes(lambda: [(x * 2).exp().sum() for _ in range(4)]) == 4 * 4096
+
+
 def test_a_storage_saved_more_than_once_counts_once():
     start = torch.randn(100, requires_grad=True)
 
     def forward():
         x = start * 1
-        return (x[:50].sin() * x[:50].cos()).sum()  # keeps x's storage for both, and both results
+        return (x[:50].sin() * x[50:].cos()).sum()  # keeps x's storage for both, and both results
 
     assert saved_bytes(forward) == start.nbytes + 2 * 50 * 4
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from effgpu import variants
 from effgpu.variants import check_variants, use
 
 
@@ -117,6 +118,18 @@ def test_frees_everything_when_the_action_fails():
     del caught
 
 
+def test_a_gpu_that_has_failed_does_not_hide_the_fault(monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def variant():
+        raise ValueError("the fault")
+
+    monkeypatch.setattr(variants, "release_memory", broken)
+    with pytest.raises(ValueError, match="the fault"):
+        use(variant, lambda step: step())
+
+
 def test_frees_what_an_error_that_was_turned_into_another_held():
     watched = Watched(fail)
 
@@ -214,3 +227,23 @@ def test_variants_that_are_none(variants, error, message):
 def test_variants_are_handed_back_in_their_order():
     variants = {"b": fail, "a": interrupt}
     assert list(check_variants(variants).items()) == list(variants.items())
+
+
+def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_there_are():
+    """Past its limit of compilations torch.compile would run it eagerly, and later rounds would measure that."""
+    graphs = []
+
+    def each_time():
+        @torch.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        def step():
+            return each_time.build * torch.ones(1)
+
+        each_time.build += 1
+        return step
+
+    each_time.build = 0
+    torch.compiler.reset()
+    limit = torch._dynamo.config.recompile_limit
+    for _ in range(limit + 4):
+        use(each_time, lambda step: step())
+    assert len(graphs) == limit + 4 and torch._dynamo.config.recompile_limit == limit
