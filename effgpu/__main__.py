@@ -84,23 +84,28 @@ def _run(chosen: argparse.Namespace) -> int:
         course.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
     except (OSError, ValueError) as error:
         return _refuse(error)
+    if chosen.inplace and not whole:
+        return _refuse("--inplace stores results, and what is cut short (--seconds, EFFGPU_SECONDS) has none")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
     outcomes, interrupted = [], False
     try:
-        for outcome in course.run(lessons, out, inplace=chosen.inplace):
-            outcomes.append(outcome)
-    except KeyboardInterrupt:
-        interrupted = True
-    page = _keep(outcomes, out)
+        try:
+            for outcome in course.run(lessons, out, inplace=chosen.inplace):
+                outcomes.append(outcome)
+                course.store([outcome], out / "results")  # at once: whatever stops the run, what is done is not lost
+        except KeyboardInterrupt:
+            interrupted = True
+        page = _keep(outcomes, out)
+    except OSError as error:  # a full disk, say
+        return _refuse(error)
     return _sum_up(outcomes, len(lessons), page, interrupted)
 
 
 def _keep(outcomes: list, out: Path) -> Path:
-    """Write the results, and the page: what an earlier run of this machine left in the folder is on it too."""
+    """Write the page: what an earlier run of this machine left in the folder is on it too."""
     from effgpu import course, report
     from effgpu.device import describe
 
-    course.store(outcomes, out / "results")
     device = describe()
     lessons = {
         earlier.name: earlier

@@ -7,6 +7,7 @@ something, and real work for the CPU per item. No call here opens a connection.
 import contextlib
 import importlib.util
 import math
+import operator
 import random
 import string
 import warnings
@@ -207,7 +208,7 @@ class Glyphs(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        index = range(self.count)[index]
+        index = range(self.count)[operator.index(index)]  # no slices
         draw = random.Random(f"glyph {self.split} {self.seed} {index}")
         label, font = draw.randrange(len(self.classes)), draw.choice(self.fonts)
         height, across, down = draw.uniform(0.70, 0.80), draw.uniform(-0.04, 0.04), draw.uniform(-0.04, 0.04)

@@ -199,6 +199,8 @@ def test_a_glyph_depends_on_split_seed_and_index_alone(split, size, seed, data):
     assert len(glyphs) == count
     with pytest.raises(IndexError):
         glyphs[count]
+    with pytest.raises(TypeError):
+        glyphs[:2]
 
 
 def test_glyph_labels_are_balanced_and_images_hardly_ever_repeat():

@@ -18,9 +18,9 @@ def drawn(tmp_path_factory) -> Path:
 
 
 def shapes(path: Path) -> list[str]:
-    """Title, outlines and fills of a drawing; not its glyphs and names, in which versions of matplotlib differ."""
+    """Title, words, outlines and fills of a drawing; not its glyphs, in which versions of matplotlib differ."""
     text = re.sub(r"url\(#\w+\)", "url()", path.read_text())
-    return re.findall(r"<title>.*?</title>|<path d=\"[^\"]*\"[^>]* style=\"[^\"]*\"", text, re.DOTALL)
+    return re.findall(r"<title>.*?</title>|<!-- .*? -->|<path d=\"[^\"]*\"[^>]* style=\"[^\"]*\"", text, re.DOTALL)
 
 
 def test_every_drawing_is_committed_and_no_other(drawn):

@@ -12,7 +12,8 @@ import nbformat
 import pytest
 from test_course import FAILING, compares, write_lesson
 
-from effgpu import course, device, reference
+from effgpu import __main__ as main_module
+from effgpu import course, device, reference, timing
 from effgpu.__main__ import main
 from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.device import Device
@@ -35,12 +36,6 @@ def effgpu(*arguments, cwd: Path) -> subprocess.CompletedProcess:
 def environment() -> dict[str, str]:
     here = {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return os.environ | here
-
-
-def is_refused(answer: subprocess.CompletedProcess, *told: str) -> bool:
-    """One line that says what is wrong, and nothing else."""
-    one_line = answer.stderr.startswith("effgpu: error: ") and answer.stderr.count("\n") == 1
-    return answer.returncode == 2 and one_line and all(text in answer.stderr for text in told)
 
 
 @pytest.mark.parametrize("arguments, unwanted", [(["--help"], ("torch", *HEAVY)), (["info"], HEAVY)])
@@ -95,19 +90,20 @@ def test_seconds_cap_every_measurement_of_a_run(tmp_path):
     assert not list((tmp_path / "out").glob("*.html")), "a look must not replace results"
     executed = nbformat.read(tmp_path / "out" / "look" / "notebooks" / "01_one.ipynb", as_version=4)
     assert executed.cells[-1].outputs[0].text == "0.5\n"
-    assert is_refused(effgpu("run", lesson, "--seconds", "few", cwd=tmp_path), "'few'")
 
 
 def test_the_page_of_a_partial_run_keeps_this_machines_other_lessons(tmp_path):
-    lessons = {"01_here": device.describe(), "02_elsewhere": Device("Abacus", "cpu", 2**30, 3)}
-    course.prepare(tmp_path / "out")
-    for name, where in lessons.items():
-        rows = tuple(Measurement(label, (1.0,) * 8, where) for label in ("slow", "fast"))
-        data = {MIME_TYPE: Comparison(name, rows).to_dict(), "text/plain": ""}
+    def compared(name, where):
+        return Comparison(name, tuple(Measurement(label, (1.0,) * 8, where) for label in ("slow", "fast")))
+
+    here = device.describe()
+    course.prepare(tmp_path)
+    for name, where in {"01_here": here, "02_elsewhere": Device("Abacus", "cpu", 2**30, 3)}.items():
+        data = {MIME_TYPE: compared(name, where).to_dict(), "text/plain": ""}
         cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data)])
-        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "out" / "notebooks" / f"{name}.ipynb")
-    assert effgpu("run", write_lesson(tmp_path, "03_now", compares("03_now")), cwd=tmp_path).returncode == 0
-    page = (tmp_path / "out" / "report.html").read_text()
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "notebooks" / f"{name}.ipynb")
+    now = course.Outcome("03_now", "03_now", (compared("03_now", here),))
+    page = main_module._keep([now], tmp_path).read_text()
     assert "01_here" in page and "03_now" in page and "02_elsewhere" not in page
 
 
@@ -122,6 +118,21 @@ def test_a_failing_lesson_is_named_at_the_end_and_on_the_page(tmp_path):
     answer = effgpu("run", "02", "--out", "here", cwd=tmp_path)
     assert answer.returncode == 0
     assert "no such number" in (tmp_path / "here" / "report.html").read_text()  # it still stands as it was
+
+
+def test_whatever_stops_a_run_the_results_of_the_lessons_before_are_there(tmp_path):
+    """Here: there is no folder any more to write the second lesson to."""
+    write_lesson(tmp_path / "notebooks", "01_done", compares("done"))
+    write_lesson(
+        tmp_path / "notebooks",
+        "02_removes",
+        "import shutil; shutil.rmtree('../out/notebooks'); open('../out/notebooks', 'w')",
+    )
+    (tmp_path / "out").mkdir()
+    answer = effgpu("run", cwd=tmp_path)
+    assert answer.returncode == 2 and answer.stderr.splitlines()[-1].startswith("effgpu: error: "), answer.stderr
+    (results,) = (tmp_path / "out" / "results").glob("*.json")
+    assert [comparison.name for comparison in reference.load(results)] == ["done"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -140,7 +151,7 @@ def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, nu
     )
     pids = wait_for(tmp_path / "notebooks" / "pids").split()
     run.send_signal(number)
-    _, told = run.communicate(timeout=60)
+    _, told = run.communicate(timeout=300)
     assert run.returncode == 130
     assert "Traceback" not in told and told.endswith("interrupted: 2 of 3 lessons were not run\n"), told
     assert [pid for pid in pids if is_running(pid)] == []
@@ -162,15 +173,44 @@ def is_running(pid: str) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_what_cannot_be_run_is_refused_before_anything_runs(tmp_path):
-    write_lesson(tmp_path / "notebooks", "01_one", "open('ran', 'w')")
+def test_what_cannot_be_run_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
+    def is_refused(*arguments, told):
+        code, answer = main([*arguments]), capsys.readouterr().err
+        one_line = answer.startswith("effgpu: error: ") and answer.count("\n") == 1
+        return code == 2 and one_line and all(text in answer for text in told)
+
+    monkeypatch.chdir(tmp_path)
+    lesson = write_lesson(tmp_path / "notebooks", "01_one", "open('ran', 'w')")
     (tmp_path / "file").write_text("")
-    assert is_refused(effgpu("run", "2", cwd=tmp_path), "'2'", "01_one")
-    assert is_refused(effgpu("run", "--out", "file/out", cwd=tmp_path), "file/out")
+    assert is_refused("run", "2", told=("'2'", "01_one"))
+    assert is_refused("run", "--out", "file/out", told=("file/out",))
+    with monkeypatch.context() as capped:
+        capped.setenv(timing.CAP, "few")
+        assert is_refused("run", told=("'few'",))
+        capped.setenv(timing.CAP, "0.5")
+        assert is_refused("run", "--inplace", told=("--inplace", timing.CAP))
     (tmp_path / "out" / "results").mkdir(parents=True)
     (tmp_path / "out" / "results" / "mine.json").write_text("[]")
-    assert is_refused(effgpu("run", cwd=tmp_path), "mine.json")
-    assert not (tmp_path / "notebooks" / "ran").exists()
+    assert is_refused("run", told=("mine.json",))
+    assert not (lesson.parent / "ran").exists() and not (tmp_path / "ran").exists()
+
+
+def test_inplace_reaches_the_run(tmp_path, monkeypatch):
+    write_lesson(tmp_path / "notebooks", "01_one", "1 + 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    asked = []
+    monkeypatch.setattr(course, "prepare", lambda out, *others: asked.append([*map(str, others)]))
+    monkeypatch.setattr(course, "run", lambda lessons, out, inplace: asked.append(inplace) or ())
+    assert main(["run"]) == main(["run", "--inplace"]) == 0
+    assert asked == [[], False, ["notebooks"], True]
+
+
+def test_a_report_goes_to_report_html_and_says_so(tmp_path, monkeypatch, capsys, make_measurement, make_gpu):
+    monkeypatch.chdir(tmp_path)
+    both = tuple(make_measurement(label, device=make_gpu()) for label in "ab")
+    assert main(["report", str(reference.save([Comparison("some", both)], tmp_path / "a.json"))]) == 0
+    assert capsys.readouterr().out == "report.html\n" and (tmp_path / "report.html").exists()
 
 
 def test_a_missing_runner_is_refused_with_what_installs_it(monkeypatch, capsys):

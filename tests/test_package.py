@@ -45,6 +45,11 @@ def test_imports_run_one_way(module):
             assert rest and rest[0] in above, f"{module} imports {name}, which is not a module above it"
 
 
+def test_contributing_tells_the_order_of_imports():
+    named = re.search(r"in this order: ([\w,\s]+)\.", (PACKAGE.parent / "CONTRIBUTING.md").read_text())[1]
+    assert re.findall(r"\w+", named) == ORDER[:-1]
+
+
 def test_only_figures_imports_matplotlib():
     importers = {module for module in MODULES if any(name.split(".")[0] == "matplotlib" for name in imported(module))}
     assert importers == {"figures"}

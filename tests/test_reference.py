@@ -127,9 +127,15 @@ def test_nothing_stored_is_nothing(make_stored):
     assert stored("one") == []
 
 
-def test_all_results_in_the_package_can_be_read():
-    for path in sorted(reference.STORED.glob("*.json")):
-        results = load(path)
-        assert results and path.stem == results[0].device.slug
-        assert len({c.device.name for c in results}) == 1, "one machine a file"
-        assert len({c.name for c in results}) == len(results), "one result a name"
+def is_worth_storing(path):
+    """Of one GPU, under its name, with one result a name: results of CPUs are not collected."""
+    results = load(path)
+    one_gpu = len({c.device.name for c in results}) == 1 and results[0].device.kind == "cuda"
+    return one_gpu and path.stem == results[0].device.slug and len({c.name for c in results}) == len(results)
+
+
+def test_all_results_in_the_package_are_a_gpus(make_measurement, make_gpu, tmp_path):
+    for device, expected in ((make_gpu(), True), (make_measurement("a").device, False)):
+        both = tuple(make_measurement(label, device=device) for label in "ab")
+        assert is_worth_storing(save([Comparison("some", both)], tmp_path / f"{device.slug}.json")) == expected
+    assert all(map(is_worth_storing, reference.STORED.glob("*.json")))
