@@ -60,7 +60,7 @@ def test_follows_the_template(path):
     lines = prose(notebook).splitlines()
     places = [lines.index(heading) for heading in HEADINGS]
     assert places == sorted(places)
-    assert len(notebook.cells) <= 18
+    assert len(notebook.cells) <= 19
     assert any(re.search(r"# new$", cell.source, re.MULTILINE) for cell in code(notebook))
     for word in ("**When not", "**Pitfalls.**", "**Exercises.**", "**Sources.**"):
         assert word in notebook.cells[-1].source
@@ -84,6 +84,11 @@ def test_checked_cells_have_something_to_check(path):
     checked = [cell for cell in code(read(path)) if CHECKED in cell.metadata.get("tags", [])]
     assert len(checked) >= 2
     assert all(text_of(cell).strip() for cell in checked), "nbval passes a checked cell without a stored output"
+    cells = read(path).cells
+    for heading in ("## Same result", "## Prediction"):
+        (at,) = [i for i, c in enumerate(cells) if c.cell_type == "markdown" and heading in c.source.splitlines()]
+        end = next((i for i in range(at + 1, len(cells)) if cells[i].source.startswith("## ")), len(cells))
+        assert any(CHECKED in c.metadata.get("tags", []) for c in cells[at:end]), heading
 
 
 @each_lesson
