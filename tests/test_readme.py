@@ -63,23 +63,29 @@ def test_every_make_target_named_exists(name):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_examples_run():
+def test_the_examples_run(no_collecting):
     """The README's examples, with a model of one layer on the CPU for the reader's own."""
     import torch
 
+    dtypes = []
+
     class Model(torch.nn.Linear):
         def forward(self, x):
-            return type("Output", (), {"loss": super().forward(x).float().square().mean()})
+            y = super().forward(x)
+            dtypes.append(y.dtype)
+            return type("Output", (), {"loss": y.float().square().mean()})
 
     def build():
         model = Model(8, 8)
         return model, torch.optim.SGD(model.parameters()), {"x": torch.randn(32, 8)}
 
-    names = {"build": build, "load": lambda checkpoint: build()[::2]}
+    names = {"create": build, "load": lambda checkpoint: build()[::2]}
     results = []
     for example in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
-        exec(example.replace('"cuda"', '"cpu"').replace('"samples"', '"samples", seconds=0.01'), names)
+        exec(example.replace('"samples"', '"samples", seconds=0.01'), names)
         results.append(names["result"])
+        assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
+        dtypes.clear()
     compared, ablation = results
     assert isinstance(compared, Comparison) and isinstance(ablation, Ablation)
     assert [m.label for m in compared] == ["fp32", "bf16"]
