@@ -206,6 +206,8 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
 def _drop_blank_output(notebook) -> None:
     """A progress bar that wiped itself out leaves blanks behind."""
     for cell in _code_cells(notebook.cells):
+        for stream in (out for out in cell.outputs if out.output_type == "stream"):
+            stream.text = re.sub(r" *\r\Z", "", stream.text)
         cell.outputs = [out for out in cell.outputs if out.output_type != "stream" or out.text.strip()]
 
 

@@ -100,7 +100,8 @@ def test_an_executed_lesson_carries_what_it_measured(tmp_path, out):
 
 
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
-    lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, "1 + 1")
+    after_words = "print('told')\n" + WIPED_BAR.replace("stderr", "stdout")
+    lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, after_words)
     course.run_lesson(lesson, out / "notebooks")
     first = (out / "notebooks" / "stable.ipynb").read_bytes()
     notebook = nbformat.reads(first.decode(), as_version=4)
@@ -108,7 +109,7 @@ def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out
     assert notebook.metadata.kernelspec.name == "python3"
     assert all(not cell.metadata for cell in notebook.cells)
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
-    assert notebook.cells[2].outputs == []  # of the bar
+    assert notebook.cells[2].outputs == [] and notebook.cells[3].outputs[0].text == "told\n"  # nothing of the bar
     course.run_lesson(out / "notebooks" / "stable.ipynb", out / "notebooks")
     assert (out / "notebooks" / "stable.ipynb").read_bytes() == first
 
