@@ -81,11 +81,11 @@ def _run(chosen: argparse.Namespace) -> int:
         whole = timing.cap_seconds(math.inf) == math.inf
         out = chosen.out or (Path("out") if whole else Path("out/look"))  # what was cut short replaces no results
         lessons = course.find_lessons(chosen.lessons)
+        if chosen.inplace and not whole:
+            raise ValueError("--inplace stores results, and what is cut short (--seconds, EFFGPU_SECONDS) has none")
         course.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
     except (OSError, ValueError) as error:
         return _refuse(error)
-    if chosen.inplace and not whole:
-        return _refuse("--inplace stores results, and what is cut short (--seconds, EFFGPU_SECONDS) has none")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
     outcomes, interrupted = [], False
     try:

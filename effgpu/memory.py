@@ -155,8 +155,9 @@ def _check_gpu(indices: Iterable[int]) -> None:
     here, used = find_device().index, set(indices)
     elsewhere = {index for index in used if index >= 0 and index != here}
     if elsewhere and here is not None and here not in used:
-        used = f"allocates on GPU {min(elsewhere)}, and only the current one ({here}) is measured"
-        raise ValueError(f"the step {used}: call torch.cuda.set_device({min(elsewhere)}) first")
+        there = min(elsewhere)
+        told = f"the step allocates on GPU {there}, and only the current one ({here}) is measured"
+        raise ValueError(f"{told}: call torch.cuda.set_device({there}) first")
 
 
 def _phase(name: str, outside: bool) -> str | None:

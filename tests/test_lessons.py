@@ -60,7 +60,7 @@ def test_follows_the_template(path):
     lines = prose(notebook).splitlines()
     places = [lines.index(heading) for heading in HEADINGS]
     assert places == sorted(places)
-    assert len(notebook.cells) <= 19
+    assert len(notebook.cells) <= 18
     assert any(re.search(r"# new$", cell.source, re.MULTILINE) for cell in code(notebook))
     for word in ("**When not", "**Pitfalls.**", "**Exercises.**", "**Sources.**"):
         assert word in notebook.cells[-1].source
