@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from effgpu.units import GiB, check_positive
+from effgpu.units import GiB, check_positive, format_bytes
 
 LARGE_GPU = 30 * GiB  # the line between a gaming card or a T4 and a data-centre card
 _CAPABILITY_OF = {
@@ -26,12 +26,17 @@ _CAPABILITY_OF = {
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: int | None = None
+_fraction_before_limits = 1.0
 _sparing = False
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a result was measured on. `memory` in bytes; what does not apply to a CPU is None."""
+    """What a result was measured on. `memory` in bytes; what does not apply to a CPU is None.
+
+    A GPU of which the process may take a part only (`PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`) has that
+    part as its memory, and its name says so.
+    """
 
     name: str
     kind: str  # "cuda" or "cpu"
@@ -67,11 +72,12 @@ def describe() -> Device:
     if find_device().type == "cpu":
         return Device(_cpu_name(), "cpu", _total_host_memory(), cores, versions=versions)
     properties = torch.cuda.get_device_properties()
-    capability = (properties.major, properties.minor)
+    capability, memory = (properties.major, properties.minor), _gpu_memory()
+    part = "" if memory == properties.total_memory else f", {format_bytes(memory)} of it"
     return Device(
-        properties.name,
+        properties.name + part,
         "cuda",
-        properties.total_memory,
+        memory,
         cores,
         properties.multi_processor_count,
         capability,
@@ -88,7 +94,7 @@ def by_tier(*, cpu, small, large):
     """
     if find_device().type == "cpu":
         return cpu
-    return large if torch.cuda.get_device_properties().total_memory >= LARGE_GPU else small
+    return large if _gpu_memory() >= LARGE_GPU else small
 
 
 @contextlib.contextmanager
@@ -100,10 +106,12 @@ def memory_limit(limit: float) -> Iterator[None]:
     tightest one holds.
     """
     check_positive(limit=limit)
-    global _limit
-    before = _limit
+    global _limit, _fraction_before_limits
+    before, gpu = _limit, torch.cuda.is_available()
+    if gpu and before is None:
+        _fraction_before_limits = torch.cuda.get_per_process_memory_fraction()
     release_memory()  # blocks in the cache would be handed out without a look at the limit
-    total = int(limit) + (torch.cuda.memory_reserved() if torch.cuda.is_available() else 0)
+    total = int(limit) + (torch.cuda.memory_reserved() if gpu else 0)
     _limit = total if before is None else min(total, before)
     _cap_allocator()
     try:
@@ -152,6 +160,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
     told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
     told += ("NVML_SUCCESS == r INTERNAL ASSERT FAILED",)  # on a part of a GPU (MIG): pytorch/pytorch#112377
+    told += ("unable to find an engine",) * (_limit is not None)  # of cuDNN, where no algorithm has room to work in
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in told)
@@ -159,8 +168,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _cap_allocator() -> None:
     if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if _limit is None else min(1.0, _limit / total))
+        wanted = 1.0 if _limit is None else _limit / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(min(_fraction_before_limits, wanted))
+
+
+def _gpu_memory() -> int:
+    """Bytes of the current GPU that this process may take, whatever `memory_limit` holds at present."""
+    fraction = torch.cuda.get_per_process_memory_fraction() if _limit is None else _fraction_before_limits
+    return int(fraction * torch.cuda.get_device_properties().total_memory)
 
 
 def _version(distribution: str) -> str | None:

@@ -110,6 +110,7 @@ def simulate_gpu(monkeypatch):
             "memory_allocated": lambda device=None: gpu.allocated,
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
             "reset_peak_memory_stats": lambda device=None: setattr(gpu, "most_reserved", gpu.reserved),
+            "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
             "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
             "memory_snapshot": lambda: gpu.segments,
             "empty_cache": lambda: gpu.log.append("empty cache"),

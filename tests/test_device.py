@@ -33,6 +33,19 @@ def test_by_tier_goes_by_the_memory_of_the_gpu(simulate_gpu):
     assert by_tier(**TIERS) == "large"
 
 
+def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gpu):
+    """As with PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.125, whatever a limit does meanwhile."""
+    gpu = simulate_gpu(memory=128 * GiB)
+    gpu.fraction = 0.125
+    for limit in (64 * GiB, 2 * GiB):
+        with memory_limit(limit):
+            assert gpu.fraction == min(limit / (128 * GiB), 0.125)
+            assert by_tier(**TIERS) == "small"
+            assert (describe().name, describe().memory) == ("NVIDIA H200, 16.0 GiB of it", 16 * GiB)
+        assert gpu.fraction == 0.125
+    assert by_tier(**TIERS) == "small" and describe().slug == "nvidia-h200-16-0-gib-of-it"
+
+
 def test_describe_on_a_cpu():
     here = describe()
     assert here.kind == "cpu" and here.name.strip()
@@ -152,6 +165,13 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
 
 
+def test_cudnn_that_finds_no_engine_is_out_of_memory_under_a_limit_only():
+    error = RuntimeError("GET was unable to find an engine to execute this computation")
+    assert not is_out_of_memory(error)
+    with memory_limit(GiB):
+        assert is_out_of_memory(error)
+
+
 def test_an_impossible_allocation_counts_as_out_of_memory():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
@@ -168,6 +188,19 @@ def test_describe_on_this_gpu():
     assert set(here.supports.values()) <= {"yes", "no", "emulated"} and here.driver
     assert here.supports["bf16"] == "yes" or here.capability < (8, 0)
     assert json.loads(json.dumps(asdict(here)))["name"] == here.name
+
+
+@pytest.mark.gpu
+def test_a_part_of_this_gpu_is_left_as_it_was_by_a_limit():
+    whole = describe()
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    try:
+        with memory_limit(GiB):
+            assert describe().memory == pytest.approx(whole.memory / 2, abs=MiB) and describe().name != whole.name
+        assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(0.5)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert describe() == whole
 
 
 @pytest.mark.gpu
