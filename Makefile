@@ -30,7 +30,7 @@ floor:  ## the tests on the lowest versions that pyproject.toml admits
 	touch .venv-floor/.installed
 	$(MAKE) test VENV=.venv-floor
 
-readme: $(INSTALLED)  ## README's table of lessons, from the committed notebooks
+readme: $(INSTALLED)  ## README's table of lessons and its picture, from the committed notebooks
 	$(BIN)/python tests/test_readme.py
 
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu

@@ -1,5 +1,7 @@
-"""README's table of lessons says what the committed notebooks hold; run as a script, this file writes it there."""
+"""README's table and picture are what the committed notebooks hold; run as a script, this file writes them there."""
 
+import base64
+import html
 import re
 from pathlib import Path
 
@@ -9,21 +11,35 @@ from effgpu import units
 from effgpu.ablation import Ablation
 from effgpu.comparison import FASTER, SLOWER, Comparison
 from effgpu.course import Outcome, read_lessons
+from effgpu.reference import STORED, load, save
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 TABLE = re.compile(r"(?<=committed notebooks carry -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
+RESULT = re.compile(r"(?<=from lesson 17's results -->\n).*?(?=<!-- /result -->)", re.DOTALL)
+PICTURE = ROOT / "images" / "result.png"
 
 
 def address() -> str:
     return re.search(r'^Repository = "https://github.com/(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
+def lessons() -> list[Outcome]:
+    return read_lessons(ROOT / "notebooks")
+
+
 def table() -> str:
     """A row a lesson: its name, what its main comparison gave and on which device, and the badge."""
-    lessons = read_lessons(ROOT / "notebooks")
-    rows = ["| lesson | what it gave | Colab |", "|---|---|---|", *map(row, lessons)]
+    rows = ["| lesson | what it gave | Colab |", "|---|---|---|", *map(row, lessons())]
     return "\n".join(rows) + "\n"
+
+
+def result() -> tuple[bytes, str]:
+    """The first plot of lesson 17, and README's lines that show it."""
+    (shown,) = (lesson.pictures[0] for lesson in lessons() if lesson.name.startswith("17"))
+    source = PICTURE.relative_to(ROOT).as_posix()
+    image = f'<img src="{source}" width="560" alt="{html.escape(shown.alt)}">'
+    return base64.b64decode(shown.png), f'<p align="center">{image}</p>\n'
 
 
 def row(lesson: Outcome) -> str:
@@ -44,8 +60,34 @@ def effect(comparison: Comparison, label: str) -> str:
     return f"*{label}*: time {time}" + f", memory {counted}" * (counted != units.format_ratio(1))
 
 
+def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
+    """The names of the results in a folder that are of a lesson's device, and not what the lesson holds."""
+    held = {comparison.name: comparison for lesson in lessons for comparison in lesson.comparisons}
+    paths = {folder / f"{comparison.device.slug}.json" for comparison in held.values()}
+    stored = [comparison for path in paths if path.exists() for comparison in load(path)]
+    return [comparison.name for comparison in stored if comparison != held.get(comparison.name)]
+
+
 def test_table_is_what_the_notebooks_hold():
     assert TABLE.search(README.read_text())[0] == table(), "make readme brings it up to date"
+
+
+def test_picture_is_the_notebooks():
+    png, lines = result()
+    assert PICTURE.read_bytes() == png, "make readme brings it up to date"
+    assert RESULT.search(README.read_text())[0] == lines
+
+
+def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
+    first, second = (
+        Comparison(name, tuple(make_measurement(label, device=make_gpu()) for label in "ab"))
+        for name in ("first", "second")
+    )
+    save([first, second], tmp_path / "nvidia-test.json")
+    assert of_another_run([Outcome("00", "00", (first, second))], tmp_path) == []
+    changed = Comparison("first", second.measurements[::-1])
+    assert of_another_run([Outcome("00", "00", (changed,))], tmp_path) == ["first", "second"]
+    assert of_another_run(lessons(), STORED) == []
 
 
 def test_every_link_and_picture_exists():
@@ -93,5 +135,6 @@ def test_the_examples_run(no_collecting):
 
 
 if __name__ == "__main__":
-    text = README.read_text()
-    README.write_text(TABLE.sub(lambda _: table(), text))
+    png, lines = result()
+    PICTURE.write_bytes(png)
+    README.write_text(RESULT.sub(lambda _: lines, TABLE.sub(lambda _: table(), README.read_text())))
