@@ -21,6 +21,7 @@ _HOME = {  # where each public name lives; loaded on first use, so that importin
     "time_for": "timing",
     "time_steps": "timing",
     "trace": "memory",
+    "peak_bytes": "memory",
     "saved_bytes": "memory",
     "measure_energy": "power",
     "sample": "power",

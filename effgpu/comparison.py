@@ -22,6 +22,7 @@ FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
     "baseline failed",
 )
 SURE = 0.99  # what a verdict asks for, as readers make many comparisons; the intervals that are shown are of 95 %
+_BEYOND_CHANCE = statistics.NormalDist().inv_cdf(1 - 0.001 / 2)
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
@@ -93,6 +94,14 @@ class Comparison:
         ratio = self._round_by_round(label, lambda m: m.times, SURE)
         return WITHIN_NOISE if ratio is None or ratio.low <= 1 <= ratio.high else FASTER if ratio.high < 1 else SLOWER
 
+    def disturbed(self) -> list[str]:
+        """The variants whose time depends on which one ran just before: every other round runs in reverse.
+
+        By the rank sums of the rounds of either order, at 99.9 %, which takes sixteen rounds (Hollander, Wolfe and
+        Chicken, chapter 4). Threads that a library leaves spinning between its calls are one cause.
+        """
+        return [m.label for m in self if abs(_rank_sum_score(m.times[::2], m.times[1::2])) > _BEYOND_CHANCE]
+
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
         columns = {
@@ -112,12 +121,14 @@ class Comparison:
         return list(filled), [list(row) for row in zip(*filled.values())]
 
     def caption(self) -> str:
-        """Where it was measured: the device, and the versions that made the kernels."""
+        """Where it was measured, with the versions that made the kernels, and whether variants disturbed each other."""
         versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
         whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
         per_item = f" per {self.baseline.unit.removesuffix('s')}" * (len({m.items for m in self}) > 1)
         ratios = f"Ratios{per_item} to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %"
-        return f"{self.name} on {self.device.label}, {versions}{whose}. {ratios}."
+        disturbed = ", ".join(self.disturbed())
+        disturbed = f" Disturbed by what ran just before: {disturbed}." if disturbed else ""
+        return f"{self.name} on {self.device.label}, {versions}{whose}. {ratios}.{disturbed}"
 
     def alt_text(self) -> str:
         """The verdicts in one line, for those who cannot see the plot."""
@@ -206,6 +217,13 @@ def rank_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
     if cut == 0:
         raise ValueError(f"values: expected enough for a {confidence:.0%} interval, got {len(values)}")
     return statistics.median(averages), averages[cut - 1], averages[-cut]
+
+
+def _rank_sum_score(first: Sequence[float], second: Sequence[float]) -> float:
+    """By how many standard deviations the one sample ranks higher in both than if they were alike."""
+    pairs = len(first) * len(second)
+    higher = sum((a > b) + (a == b) / 2 for a in first for b in second)
+    return (higher - pairs / 2) / math.sqrt(pairs * (len(first) + len(second) + 1) / 12) if pairs else 0.0
 
 
 @cache

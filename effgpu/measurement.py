@@ -110,7 +110,8 @@ def measure_all(
 
     A variant is a function that builds its own state and returns one training step. Every round builds it, runs
     `warmup` steps (and on a GPU 50 ms of them, until its clock has risen), times at least `min_steps`, and frees it;
-    every other round goes backwards, so that drift hits all alike. In `rounds` rounds each variant is timed for
+    every other round goes backwards, so that drift hits all alike. A short round before them does not count: the first
+    steps after the pass for memory, which has a profiler on, are slow. In `rounds` rounds each variant is timed for
     `seconds` in all. Without `rounds`, there are as many as fit into `seconds` with `min_steps` each, at least 8 and at
     most 100: what disturbs a machine mostly outlasts a round, so that many short rounds see through it better than few
     long ones. The first eight rounds take the energy, where NVML has a counter; each takes half a second of it, which
@@ -131,8 +132,9 @@ def measure_all(
     planned = rounds or MOST_ROUNDS
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with older_objects_spared(), torch.random.fork_rng(gpus), _progress() as bar:
-        bar.reset(len(variants) * (1 + planned))
+        bar.reset(len(variants) * (2 + planned))
         _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
+        _take_turns(bar, variants, records, partial(_rehearse, warmup=warmup))
         started, done = time.perf_counter(), 0
         while done < planned:
             turn = dict(reversed(variants.items())) if done % 2 else variants
@@ -143,7 +145,7 @@ def measure_all(
             if rounds is None and done == 1:
                 took = time.perf_counter() - started - sum(record.on_energy for record in records.values())
                 planned = _plan_rounds(seconds, took / len(variants))
-                bar.total = len(variants) * (1 + planned)
+                bar.total = len(variants) * (2 + planned)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
 
@@ -192,6 +194,11 @@ def _attempt(take: Callable[[Variant, _Record], None], label: str, variant: Vari
 
 def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
     record.trace = memory.trace(variant, warmup=warmup)
+
+
+def _rehearse(variant: Variant, record: _Record, *, warmup: int) -> None:
+    """A short round that does not count, and takes upon it what is slow only once."""
+    use(variant, lambda step: timing.time_steps(step, warmup + 1))
 
 
 def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, fewest: int, energy: bool) -> None:

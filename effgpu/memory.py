@@ -64,6 +64,14 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     return recorded
 
 
+def peak_bytes(variant: Variant, *, warmup: int = 2) -> int | None:
+    """The most bytes alive at any moment of the variant's step, as `trace` records them; None where memory ran out."""
+    try:
+        return trace(variant, warmup=warmup).peak
+    except torch.OutOfMemoryError:
+        return None
+
+
 def saved_bytes(forward: Callable[[], object]) -> int:
     """Bytes that autograd keeps for the backward pass of `forward`: each storage once, parameters not counted.
 

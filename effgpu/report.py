@@ -127,6 +127,8 @@ def _rows(outcome: Outcome, comparison: Comparison, energy: bool) -> str:
     lesson = html.escape(outcome.name)
     if comparison.name != outcome.name:
         lesson += f" <small>{html.escape(comparison.name)}</small>"
+    if disturbed := ", ".join(comparison.disturbed()):
+        lesson += f" <small>disturbed by what ran just before: {html.escape(disturbed)}</small>"
     lines = [f'<tr><th scope="rowgroup" colspan="{4 + energy}">{lesson}</th></tr>\n']
     for measurement in comparison:
         cells = "".join(f"<td>{cell}</td>" for cell in _cells(comparison, measurement, energy))

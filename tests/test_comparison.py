@@ -159,6 +159,23 @@ def test_verdicts(ours, verdict):
     assert pair(ours, [1.0] * len(ours)).verdict("ours") == verdict
 
 
+@pytest.mark.parametrize("rounds", [8, 15, 16, 17, 40])
+def test_variants_that_disturb_each_other_are_told_from_sixteen_rounds_on(rounds):
+    """Half of its rounds, in which another one runs before it, take twice the time; and the machine slows down."""
+    drift = [1 + 0.01 * number for number in range(rounds)]
+    ours = [d * (2 if number % 2 else 1) for number, d in enumerate(drift)]
+    result = pair(ours, drift)
+    assert result.disturbed() == (["ours"] if rounds >= 16 else [])
+    told = "Disturbed by what ran just before: ours."
+    assert (told in repr(result)) == (told in result._repr_html_()) == (rounds >= 16)
+
+
+def test_chance_alone_is_hardly_ever_called_a_disturbance():
+    draw = random.Random(0)
+    results = [pair(*([draw.gauss(1, 0.1) for _ in range(20)] for _ in range(2))) for _ in range(500)]
+    assert sum(len(result.disturbed()) for result in results) <= 5  # of a thousand, at 99.9 %
+
+
 def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measurement):
     fields = {"energies": (4.0,) * 8, "peak_allocated": 100}
     small = make_measurement("small", 0.01, items=8, **fields)

@@ -28,7 +28,7 @@ seconds_lists = st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=30)
 
 
 class Faulty:
-    """A variant that raises at a given build (0 is the memory pass) and at a given step of it (None: in the build)."""
+    """A variant that raises at a given build (0 for the memory, 1 to rehearse) and step of it (None: in the build)."""
 
     def __init__(self, build=None, step=None, error=torch.OutOfMemoryError):
         self.at_build, self.at_step, self.error = build, step, error
@@ -109,10 +109,10 @@ def test_measures_a_variant(tiny, no_collecting):
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
-def test_builds_once_a_round_and_once_for_memory(rounds, no_collecting):
+def test_builds_once_a_round_once_for_memory_and_once_to_rehearse(rounds, no_collecting):
     one = Faulty()
     found = measure(one, seconds=0.001, rounds=rounds)
-    assert one.builds == rounds + 1 and len(found.times) == rounds
+    assert one.builds == rounds + 2 and len(found.times) == rounds
 
 
 @pytest.mark.parametrize(("cost", "rounds"), [(0.001, 100), (0.05, 40), (0.3, 8)])
@@ -139,14 +139,14 @@ def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_colle
 
     monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
     assert len(measure(lambda: step, seconds=60, warmup=1).times) == 8
-    assert len(ran) == 2 * (1 + 8)  # a warm-up and a step, in the pass for the memory and in each round
+    assert len(ran) == 2 * (2 + 8)  # a warm-up and a step: for the memory, to rehearse, and in each round
 
 
 def test_a_round_has_at_least_min_steps(monkeypatch, no_collecting):
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",)))
     ran = []
     measure(lambda: lambda: ran.append("step"), seconds=1e-9, rounds=3, min_steps=20, warmup=1)
-    assert len(ran) == 3 * (1 + 20)
+    assert len(ran) == (1 + 1) + 3 * (1 + 20)  # to rehearse, and the rounds
 
 
 def test_the_seconds_that_energy_takes_do_not_make_rounds_fewer(monkeypatch, no_collecting):
@@ -193,15 +193,16 @@ def test_rounds_alternate(no_collecting):
         return lambda: built.append(label) or (lambda: None)
 
     measure_all({label: make(label) for label in "abc"}, seconds=0.001, rounds=4)
-    assert "".join(built) == "abc" + "abc" + "cba" + "abc" + "cba"
+    assert "".join(built) == 2 * "abc" + "abc" + "cba" + "abc" + "cba"
 
 
 def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatch, no_collecting):
     ran = []
     monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: ran.append(f"{seconds} s") or [1.0, 2.0, 6.0])
     found = measure(lambda: lambda: ran.append("step"), seconds=12, rounds=3, warmup=2)
-    memory_pass, each_round = ["step"] * 3, ["step", "step", "4.0 s"]
-    assert ran == memory_pass + each_round * 3
+    memory_pass = rehearsal = ["step"] * 3
+    each_round = ["step", "step", "4.0 s"]
+    assert ran == memory_pass + rehearsal + each_round * 3
     assert found.times == (3.0,) * 3
 
 
@@ -216,7 +217,7 @@ def test_only_one_variant_is_alive_at_a_time():
         return lambda: model(torch.ones(1, 4))
 
     measure_all({"a": variant, "b": variant}, seconds=0.001, rounds=2)
-    assert len(models) == 6 and not any(model() is not None for model in models)
+    assert len(models) == 8 and not any(model() is not None for model in models)
 
 
 def test_energy_is_taken_each_round(monkeypatch, no_collecting):
@@ -257,11 +258,12 @@ PLACES = {
     "in the build": (0, None),
     "in the warm-up": (0, 1),
     "in the step": (0, 3),
-    "in the build of the first round": (1, None),
-    "in the warm-up of the first round": (1, 1),
-    "in a step of the first round": (1, 4),
-    "in the build of a later round": (3, None),
-    "in a step of a later round": (3, 6),
+    "in the rehearsal": (1, 2),
+    "in the build of the first round": (2, None),
+    "in the warm-up of the first round": (2, 1),
+    "in a step of the first round": (2, 4),
+    "in the build of a later round": (4, None),
+    "in a step of a later round": (4, 6),
 }
 
 
@@ -403,7 +405,7 @@ def test_the_progress_bar_is_for_terminals_only(watched, monkeypatch, capsys, no
     measure_all({"first label": sound, "second label": sound}, **QUICK)
     written = terminal.getvalue()
     if watched:
-        assert "first label" in written and "/8" in written
+        assert "first label" in written and "/10" in written
         assert written.endswith("\r") and not written.rsplit("\r", 2)[-2].strip(), "the bar was left standing"
     else:
         assert written == ""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory
 from effgpu.device import find_device, memory_limit, release_memory
-from effgpu.memory import Trace, saved_bytes, trace
+from effgpu.memory import Trace, peak_bytes, saved_bytes, trace
 from effgpu.units import GiB, KiB, MiB
 
 
@@ -180,6 +180,15 @@ def test_a_limit_on_a_cpu_is_out_of_memory():
         assert trace(transformer).peak == peak
     with memory_limit(peak - 1), pytest.raises(torch.OutOfMemoryError, match="out of memory: the step needs"):
         trace(transformer)
+
+
+def test_peak_bytes_are_the_traces_peak_or_none():
+    peak = trace(transformer).peak
+    assert peak_bytes(transformer) == peak
+    with memory_limit(peak - 1):
+        assert peak_bytes(transformer) is None
+    with pytest.raises(TypeError, match="expected it to return its training step"):
+        peak_bytes(lambda: None)
 
 
 def test_a_library_that_is_out_of_memory_is_out_of_memory():

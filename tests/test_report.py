@@ -1,6 +1,7 @@
 """The page, as a real browser shows it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,15 @@ def test_a_lesson_that_leads_stands_first_and_the_rest_in_their_order(tmp_path):
     outcomes = tuple(Outcome(name, name, (compare(CPU, name),), leads=name == "16_all") for name in names)
     page = report.write(tmp_path / "report.html", [report.Section(CPU, outcomes)]).read_text()
     assert sorted(names, key=page.index) == ["16_all", "01_one", "02_two"]
+
+
+def test_variants_that_disturbed_each_other_are_named(tmp_path):
+    quiet, times = compare(CPU), (1.0, 2.0) * 8
+    loud = replace(quiet, measurements=tuple(replace(m, times=times) for m in quiet))
+    for comparison in (quiet, loud):
+        section = report.Section(CPU, (Outcome("a", "A", (comparison,)),))
+        page = report.write(tmp_path / "report.html", [section]).read_text()
+        assert ("disturbed by what ran just before: fp32, " in page) == (comparison is loud)
 
 
 def test_versions_that_differ_between_results_are_all_named(tmp_path):
