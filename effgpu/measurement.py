@@ -110,13 +110,13 @@ def measure_all(
 
     A variant is a function that builds its own state and returns one training step. Every round builds it, runs
     `warmup` steps (and on a GPU 50 ms of them, until its clock has risen), times at least `min_steps`, and frees it;
-    every other round goes backwards, so that drift hits all alike. A short round before them does not count: the first
-    steps after the pass for memory, which has a profiler on, are slow. In `rounds` rounds each variant is timed for
-    `seconds` in all. Without `rounds`, there are as many as fit into `seconds` with `min_steps` each, at least 8 and at
-    most 100: what disturbs a machine mostly outlasts a round, so that many short rounds see through it better than few
-    long ones. The first eight rounds take the energy, where NVML has a counter; each takes half a second of it, which
-    `energy=False` saves where there are many variants. Where steps come in bursts, as from DataLoader workers, a round
-    tells what they cost only if it is longer than a burst: give `min_steps`.
+    every other round goes backwards, so that drift hits all alike. The first round of all is a rehearsal and does not
+    count, for what happens only once happens then. In `rounds` rounds each variant is timed for `seconds` in all.
+    Without `rounds`, there are as many as fit into `seconds` for each variant, with all that a round takes, at least 8
+    and at most 100: what disturbs a machine mostly outlasts a round, so that many short rounds see through it better
+    than few long ones. The first eight rounds take the energy, where NVML has a counter; each takes half a second of
+    it, on top, which `energy=False` saves where there are many variants. Where steps come in bursts, as from DataLoader
+    workers, a round tells what they cost only if it is longer than a burst: give `min_steps`.
 
     `items` per step named by `unit`, and `flops` per step (each a number, or one for each label), are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
@@ -130,21 +130,23 @@ def measure_all(
     seconds = timing.cap_seconds(seconds)
     records = {label: _Record() for label in variants}
     planned = rounds or MOST_ROUNDS
+    take = partial(_take_round, warmup=warmup, seconds=seconds / planned, fewest=fewest)
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with older_objects_spared(), torch.random.fork_rng(gpus), _progress() as bar:
         bar.reset(len(variants) * (2 + planned))
         _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
-        _take_turns(bar, variants, records, partial(_rehearse, warmup=warmup))
+        _take_turns(bar, variants, records, partial(take, energy=False))
+        for record in records.values():
+            record.times.clear()  # that was a rehearsal
         started, done = time.perf_counter(), 0
         while done < planned:
             turn = dict(reversed(variants.items())) if done % 2 else variants
             wanted = energy and done < (FEWEST_ROUNDS if fewest == min_steps else 1)
-            part = partial(_take_round, warmup=warmup, seconds=seconds / planned, fewest=fewest, energy=wanted)
-            _take_turns(bar, turn, records, part)
+            _take_turns(bar, turn, records, partial(take, energy=wanted))
             done += 1
-            if rounds is None and done == 1:
+            if rounds is None:
                 took = time.perf_counter() - started - sum(record.on_energy for record in records.values())
-                planned = _plan_rounds(seconds, took / len(variants))
+                planned = _plan_rounds(seconds, took / done / len(variants))
                 bar.total = len(variants) * (2 + planned)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
@@ -169,7 +171,7 @@ class _Record:
 
 
 def _plan_rounds(seconds: float, cost: float) -> int:
-    """How many rounds fit into `seconds` at the first one's `cost`."""
+    """How many rounds fit into `seconds` at a mean `cost`."""
     return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(seconds / cost)))
 
 
@@ -194,11 +196,6 @@ def _attempt(take: Callable[[Variant, _Record], None], label: str, variant: Vari
 
 def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
     record.trace = memory.trace(variant, warmup=warmup)
-
-
-def _rehearse(variant: Variant, record: _Record, *, warmup: int) -> None:
-    """A short round that does not count, and takes upon it what is slow only once."""
-    use(variant, lambda step: timing.time_steps(step, warmup + 1))
 
 
 def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, fewest: int, energy: bool) -> None:

@@ -128,7 +128,20 @@ def test_rounds_are_as_many_as_fit_but_never_fewer_than_eight(cost, rounds, monk
     monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: asked.append(seconds) or [1.0])
     found = measure_all({"a": build, "b": build}, seconds=2)
     assert [len(m.times) for m in found] == [rounds, rounds]
-    assert asked == [2 / 100] * 2 + [2 / rounds] * 2 * (rounds - 1)
+    assert asked == [2 / 100] * 2 * (1 + rounds)
+
+
+def test_one_slow_round_takes_its_time_and_no_more(monkeypatch, no_collecting):
+    """The rounds that are left are planned anew after each."""
+    clock, builds = [0.0], iter(range(1000))
+
+    def build():
+        clock[0] += 0.55 if next(builds) == 2 else 0.05  # in the first round that counts
+        return lambda: None
+
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: [1.0])
+    assert len(measure(build, seconds=2).times) == 30
 
 
 def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_collecting):
@@ -146,7 +159,7 @@ def test_a_round_has_at_least_min_steps(monkeypatch, no_collecting):
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",)))
     ran = []
     measure(lambda: lambda: ran.append("step"), seconds=1e-9, rounds=3, min_steps=20, warmup=1)
-    assert len(ran) == (1 + 1) + 3 * (1 + 20)  # to rehearse, and the rounds
+    assert len(ran) == (1 + 3) * (1 + 20)  # a rehearsal, and the rounds
 
 
 def test_the_seconds_that_energy_takes_do_not_make_rounds_fewer(monkeypatch, no_collecting):
@@ -171,7 +184,7 @@ def test_a_gpu_is_warmed_up_until_its_clock_has_risen(simulate_gpu, monkeypatch,
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",), 0))
     measure(lambda: partial(gpu.step, 0.001), seconds=0.01, rounds=1, warmup=1)
     rising, asked = 50, 10  # milliseconds, and as many steps; each may take one or two more
-    assert 1 + rising + asked <= gpu.log.count("step") <= 5 + rising + asked
+    assert 2 * (1 + rising + asked) <= gpu.log.count("step") <= 2 * (5 + rising + asked)  # rehearsed, and counted
 
 
 def test_a_run_that_is_cut_short_takes_energy_once(monkeypatch, no_collecting):
@@ -200,9 +213,8 @@ def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatc
     ran = []
     monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: ran.append(f"{seconds} s") or [1.0, 2.0, 6.0])
     found = measure(lambda: lambda: ran.append("step"), seconds=12, rounds=3, warmup=2)
-    memory_pass = rehearsal = ["step"] * 3
-    each_round = ["step", "step", "4.0 s"]
-    assert ran == memory_pass + rehearsal + each_round * 3
+    memory_pass, each_round = ["step"] * 3, ["step", "step", "4.0 s"]
+    assert ran == memory_pass + each_round * (1 + 3)
     assert found.times == (3.0,) * 3
 
 
