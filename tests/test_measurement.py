@@ -128,7 +128,7 @@ def test_rounds_are_as_many_as_fit_but_never_fewer_than_eight(cost, rounds, monk
     monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: asked.append(seconds) or [1.0])
     found = measure_all({"a": build, "b": build}, seconds=2)
     assert [len(m.times) for m in found] == [rounds, rounds]
-    assert asked == [2 / 100] * 2 * (1 + rounds)
+    assert asked == [measurement._CACHES_FILL, 2 / 100] * 2 * (1 + rounds)
 
 
 def test_one_slow_round_takes_its_time_and_no_more(monkeypatch, no_collecting):
@@ -157,6 +157,7 @@ def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_colle
 
 def test_a_round_has_at_least_min_steps(monkeypatch, no_collecting):
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",)))
+    monkeypatch.setattr(measurement, "_CACHES_FILL", 1e-9)
     ran = []
     measure(lambda: lambda: ran.append("step"), seconds=1e-9, rounds=3, min_steps=20, warmup=1)
     assert len(ran) == (1 + 3) * (1 + 20)  # a rehearsal, and the rounds
@@ -211,10 +212,15 @@ def test_rounds_alternate(no_collecting):
 
 def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatch, no_collecting):
     ran = []
-    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: ran.append(f"{seconds} s") or [1.0, 2.0, 6.0])
+
+    def time_for(step, seconds, fewest):
+        ran.append((seconds, fewest))
+        return [1.0, 2.0, 6.0]
+
+    monkeypatch.setattr(timing, "time_for", time_for)
     found = measure(lambda: lambda: ran.append("step"), seconds=12, rounds=3, warmup=2)
-    memory_pass, each_round = ["step"] * 3, ["step", "step", "4.0 s"]
-    assert ran == memory_pass + each_round * (1 + 3)
+    memory_pass, warm_up = ["step"] * 3, (measurement._CACHES_FILL, 2)
+    assert ran == memory_pass + [warm_up, (4.0, timing.FEWEST_STEPS)] * (1 + 3)
     assert found.times == (3.0,) * 3
 
 
