@@ -137,7 +137,7 @@ def measure_all(
     with older_objects_spared(), torch.random.fork_rng(gpus), _progress() as bar:
         bar.reset(len(variants) * (2 + planned))
         _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
-        _take_turns(bar, variants, records, partial(take, energy=False))
+        _take_turns(bar, variants, records, partial(take, seconds=seconds / MOST_ROUNDS, energy=False))
         for record in records.values():
             record.times.clear()  # that was a rehearsal
         started, done = time.perf_counter(), 0

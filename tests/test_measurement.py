@@ -220,7 +220,8 @@ def test_a_round_is_its_warm_up_and_its_share_of_the_seconds_averaged(monkeypatc
     monkeypatch.setattr(timing, "time_for", time_for)
     found = measure(lambda: lambda: ran.append("step"), seconds=12, rounds=3, warmup=2)
     memory_pass, warm_up = ["step"] * 3, (measurement._CACHES_FILL, 2)
-    assert ran == memory_pass + [warm_up, (4.0, timing.FEWEST_STEPS)] * (1 + 3)
+    rehearsal, each_round = [warm_up, (0.12, timing.FEWEST_STEPS)], [warm_up, (4.0, timing.FEWEST_STEPS)]
+    assert ran == memory_pass + rehearsal + each_round * 3
     assert found.times == (3.0,) * 3
 
 
