@@ -14,7 +14,7 @@ import torch
 
 from effgpu.units import GiB, check_positive, format_bytes
 
-LARGE_GPU = 30 * GiB  # the line between a gaming card or a T4 and a data-centre card
+LARGE_GPU = 36 * GiB  # the line between a gaming card or a T4 and a data-centre card
 _CAPABILITY_OF = {
     "fp16 tensor cores": (7, 0),
     "torch.compile": (7, 0),
@@ -88,7 +88,7 @@ def describe() -> Device:
 
 
 def by_tier(*, cpu, small, large):
-    """The sizes that fit this machine: `cpu`, `small` (a GPU under 30 GiB: T4, gaming cards) or `large`.
+    """The sizes that fit this machine: `cpu`, `small` (a GPU under 36 GiB: T4, gaming cards) or `large`.
 
     >>> batch, seq = by_tier(cpu=(8, 64), small=(32, 128), large=(128, 128))
     """
@@ -159,10 +159,11 @@ def older_objects_spared() -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
     told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
-    told += ("NVML_SUCCESS == r INTERNAL ASSERT FAILED",)  # on a part of a GPU (MIG): pytorch/pytorch#112377
     told += ("unable to find an engine",) * (_limit is not None)  # of cuDNN, where no algorithm has room to work in
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if "NVML_SUCCESS ==" in str(error):  # the allocator, out of memory, found NVML out of order: pytorch/pytorch#112377
+        return "CUDACachingAllocator.cpp" in str(error)
     return isinstance(error, RuntimeError) and any(text in str(error) for text in told)
 
 

@@ -1,13 +1,16 @@
 """FLOPs of a step, the matmul rate that this device reaches, and how much of it a step uses (MFU)."""
 
 from collections.abc import Callable
-from types import FunctionType
+from statistics import median
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from effgpu.device import by_tier, find_device
 from effgpu.timing import time_for
+from effgpu.variants import check_worked
+
+_MILLISECOND = 1e-3  # the marks of shorter steps are too close to each other for the fastest to be believed
 
 
 def count_flops(step: Callable[[], object]) -> int:
@@ -18,16 +21,16 @@ def count_flops(step: Callable[[], object]) -> int:
     """
     with FlopCounterMode(display=False) as counter:
         result = step()
-    if isinstance(result, FunctionType):
-        raise TypeError("step: expected a training step, got a variant that builds one: pass variant()")
+    check_worked(result)
     return counter.get_total_flops()
 
 
 def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, seconds: float = 0.5) -> float:
     """FLOP/s of a square matrix product on random data: the practical ceiling for `dtype` on this device.
 
-    The fastest of the products that fit into `seconds` counts, for a ceiling is what was reached at best. `size` is the
-    edge of the matrices, by default one that fills the device. Products of float32 run as TF32 where that is turned on.
+    The fastest millisecond of products in `seconds` counts, or the fastest product where one takes longer: a ceiling is
+    what was reached at best. `size` is the edge of the matrices, by default one that fills the device. Products of
+    float32 run as TF32 where that is turned on.
     """
     size = by_tier(cpu=1024, small=4096, large=8192) if size is None else size
     if size < 1:
@@ -37,10 +40,12 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     a, b = (torch.randn(size, size, device=device, generator=draw).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
-    def step():
-        torch.mm(a, b, out=out)
+    def multiply(count=1):
+        for _ in range(count):
+            torch.mm(a, b, out=out)
 
-    return 2 * size**3 / min(time_for(step, seconds))
+    count = max(1, round(_MILLISECOND / median(time_for(multiply, _MILLISECOND))))
+    return 2 * size**3 * count / min(time_for(lambda: multiply(count), seconds))
 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:

@@ -1,5 +1,6 @@
 """Measurement: what one variant took. The measuring alternates variants in rounds and keeps one alive at a time."""
 
+import math
 import statistics
 import sys
 import time
@@ -19,7 +20,8 @@ from effgpu.variants import Step, Variant, check_variants, use
 OUT_OF_MEMORY = "out of memory"
 FEWEST_ROUNDS, MOST_ROUNDS = 8, 100  # of fewer than eight, not even all can make a verdict
 _CACHES_FILL = 0.005  # seconds in which a step makes the caches its own
-_CLOCK_RISE = 0.05  # seconds that a GPU may need to leave its idle clock
+_CLOCK_STEADY = 0.025  # seconds of a GPU's steps that are held against those before them: are they faster?
+_CLOCK_RISE = 0.5  # seconds after which a GPU has left its idle clock
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,15 +112,15 @@ def measure_all(
     """Measure all variants, one alive at a time: first the memory of each, then its time in alternating rounds.
 
     A variant is a function that builds its own state and returns one training step. Every round builds it, runs
-    `warmup` steps or more (for 5 ms, until the caches are its own, and on a GPU for 50 ms on top, until the clock has
-    risen), times at least `min_steps`, and frees it; every other round goes backwards, so that drift hits all alike.
-    The first round of all is a rehearsal and does not count, for what happens only once happens then. In `rounds`
-    rounds each variant is timed for `seconds` in all. Without `rounds`, there are as many as fit into `seconds` for
-    each variant, with all that a round takes, at least 8 and at most 100: what disturbs a machine mostly outlasts a
-    round, so that many short rounds see through it better than few long ones. The first eight rounds take the energy,
-    where NVML has a counter; each takes half a second of it, on top, which `energy=False` saves where there are many
-    variants. Where steps come in bursts, as from DataLoader workers, a round tells what they cost only if it is longer
-    than a burst: give `min_steps`.
+    `warmup` steps or more (for 5 ms, until the caches are its own, and on a GPU, whose clock has to rise, until they
+    get no faster), times at least `min_steps`, and frees it; every other round goes backwards, so that drift hits all
+    alike. The first round of all is a rehearsal and does not count, for what happens only once happens then. In
+    `rounds` rounds each variant is timed for `seconds` in all. Without `rounds`, there are as many as fit into
+    `seconds` for each variant, with all that a round takes, at least 8 and at most 100: what disturbs a machine mostly
+    outlasts a round, so that many short rounds see through it better than few long ones. The first eight rounds take
+    the energy, where NVML has a counter; each takes half a second of it, on top, which `energy=False` saves where there
+    are many variants. Where steps come in bursts, as from DataLoader workers, a round tells what they cost only if it
+    is longer than a burst: give `min_steps`.
 
     `items` per step named by `unit`, and `flops` per step (each a number, or one for each label), are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
@@ -202,9 +204,9 @@ def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
 
 def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, fewest: int, energy: bool) -> None:
     def action(step: Step) -> None:
-        timing.time_for(step, _CACHES_FILL, fewest=warmup)
+        warm = timing.time_for(step, _CACHES_FILL, fewest=warmup)
         if find_device().type == "cuda":
-            timing.time_for(step, _CLOCK_RISE, fewest=1)
+            _raise_clock(step, sum(warm))
         record.times.append(statistics.fmean(timing.time_for(step, seconds, fewest=fewest)))
         if energy:
             begun = time.perf_counter()
@@ -212,6 +214,17 @@ def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: floa
             record.on_energy += time.perf_counter() - begun
 
     use(variant, action)
+
+
+def _raise_clock(step: Step, busy: float) -> None:
+    """Keep the GPU busy until its steps get no faster, or until it was for long enough."""
+    before = math.inf
+    while busy < _CLOCK_RISE:
+        times = timing.time_for(step, _CLOCK_STEADY, fewest=1)
+        if statistics.fmean(times) > 0.98 * before:
+            return
+        before = statistics.fmean(times)
+        busy += sum(times)
 
 
 def _by_label(variants: Mapping[str, Variant], **named: float | Mapping[str, float] | None) -> dict[str, float | None]:

@@ -1,17 +1,21 @@
 """Bytes: the trace of one step, its peak, and what autograd saves for backward. One mechanism for CPU and GPU."""
 
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from math import inf
+from operator import attrgetter
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+from torch.profiler import record_function
 
 from effgpu.device import current_limit, find_device, is_out_of_memory, older_objects_spared
 from effgpu.units import format_bytes
-from effgpu.variants import Step, Variant, use
+from effgpu.variants import Step, Variant, check_worked, use
 
 _WINDOW = "effgpu::step"
 
@@ -22,8 +26,8 @@ class Trace:
 
     `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
     running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held, above what it
-    held before; None on a CPU. On a GPU, libraries take room to work in, which counts: cuBLAS up to 32 MiB for each of
-    two threads on Hopper, 8 MiB elsewhere; and so does what a CUDA graph keeps for its replays.
+    held before; None on a CPU. On a GPU, libraries take room to work in, which counts: cuBLAS 8 or 32 MiB for each of
+    two threads, by GPU and version; and so does what a CUDA graph keeps for its replays.
     """
 
     bytes: tuple[int, ...]
@@ -44,19 +48,19 @@ class Trace:
 def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     """Build the variant, warm it up, record every allocation of one more step, and free it all.
 
-    The events are the allocator's own, as torch.profiler reports them: on a CPU the peak is the same at every run.
-    Seen are the thread that runs the step and autograd's, not threads or processes that the step starts by itself.
+    The events are the allocator's own, as it reports them to PyTorch's profiler: on a CPU the peak is the same at every
+    run. Seen are the thread that runs the step and autograd's, not threads or processes that the step starts by itself.
     Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice, whichever library
-    said so; ValueError for a step that works on another GPU than the current one.
+    said so; ValueError for a step that works on another GPU than the current one; RuntimeError where another profiler
+    runs, in the step or around it.
     """
-    with older_objects_spared(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # it has one cycle
-        reserved_before, graphs_before = _held(torch.cuda.memory_reserved), _held_by_graphs()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            reserved, graphs = _used(variant, warmup)
-    levels, phases = _read(profiler.profiler.kineto_results.events())
-    levels = tuple(level + graphs - graphs_before for level in levels)
-    recorded = Trace(levels, phases, None if reserved is None else reserved - reserved_before)
+    with older_objects_spared():
+        before = _held(torch.cuda.memory_reserved)
+        records, held = _record(variant, warmup, before)
+    levels, phases = _read(records)
+    levels = tuple(level + held.by_graphs - before.by_graphs for level in levels)
+    reserved = None if held.reserved is None else max(held.reserved - before.reserved, *levels)
+    recorded = Trace(levels, phases, reserved)
     limit = current_limit()
     if limit is not None and find_device().type == "cpu" and recorded.peak > limit:
         needed, allowed = format_bytes(recorded.peak), format_bytes(limit)
@@ -94,84 +98,110 @@ def saved_bytes(forward: Callable[[], object]) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
+        check_worked(forward())
     return most
 
 
-def _used(variant: Variant, warmup: int) -> tuple[int | None, int]:
+@dataclass(frozen=True)
+class _Held:
+    """Bytes on a GPU: reserved by the allocator, kept by CUDA graphs for their replays (though no tensor is in them),
+    and allocated on each of the machine's GPUs.
+    """
+
+    reserved: int | None = None
+    by_graphs: int = 0
+    allocated: tuple[int, ...] = ()
+
+
+def _held(reserved: Callable[[], int]) -> _Held:
+    here = find_device()
+    if here.type == "cpu":
+        return _Held()
+    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == here.index)
+    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return _Held(
+        reserved(),
+        sum(segment["total_size"] - segment["allocated_size"] for segment in private),
+        tuple(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))),
+    )
+
+
+def _record(variant: Variant, warmup: int, before: _Held) -> tuple[list, _Held]:
+    """What the threads of the variant did, in the profiler's words, and what was held at the end of its step.
+
+    The profiler is PyTorch's older one. torch.profiler tells the same, but on a GPU it attaches CUPTI to the process,
+    which stays there and slows what is launched, and timed, from then on (pytorch/pytorch#144455).
+    """
     try:
-        return use(variant, lambda step: _record(step, warmup))
+        _enable_profiler_legacy(
+            ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        )
+        try:
+            held = use(variant, lambda step: _run(step, warmup, before))
+        finally:
+            records = _disable_profiler_legacy()
     except Exception as error:
+        if "Profiler is already enabled" in str(error):
+            raise RuntimeError(
+                "trace: another profiler runs, and memory is recorded by one: only one can run"
+            ) from error
         if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(str(error)) from None
         raise
+    return records, held
 
 
-def _record(step: Step, warmup: int) -> tuple[int | None, int]:
-    """Leave the step's events in the profiler, and return the most that was reserved and what CUDA graphs hold."""
+def _run(step: Step, warmup: int, before: _Held) -> _Held:
     for _ in range(warmup):
-        step()
+        check_worked(step())
     if find_device().type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     with record_function(_WINDOW):
         step()
-    return _held(torch.cuda.max_memory_reserved), _held_by_graphs()
+    held = _held(torch.cuda.max_memory_reserved)
+    _check_gpu(before, held)
+    return held
 
 
-def _held(by_allocator: Callable[[], int]) -> int | None:
-    return by_allocator() if find_device().type == "cuda" else None
+def _check_gpu(before: _Held, held: _Held) -> None:
+    here = find_device().index
+    used = [gpu for gpu, (then, now) in enumerate(zip(before.allocated, held.allocated)) if now > then]
+    if used and here not in used:
+        told = f"the step allocates on GPU {used[0]}, and only the current one ({here}) is measured"
+        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")
 
 
-def _held_by_graphs() -> int:
-    """Bytes that CUDA graphs keep for their replays, though no tensor is in them: a replay allocates nothing."""
-    if find_device().type == "cpu":
-        return 0
-    private = (s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
-
-
-def _read(events) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Bytes and phases over the window, from the profiler's events in the order of their start."""
-    kind = find_device().type.upper()
-    end = next((event.end_ns() for event in events if event.name() == _WINDOW), None)
-    if end is None:
-        raise RuntimeError("trace: the step ran a profiler of its own, which ended the one that records the memory")
-    moved = [event for event in events if event.name() == "[memory]" and event.device_type().name == kind]
-    _check_gpu(event.device_index() for event in moved)
-    alive, phase, until = 0, "forward", 0
+def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Bytes and phases over the window, from what the profiler recorded of each thread."""
+    moved = attrgetter(f"{find_device().type}_memory_usage")
+    time = threads[0][0].cpu_elapsed_us  # since the first of all
+    records = sorted(chain.from_iterable(threads), key=time)
+    ends = {record.handle(): time(record) for record in records if record.kind() == "pop"}
+    alive, phase, until, end = 0, "forward", 0.0, inf
     levels: list[int] = []
     phases: list[str] = []
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        name, start = event.name(), event.start_ns()
+    for record in records:
+        name, start = record.name(), time(record)
         if start > end:
             break
-        if name == _WINDOW:
-            levels, phases, phase, until = [alive], ["forward"], "forward", 0
-        elif name == "[memory]" and event.device_type().name == kind:
-            alive += event.nbytes()
-            if levels:
+        if record.kind() == "memory_alloc":
+            alive += moved(record)()
+            if levels and moved(record)():
                 levels.append(alive)
                 phases.append(phase)
-        elif (running := _phase(name, start >= until)) is not None:
+        elif name == _WINDOW:
+            levels, phases, phase, until, end = [alive], ["forward"], "forward", 0.0, ends[record.handle()]
+        elif record.kind() == "push" and (running := _phase(name, start >= until)) is not None:
             phase = running
-            until = max(until, event.end_ns()) if phase != "forward" else until
+            until = max(until, ends[record.handle()]) if phase != "forward" else until
     return tuple(levels), tuple(phases)
-
-
-def _check_gpu(indices: Iterable[int]) -> None:
-    here, used = find_device().index, set(indices)
-    elsewhere = {index for index in used if index >= 0 and index != here}
-    if elsewhere and here is not None and here not in used:
-        there = min(elsewhere)
-        told = f"the step allocates on GPU {there}, and only the current one ({here}) is measured"
-        raise ValueError(f"{told}: call torch.cuda.set_device({there}) first")
 
 
 def _phase(name: str, outside: bool) -> str | None:
     """The phase that an event begins: "forward" only where no backward or optimizer event is still running."""
     if name.startswith("autograd::engine::evaluate_function"):
         return "backward"
-    if name.startswith("Optimizer."):
+    if name.startswith("Optimizer.step"):
         return "optimizer"
     return "forward" if outside and name.startswith("aten::") else None

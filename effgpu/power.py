@@ -1,18 +1,20 @@
 """Utilisation, power and energy of the GPU, from NVML. Where NVML does not tell, the answer is None."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
+from statistics import fmean
 
 import pynvml
 import torch
 
 from effgpu import units
-from effgpu.timing import cap_seconds
+from effgpu.timing import cap_seconds, time_for
 
 _LONGEST_TICK = 0.5  # seconds: the counter moves every 20 to 100 ms; standing still for longer, it is of no use
 _POLL = 0.002  # seconds between two looks at the counter, so that asking does not slow short steps
+_AHEAD = 0.01  # seconds of work that wait for the GPU, so that it does not stand still while NVML answers
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,16 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
     ends: both are laid on a tick, with the GPU at work. None where there is no such counter.
     """
     handle, seconds = _handle(), cap_seconds(seconds)
-    if handle is None or (last := _joules(handle)) is None:
+    if handle is None or _joules(handle) is None:
         return None
-    begin = None
+    ahead = max(2, round(_AHEAD / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
+    begin, last = None, _joules(handle)
     polled = ticked = time.perf_counter()
-    for steps, _ in enumerate(_paced(step), start=1):
-        now = time.perf_counter()
-        if now - polled < _POLL:
+    for steps, _ in enumerate(_paced(step, ahead), start=1):
+        if time.perf_counter() - polled < _POLL:
             continue
-        polled, joules = now, _joules(handle)
+        joules = _joules(handle)
+        polled = now = time.perf_counter()
         if joules is None or (joules == last and now - ticked > _LONGEST_TICK):
             return None
         if joules != last:
@@ -71,16 +74,13 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
                 return (joules - begin[0]) / (steps - begin[1])
 
 
-def _paced(step: Callable[[], object]) -> Iterator[None]:
-    """Run steps for ever, the CPU at most two ahead of the GPU: overlaps stay as they are, and the count stays true."""
-    pending: deque[torch.cuda.Event] = deque()
-    while True:
+def _paced(step: Callable[[], object], ahead: int) -> Iterator[None]:
+    """Run steps for ever, the CPU so many ahead of the GPU: overlaps stay as they are, and the count stays true."""
+    marks = [torch.cuda.Event() for _ in range(ahead + 1)]
+    for mark in cycle(marks):
+        mark.synchronize()  # of a mark that was never made, at once
         step()
-        mark = torch.cuda.Event()
         mark.record()
-        pending.append(mark)
-        if len(pending) > 2:
-            pending.popleft().synchronize()
         yield
 
 

@@ -18,7 +18,8 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
     """Seconds that each of `count` consecutive steps took, as a training loop would run them.
 
     On a GPU, CUDA events mark the ends of the steps and the only wait is after the last: a wait per step would hide
-    every overlap of copies, loading and launches with the GPU's work. On a CPU, `time.perf_counter`.
+    every overlap of copies, loading and launches with the GPU's work. One more step leads in and does not count, or the
+    first would hold what the CPU does before its first kernel. On a CPU, `time.perf_counter`.
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1 step, got {count!r}")
@@ -56,6 +57,7 @@ def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:
 def _time_on_gpu(step: Callable[[], object], count: int) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize()
+    step()
     marks[0].record()
     for mark in marks[1:]:
         step()

@@ -3,34 +3,52 @@
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import TypeVar
+
+import torch
 
 from effgpu.device import release_memory
 
 Step = Callable[[], object]
 Variant = Callable[[], Step]
 Result = TypeVar("Result")
+_NOT_RUN = (AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType, partial)
 
 
 def use(variant: Variant, action: Callable[[Step], Result]) -> Result:
     """Build the variant's step, return what `action` makes of it, and free everything that the variant held.
 
     Also when it raises or is interrupted: the frames in the traceback would keep models and DataLoader workers alive
-    for as long as somebody keeps the error, as a notebook does, so the error takes along their text instead. Raises
-    TypeError for a variant that returns no step.
+    for as long as somebody keeps the error, as a notebook does, so the error takes along their text instead. PyTorch's
+    switches for the whole process (TF32, cuDNN's, threads, anomaly mode, ...) are set back to what they were. Raises
+    TypeError for a variant that returns no step, RuntimeError for a step that runs out of data.
     """
     handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
     try:
-        with _recompiling():
+        with _recompiling(), _switches_kept():
             result = action(_build(variant))
     except BaseException as error:
+        if isinstance(error, StopIteration):
+            ended = error
+            error = RuntimeError("the step ran out of data: a measurement calls it often, so let its loader start anew")
+            error.__cause__ = ended
         _drop_frames(error, handled)
         with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
             release_memory()
-        raise
+        raise error
     release_memory()
     return result
+
+
+def check_worked(result: object) -> None:
+    """Raises TypeError for what a step returns that has done nothing: a function, a generator, a coroutine."""
+    if isinstance(result, _NOT_RUN):
+        got = type(result).__name__
+        raise TypeError(f"step: expected a training step that does its work when called, got a {got} from it")
 
 
 def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:
@@ -42,7 +60,7 @@ def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:
     for label, variant in variants.items():
         if not isinstance(label, str) or not label.strip():
             raise TypeError(f"variants: expected every label to be a non-empty string, got {label!r}")
-        if not callable(variant):
+        if not callable(variant) or isinstance(variant, torch.nn.Module):
             got = type(variant).__name__
             raise TypeError(f"variants[{label!r}]: expected a function that returns a training step, got {got}")
     return dict(variants)
@@ -55,9 +73,59 @@ def _recompiling() -> contextlib.AbstractContextManager:
     return dynamo.config.patch(most) if dynamo else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _switches_kept() -> Iterator[None]:
+    """Set PyTorch's switches for the whole process back: one variant's would be the next one's, too."""
+    before = [read() for read, _ in _SWITCHES]
+    try:
+        yield
+    finally:
+        for (read, write), was in zip(_SWITCHES, before):
+            if was is not None and read() != was:
+                write(was)
+
+
+def _matmul_precision() -> str | None:
+    """PyTorch's older way to ask for TF32; None where the newer one has been used, which it then refuses to tell of."""
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+        warnings.simplefilter("ignore")
+        return torch.get_float32_matmul_precision()
+
+
+def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
+    return partial(getattr, holder, name), partial(setattr, holder, name)
+
+
+_SWITCHES = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda on: torch.autograd.set_detect_anomaly(*on),
+    ),
+    (_matmul_precision, torch.set_float32_matmul_precision),  # first of those for TF32, as it writes the others
+    _flag(torch.backends, "fp32_precision"),
+    _flag(torch.backends.cudnn, "fp32_precision"),
+    _flag(torch.backends.cuda.matmul, "fp32_precision"),
+    _flag(torch.backends.cudnn.conv, "fp32_precision"),
+    _flag(torch.backends.cudnn.rnn, "fp32_precision"),
+    _flag(torch.backends.mkldnn.matmul, "fp32_precision"),
+    _flag(torch.backends.mkldnn.conv, "fp32_precision"),
+    _flag(torch.backends.cudnn, "benchmark"),
+    _flag(torch.backends.cudnn, "deterministic"),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+)
+
+
 def _build(variant: Variant) -> Step:
     step = variant()
-    if not callable(step):
+    if not callable(step) or isinstance(step, torch.nn.Module):
         name, got = getattr(variant, "__name__", repr(variant)), type(step).__name__
         raise TypeError(f"variant {name!r}: expected it to return its training step, a function, got {got}")
     return step

@@ -68,6 +68,7 @@ class SimulatedGpu:
         self.log = []
         self.clock = 0.0  # seconds
         self.reserved, self.allocated, self.most_reserved = 0, 0, 0
+        self.others = []  # bytes allocated on the machine's other GPUs
         self.segments = []  # as torch.cuda.memory_snapshot tells them
         self.fraction = 1.0
 
@@ -102,12 +103,13 @@ def simulate_gpu(monkeypatch):
         replaced = {
             "is_available": lambda: True,
             "current_device": lambda: 0,
+            "device_count": lambda: len(gpu.others) + 1,
             "get_rng_state": lambda device=None: gpu.log.append("state kept"),
             "set_rng_state": lambda state, device=None: gpu.log.append("state given back"),
             "get_device_properties": lambda device=None: gpu.properties,
             "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
             "memory_reserved": lambda device=None: gpu.reserved,
-            "memory_allocated": lambda device=None: gpu.allocated,
+            "memory_allocated": lambda device=None: [gpu.allocated, *gpu.others][device or 0],
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
             "reset_peak_memory_stats": lambda device=None: setattr(gpu, "most_reserved", gpu.reserved),
             "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
@@ -131,7 +133,8 @@ def energy_counter():
     """Skips where NVML itself, and not effgpu, has no counter of energy."""
     try:
         pynvml.nvmlInit()
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
+        uuid = str(torch.cuda.get_device_properties().uuid).removeprefix("GPU-")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     except pynvml.NVMLError as error:
         pytest.skip(f"NVML: {error}")
 

@@ -36,7 +36,7 @@ def test_the_step_runs_once():
 
 
 def test_a_variant_in_place_of_its_step_is_refused():
-    with pytest.raises(TypeError, match="expected a training step, got a variant"):
+    with pytest.raises(TypeError, match="expected a training step that does its work when called, got a function"):
         count_flops(lambda: lambda: None)
 
 

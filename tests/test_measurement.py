@@ -12,6 +12,7 @@ import weakref
 from functools import partial
 
 import numpy as np
+import pynvml
 import pytest
 import torch
 from hypothesis import given
@@ -179,13 +180,31 @@ def test_the_seconds_that_energy_takes_do_not_make_rounds_fewer(monkeypatch, no_
     assert len(measure(build, seconds=2).times) == 40
 
 
-def test_a_gpu_is_warmed_up_until_its_clock_has_risen(simulate_gpu, monkeypatch, no_collecting):
+@pytest.mark.parametrize("rise", [0.0, 0.2])
+def test_a_gpu_is_kept_busy_until_its_steps_get_no_faster(rise, simulate_gpu, monkeypatch, no_collecting):
+    gpu, busy = simulate_gpu(), []
+    monkeypatch.setattr(power, "measure_energy", lambda step: None)
+    monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",), 0))
+
+    def variant():
+        built = gpu.clock  # idle until now, at a third of its clock
+
+        def step():
+            busy.append(gpu.clock - built)
+            gpu.step(0.001 if busy[-1] >= rise else 0.003 - 0.002 * busy[-1] / rise)
+
+        return step
+
+    assert measure(variant, seconds=0.01, rounds=3, warmup=1).times == pytest.approx([0.001] * 3)
+    assert max(busy) < rise + 0.15
+
+
+def test_a_gpus_long_steps_need_no_more_warming_up(simulate_gpu, monkeypatch, no_collecting):
     gpu = simulate_gpu()
     monkeypatch.setattr(power, "measure_energy", lambda step: None)
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",), 0))
-    measure(lambda: partial(gpu.step, 0.001), seconds=0.01, rounds=1, warmup=1)
-    rising, asked = 50, 10  # milliseconds, and as many steps; each may take one or two more
-    assert 2 * (1 + rising + asked) <= gpu.log.count("step") <= 2 * (5 + rising + asked)  # rehearsed, and counted
+    measure(lambda: partial(gpu.step, 0.3), seconds=0.01, rounds=1, warmup=2)
+    assert gpu.log.count("step") == 2 * (3 + 6)  # rehearsed and counted: one leads in each time
 
 
 def test_a_run_that_is_cut_short_takes_energy_once(monkeypatch, no_collecting):
@@ -493,4 +512,5 @@ def test_a_limit_makes_a_real_out_of_memory_that_the_next_measuring_survives(mon
 def test_energy_is_that_of_a_board_at_work(energy_counter):
     found = measure(make_gpu_variant(), seconds=0.1, rounds=2)
     assert len(found.energies) == 2
-    assert 3 < found.joules / found.median < 10 * 2000  # watts of a board, with room for what is not kept busy
+    limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(power._handle()) / 1000
+    assert 0.05 * limit < found.joules / found.median < 1.1 * limit  # watts: a board at rest takes a tenth and more

@@ -20,10 +20,12 @@ class Board:
         self.now = 5.0  # the host's clock
         self.busy_until = 5.0
         self.ahead = self.most_ahead = self.steps = 0
+        self.answer, self.idle = 0.0, 0.0  # seconds that NVML takes to answer, and that the GPU stood still
 
     def step(self):
         self.steps += 1
         self.now += 1e-5
+        self.idle += max(0.0, self.now - self.busy_until)
         self.busy_until = max(self.busy_until, self.now) + self.seconds_per_step
         self.most_ahead = max(self.most_ahead, (self.busy_until - self.now) / self.seconds_per_step)
 
@@ -33,12 +35,15 @@ class Board:
 
     def millijoules(self, handle):
         assert handle == "handle"
+        self.now += self.answer
         return int(int(self.now / self.tick) * self.tick * self.watts * 1000)
 
     def install(self, monkeypatch):
         board = self
 
         class Event:
+            at = 0.0
+
             def record(self):
                 self.at = board.busy_until
 
@@ -47,6 +52,7 @@ class Board:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(power, "_handle", lambda: "handle")
+        monkeypatch.setattr(power, "time_for", lambda step, seconds, fewest: [board.seconds_per_step])
         monkeypatch.setattr(power, "time", SimpleNamespace(perf_counter=board.clock))
         monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", board.millijoules)
         return board
@@ -165,6 +171,13 @@ def test_short_steps_are_not_slowed_by_asking(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", ask)
     power.measure_energy(board.step, seconds=0.5)
     assert board.steps > 3000 and len(asked) <= (board.now - 5.0) / power._POLL + 1
+
+
+def test_the_gpu_does_not_stand_still_while_nvml_answers(monkeypatch):
+    board = Board(step=0.0005).install(monkeypatch)
+    board.answer = 0.005
+    power.measure_energy(board.step, seconds=0.5)
+    assert board.idle < 2 * board.answer + 1e-3  # before the steps begin, it is asked twice
 
 
 # On a GPU

@@ -2,14 +2,18 @@
 
 import multiprocessing
 import signal
+import subprocess
+import sys
 import traceback
 import weakref
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from effgpu import variants
+from effgpu import compare, count_flops, saved_bytes, trace, variants
 from effgpu.variants import check_variants, use
 
 
@@ -247,3 +251,109 @@ def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_the
     for _ in range(limit + 4):
         use(each_time, lambda step: step())
     assert len(graphs) == limit + 4 and torch._dynamo.config.recompile_limit == limit
+
+
+# What a variant may not leave behind
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+        (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+        (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+        (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
+        (torch.are_deterministic_algorithms_enabled, lambda: torch.use_deterministic_algorithms(True)),
+        (lambda: torch.backends.cudnn.benchmark, lambda: setattr(torch.backends.cudnn, "benchmark", True)),
+        (torch.backends.cuda.flash_sdp_enabled, lambda: torch.backends.cuda.enable_flash_sdp(False)),
+    ],
+)
+@pytest.mark.parametrize("ending", [None, ValueError])
+def test_switches_of_the_whole_process_are_set_back(read, change, ending):
+    def variant():
+        change()
+        assert read() != before
+        if ending:
+            raise ending
+        return lambda: None
+
+    before = read()
+    with pytest.raises(ending) if ending else nullcontext():
+        use(variant, lambda step: step())
+    assert read() == before
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_tf32_is_set_back_whichever_way_it_was_asked_for(older):
+    """In a process of its own, as the two ways do not go together."""
+    way = "torch.set_float32_matmul_precision('high')" if older else "torch.backends.fp32_precision = 'tf32'"
+    alone = f"""
+import warnings
+import torch
+from effgpu.variants import use
+def read():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        new = [holder.fp32_precision for holder in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)]
+        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, *new]
+def variant():
+    {way}
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return lambda: None
+before = read()
+use(variant, lambda step: step())
+print(read() == before, before, read())
+"""
+    told = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True)
+    assert told.stdout.startswith("True"), told
+
+
+def test_a_variants_switches_do_not_slow_the_others():
+    """Unless they are set back, the first one would be measured with anomaly mode, too."""
+
+    def variant(watched):
+        def build():
+            torch.autograd.set_detect_anomaly(True) if watched else None
+            model, batch = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20))), torch.ones(4, 8)
+            return lambda: model(batch).sum().backward()
+
+        return build
+
+    result = compare({"plain": variant(False), "anomaly mode": variant(True)}, seconds=0.2)
+    assert result.verdict("anomaly mode") == "slower"
+
+
+# A step that is none
+
+
+def generator():
+    yield
+
+
+async def coroutine():
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("step", [generator, coroutine, lambda: generator, lambda: partial(print)])
+def test_a_step_that_does_nothing_when_called_is_refused(step):
+    for look in (trace, lambda variant: saved_bytes(variant()), lambda variant: count_flops(variant())):
+        with pytest.raises(TypeError, match="step: expected a training step that does its work when called, got a "):
+            look(lambda: step)
+
+
+def test_a_model_in_place_of_a_variant_or_its_step_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"variants\['a'\]: expected a function that returns .*, got Linear"):
+        compare({"a": model})
+    with pytest.raises(TypeError, match="expected it to return its training step, a function, got Linear"):
+        compare({"a": lambda: model})
+
+
+def test_a_step_that_runs_out_of_data_says_so():
+    def variant():
+        batches = iter([torch.ones(1)] * 20)
+        return lambda: next(batches)
+
+    with pytest.raises(RuntimeError, match="the step ran out of data"):
+        list(map(lambda _: compare({"a": variant}, seconds=1), range(3)))
