@@ -130,6 +130,8 @@ def _sum_up(outcomes: list, asked: int, page: Path, interrupted: bool) -> int:
 def _report(chosen: argparse.Namespace) -> int:
     from effgpu import reference, report
 
+    if chosen.out.resolve() in [path.resolve() for path in chosen.results]:
+        return _refuse(f"--out: expected a file for the page, got the results in {chosen.out}")
     try:
         machines = {path: reference.load(path) for path in chosen.results}
         if empty := [str(path) for path, comparisons in machines.items() if not comparisons]:

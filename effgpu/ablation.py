@@ -4,6 +4,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from effgpu import units
 from effgpu.comparison import SURE, WITHIN_NOISE, Comparison, compare, rank_interval
@@ -108,7 +109,7 @@ class Ablation(Comparison):
         return next((m for m in self if not m.failed), self.baseline)
 
     def find(self, on: Iterable[str]) -> Measurement:
-        """The measurement of the combination of some switches. Raises KeyError for one that was not measured."""
+        """The measurement of the combination of some switches, or of its label. Raises KeyError for another one."""
         on = self._names(on)
         if unknown := on - set(self.switches):
             raise KeyError(f"no switch {min(unknown)!r} in {self.name!r}, only {list(self.switches)}")
@@ -183,7 +184,7 @@ class Ablation(Comparison):
         return "\n".join([*told, super().caption()])
 
     def _names(self, on: Iterable[str]) -> set[str]:
-        return {on} if isinstance(on, str) and on in self.switches else set(on)
+        return set(switches_on(on) if isinstance(on, str) else on)
 
     def _against_first(self, view: str, measurements: Iterable[Measurement]) -> Comparison:
         """Some of the measurements, under a name of their own, so that showing them does not replace the whole."""
@@ -195,11 +196,22 @@ class Ablation(Comparison):
             raise ValueError(f"quantity: expected one of {list(QUANTITIES)}, got {quantity!r}")
         values = QUANTITIES[quantity]
         added, taken = (zip(*(values(self.find(on)) for on in side)) for side in (plus, minus))
-        shares = [(sum(a) - sum(t)) / whole for a, t, whole in zip(added, taken, values(self.whole)) if whole]
+        whole = self._whole_by_round(values)
+        shares = [(sum(a) - sum(t)) / level for a, t, level in zip(added, taken, whole) if level]
         if len(shares) < FEWEST_ROUNDS:
             return None
         _, low, high = rank_interval(shares, SURE)
         return Change(*rank_interval(shares), sure=low > 0 or high < 0)
+
+    def _whole_by_round(self, values: Callable[[Measurement], list[float]]) -> list[float]:
+        """The median of the whole, times what slowed all combinations in a round.
+
+        Its own value of each round would do as a share's whole, but for its noise: that stands below the fraction as
+        well as above it, and made more of what takes longer than of what takes less.
+        """
+        measured = [series for series in map(values, self) if series and median(series)]
+        paces = zip(*([value / median(series) for value in series] for series in measured))
+        return [median(values(self.whole)) * median(pace) for pace in paces]
 
     def _pairs(self) -> Iterator[tuple[str, str, set[str]]]:
         """Two that may interact: a switch, the name of the other side, and its switches."""

@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement
 
 from effgpu import units
 from effgpu.device import Device
-from effgpu.measurement import FEWEST_ROUNDS, Measurement, measure_all
+from effgpu.measurement import FEWEST_ROUNDS, Measurement, check_unit, measure_all
 from effgpu.variants import Variant
 
 FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
@@ -66,6 +66,12 @@ class Comparison:
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self.measurements)
+
+    def __len__(self) -> int:
+        return len(self.measurements)
+
+    def __contains__(self, label: str) -> bool:
+        return any(measurement.label == label for measurement in self)
 
     def time_ratio(self, label: str) -> Ratio | None:
         """Time per item (per step, where no items were given) over the baseline's; None where either has none."""
@@ -125,10 +131,10 @@ class Comparison:
         versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
         whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
         per_item = f" per {self.baseline.unit.removesuffix('s')}" * (len({m.items for m in self}) > 1)
-        ratios = f"Ratios{per_item} to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %"
+        ratios = f" Ratios{per_item} to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %."
         disturbed = ", ".join(self.disturbed())
         disturbed = f" Disturbed by what ran just before: {disturbed}." if disturbed else ""
-        return f"{self.name} on {self.device.label}, {versions}{whose}. {ratios}.{disturbed}"
+        return f"{self.name} on {self.device.label}, {versions}{whose}.{ratios * (len(self) > 1)}{disturbed}"
 
     def alt_text(self) -> str:
         """The verdicts in one line, for those who cannot see the plot."""
@@ -147,9 +153,9 @@ class Comparison:
         device = Device(**stored["device"] | {"capability": tuple(capability) if capability else None})
         series = ("times", "energies")
         rows = [row | {key: tuple(map(float, row[key])) for key in series} for row in stored["measurements"]]
-        if not rows:
-            raise ValueError("measurements: expected at least one, got none")
-        return cls(check_name(stored["name"]), tuple(Measurement(device=device, **row) for row in rows))
+        measurements = tuple(Measurement(device=device, **row) for row in rows)
+        _check_stored(measurements)
+        return cls(check_name(stored["name"]), measurements)
 
     def _round_by_round(
         self, label: str, values: Callable[[Measurement], Sequence[float]], confidence: float = 0.95
@@ -192,6 +198,19 @@ def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **opti
     if isinstance(rounds, int) and 0 < rounds < FEWEST_ROUNDS:
         raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, as many as a verdict takes, got {rounds}")
     return Comparison(name, tuple(measure_all(variants, **options)))
+
+
+def _check_stored(measurements: Sequence[Measurement]) -> None:
+    """Raises TypeError or ValueError for what could be shown in no table."""
+    labels = [m.label for m in measurements]
+    if not labels or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
+        raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
+    for m in measurements:
+        check_unit(m.unit)
+        known = {"items": m.items, "flops": m.flops}
+        units.check_positive(**{name: value for name, value in known.items() if value is not None})
+        if not all(0 <= value < math.inf for value in m.times + m.energies):
+            raise ValueError(f"{m.label!r}: expected times and energies that are finite and not negative")
 
 
 def check_name(name: str) -> str:

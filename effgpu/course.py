@@ -1,11 +1,12 @@
 """Run the lessons headless, each in a kernel of its own, and collect the results that they carry."""
 
 import asyncio
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -17,6 +18,7 @@ from effgpu.comparison import MIME_TYPE, Comparison
 
 LESSONS = Path(__file__).parent.parent / "notebooks"  # of a clone
 CELL_TIMEOUT = 3600  # seconds
+INTERRUPTED = "interrupted"
 _STABLE_METADATA = {  # what a kernel reports of itself differs from machine to machine
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -56,7 +58,11 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
     if not names and not here:
         raise ValueError(f"no lessons in ./notebooks nor in {LESSONS}: run effgpu in a clone of it, or name a path")
-    return list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
+    found = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
+    stems = [path.stem for path in found]
+    if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
+        raise ValueError(f"expected lessons with a name each, as their results go by it, got two called {twice!r}")
+    return found
 
 
 def prepare(out: Path, *others: Path) -> None:
@@ -75,19 +81,22 @@ def run(lessons: Sequence[Path], out: Path, *, inplace: bool = False) -> Iterato
     """Run lessons one after another, with a progress bar, and yield each outcome; a failure does not stop the rest.
 
     Executed lessons go to `out`/notebooks and, with `inplace`, over those lessons that succeeded. Ctrl-C ends the
-    running kernel and raises KeyboardInterrupt.
+    running kernel, yields what its lesson had found until then, and raises KeyboardInterrupt.
     """
     width = max(len(path.stem) for path in lessons)
     with tqdm(total=len(lessons), leave=False, bar_format="{desc} |{bar:30}| {remaining} left") as bar:
         for number, path in enumerate(lessons):
             bar.set_description_str(f"{number + 1}/{len(lessons)} {path.stem:{width}}", refresh=False)
-            yield run_lesson(path, out / "notebooks", inplace=inplace, progress=partial(_show, bar, number))
+            outcome = run_lesson(path, out / "notebooks", inplace=inplace, progress=partial(_show, bar, number))
+            yield outcome
+            if outcome.failure == INTERRUPTED:
+                raise KeyboardInterrupt
 
 
 def run_lesson(
     path: Path, folder: Path, *, inplace: bool = False, progress: Callable[[float], None] = lambda share: None
 ) -> Outcome:
-    """Run one lesson in its own kernel and folder, and write it, executed, into `folder`.
+    """Run one lesson in its own kernel and folder, and write it, executed, into `folder`, unless Ctrl-C ends it.
 
     `progress` is told the share of the cells that are done, from 0 to 1.
     """
@@ -99,17 +108,30 @@ def run_lesson(
     except Exception as error:  # nbformat raises whatever the broken content leads to
         return Outcome(path.stem, path.stem, failure=f"not a notebook: {type(error).__name__}: {_first_line(error)}")
     _clear(notebook)
-    _execute(notebook, path.parent, progress)
+    try:
+        _execute(notebook, path.parent, progress)
+    except KeyboardInterrupt:
+        return replace(_outcome(path.stem, notebook), failure=INTERRUPTED)
     _drop_blank_output(notebook)
     outcome = _outcome(path.stem, notebook)
-    if inplace and not outcome.failure:
+    try:
+        _write(notebook, path, folder, inplace=inplace and not outcome.failure)
+    except OSError as error:  # a full disk, say: its results may fit
+        outcome = replace(outcome, failure=outcome.failure or f"could not be written: {error}")
+    return outcome
+
+
+def _write(notebook, path: Path, folder: Path, *, inplace: bool) -> None:
+    """Write an executed lesson into `folder` and, with `inplace`, over the lesson."""
+    import nbformat
+
+    if inplace:
         reference.write_whole(path, nbformat.writes(notebook) + "\n")
     beside = quote(Path(os.path.relpath(path.resolve().parent.parent, folder.resolve())).as_posix())
     for cell in notebook.cells:
         if cell.cell_type == "markdown":  # the drawings are not copied
             cell.source = cell.source.replace("](../", f"]({beside}/")
     reference.write_whole(folder / path.name, nbformat.writes(notebook) + "\n")
-    return outcome
 
 
 def read_lessons(folder: Path) -> list[Outcome]:
@@ -219,11 +241,19 @@ def _outcome(name: str, notebook) -> Outcome:
     for cell in _code_cells(notebook.cells):
         data = [output.data for output in cell.outputs if "data" in output]
         shown = [Comparison.from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
-        comparisons |= {comparison.name: comparison for comparison in shown}
+        for comparison in shown:
+            free = _free_name(comparison, comparisons)
+            comparisons[free] = replace(comparison, name=free)
         alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
         pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
     leads = any("leads" in cell.metadata.get("tags", []) for cell in notebook.cells)
     return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook), leads)
+
+
+def _free_name(comparison: Comparison, taken: Mapping[str, Comparison]) -> str:
+    """Its own name, or that with a number, where another comparison has it: neither is lost."""
+    names = itertools.chain([comparison.name], (f"{comparison.name}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken or taken[name].measurements == comparison.measurements)
 
 
 def _failure(notebook) -> str | None:

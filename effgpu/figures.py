@@ -49,6 +49,11 @@ STYLE = {
 }
 WIDTH = 6.4
 NAME_HEIGHT = 0.19  # inches that the name of a point takes
+_ORIGINS = {
+    Comparison: "what `compare` or `ablate` gave",
+    Ablation: "what `ablate` gave",
+    Trace: "what `trace` gave",
+}
 FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
 
 
@@ -58,6 +63,7 @@ def plot(comparison: Comparison) -> Figure:
     Reserved memory is outlined over allocated. Diamonds show the ratios that stored GPUs gave under the same name,
     times this baseline. A CPU's times are hatched and said to be a CPU's.
     """
+    _check(Comparison, comparison=comparison)
     others = _elsewhere(comparison)
     panels = [partial(_plot_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
     return _plot_rows(comparison, [m.label for m in comparison], panels)
@@ -69,6 +75,7 @@ def plot_ladder(ablation: Ablation) -> Figure:
     A floating bar spans what its switch changes on top of those above it, told as a share of the baseline: blue takes
     less, orange more, and pale is within noise. Diamonds and hatches as in `plot`.
     """
+    _check(Ablation, ablation=ablation)
     labels = [NONE, *(f"+ {switch}" for switch in ablation.switches), "all"]
     others = _elsewhere(ablation)
     panels = [partial(_plot_rungs, ablation=ablation, others=others, quantity=q) for q in _measured(ablation)]
@@ -81,6 +88,7 @@ def plot_switches(ablation: Ablation) -> Figure:
     The latter is what would be lost if it were left out; the more the two differ, the more it interacts. In shares of
     the baseline, with 95 % intervals.
     """
+    _check(Ablation, ablation=ablation)
     panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
     return _say_of_what(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
 
@@ -90,6 +98,7 @@ def plot_pareto(ablation: Ablation) -> Figure:
 
     Named are these, none and all. What ran out of memory stands at the right edge: no memory sufficed.
     """
+    _check(Ablation, ablation=ablation)
     failed, front = [m for m in ablation if m.failed], ablation.pareto()
     ends = [m for m in (ablation.baseline, ablation.find(ablation.switches)) if not m.failed and m not in front]
     named = sorted([*front, *ends], key=lambda m: _level(ablation, m, "time")[0], reverse=True)
@@ -112,6 +121,8 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
         raise TypeError(f"traces: expected a mapping of labels to traces, got {type(traces).__name__}")
     if not traces:
         raise ValueError("traces: expected at least one labelled trace, got none")
+    for label, trace in traces.items():
+        _check(Trace, **{f"traces[{label!r}]": trace})
     with _figure(len(traces), height=1.75, sharey=True) as (_, axes):
         for ax, (label, trace) in zip(axes, traces.items()):
             _draw_trace(ax, trace)
@@ -139,6 +150,8 @@ def plot_sweep(
     if not series or not all(series.values()):
         raise ValueError("series: expected at least one labelled mapping of x to a value, each with an entry")
     measured = [m for points in series.values() for m in points.values() if isinstance(m, Measurement)]
+    if len(quantities := {_name_measured([m]) for m in measured if m.times}) > 1:
+        raise ValueError(f"series: expected measurements of one quantity, got {' and '.join(sorted(quantities))}")
     with _figure(1, height=3.4) as (figure, (ax,)):
         for color, (label, points) in zip(cycle(LINES), series.items()):
             _draw_line(ax, label, points, color)
@@ -186,6 +199,13 @@ def _figure(rows: int, *, height: float, sharey: bool = False):
         yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
 
 
+def _check(kind: type, **values: object) -> None:
+    """Raises TypeError, with its name, for a value that is not of this kind."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {_ORIGINS[kind]}, got {type(value).__name__}")
+
+
 def _measured(comparison: Comparison) -> list[str]:
     """The quantities that get a panel: energy where there is any."""
     return ["time", "memory"] + ["energy"] * any(m.energies for m in comparison)
@@ -231,7 +251,7 @@ def _samples(comparison: Comparison, measurement: Measurement, quantity: str) ->
     """What is drawn of a measurement: a value a step or, where the variants' steps differ in items, an item."""
     if quantity == "memory":
         return [] if measurement.peak_allocated is None else [measurement.peak_allocated]
-    share = measurement.items if len({m.items for m in comparison}) > 1 else 1
+    share = measurement.items or 1 if len({m.items for m in comparison}) > 1 else 1
     return [value / share for value in (measurement.times if quantity == "time" else measurement.energies)]
 
 
@@ -305,7 +325,7 @@ def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: 
         middle, low, high = known or (before,) * 3
         on = ablation.switches[:row] if row < len(stack.measurements) else ()
         change = ablation.effect(on[-1], on, quantity) if on else None
-        start = before if on else 0
+        start = before if on or not known else 0
         ax.barh(row, middle - start, left=start, height=0.62, color=_color(change), hatch=_hatch(ablation, quantity))
         _draw_interval(ax, row, middle, low, high)
         told = (change.short if change else "") if on else _tell(stack, m, quantity)

@@ -33,6 +33,8 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     float32 run as TF32 where that is turned on.
     """
     size = by_tier(cpu=1024, small=4096, large=8192) if size is None else size
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected one of torch's, as torch.bfloat16, got {dtype!r}")
     if size < 1:
         raise ValueError(f"size: expected a positive edge length, got {size!r}")
     device = find_device()

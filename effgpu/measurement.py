@@ -129,6 +129,7 @@ def measure_all(
     variants = check_variants(variants)
     check_positive(Integral, rounds=FEWEST_ROUNDS if rounds is None else rounds, min_steps=min_steps, warmup=warmup)
     check_positive(seconds=seconds)
+    check_unit(unit)
     items_of, flops_of = _by_label(variants, items=items), _by_label(variants, flops=flops)
     fewest = min_steps if timing.cap_seconds(seconds) == seconds else 1
     seconds = timing.cap_seconds(seconds)
@@ -154,6 +155,12 @@ def measure_all(
                 bar.total = len(variants) * (2 + planned)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
+
+
+def check_unit(unit: str) -> None:
+    """Raises TypeError for what cannot name a unit."""
+    if not isinstance(unit, str):
+        raise TypeError(f"unit: expected a string such as 'samples', got {unit!r}")
 
 
 @dataclass

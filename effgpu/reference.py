@@ -1,5 +1,6 @@
 """Results as files: save and load comparisons as JSON, and the stored results of the GPUs that ran the course."""
 
+import contextlib
 import json
 import os
 import tempfile
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 
 FORMAT = {"format": "effgpu results", "version": 1}
@@ -15,20 +17,22 @@ STORED = Path(__file__).parent / "reference"
 
 def save(comparisons: Iterable[Comparison], path: str | Path) -> Path:
     """Write comparisons of one machine to a JSON file, all of it or nothing. Returns the path."""
+    if isinstance(comparisons, Comparison):
+        raise TypeError("comparisons: expected a list of comparisons, got one: pass [comparison]")
     rows = [comparison.to_dict() for comparison in comparisons]
     return write_whole(path, json.dumps(FORMAT | {"comparisons": rows}, indent=1) + "\n")
 
 
 def load(path: str | Path) -> list[Comparison]:
-    """Read what `save` wrote. Raises ValueError, naming the file, for anything else."""
+    """Read what `save` wrote, ablations as such. Raises ValueError, naming the file, for anything else."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a results file that can be read ({error})") from error
     if not isinstance(stored, dict) or {key: stored.get(key) for key in FORMAT} != FORMAT:
         raise ValueError(f"{path}: expected a results file of effgpu ({FORMAT}), got something else")
     try:
-        return [Comparison.from_dict(row) for row in stored["comparisons"]]
+        return [_revive(row) for row in stored["comparisons"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path}: expected comparisons as effgpu writes them ({type(error).__name__}: {error})"
@@ -55,6 +59,14 @@ def write_whole(path: str | Path, text: str) -> Path:
         os.unlink(temporary)
         raise
     return path
+
+
+def _revive(row: dict) -> Comparison:
+    """An ablation where the measurements are those of one, else a comparison."""
+    comparison = Comparison.from_dict(row)
+    with contextlib.suppress(ValueError):
+        return Ablation(comparison.name, comparison.measurements)
+    return comparison
 
 
 @cache

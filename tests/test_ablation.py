@@ -85,7 +85,7 @@ def test_known_costs_are_found_as_they_are(simulated):
     result = ablate(simulated, [*"abc"], **QUICK)
     for quantity, costs in {"time": MILLISECONDS, "memory": MEBIBYTES, "energy": JOULES}.items():
         for place, switch in enumerate("abc"):
-            for among in ("", "abc"[:place], "abc"):
+            for among in ((), tuple("abc"[:place]), tuple("abc")):
                 others = set(among) - {switch}
                 expected = (total(costs, others | {switch}) - total(costs, others)) / costs[()]
                 change = result.effect(switch, among, quantity)
@@ -112,7 +112,7 @@ def test_it_is_a_comparison_of_all_combinations_with_none(simulated):
     assert result["a + b"].items == 4 and result["a + b"].unit == "rows"
     assert result["a + b"].peak_allocated == 11 * MiB
     assert result.time_ratio("a + b").value == pytest.approx(0.3) and result.verdict("a + b") == "faster"
-    assert result.find("ba") is result["a + b"] and result.find(()) is result.baseline
+    assert result.find(["b", "a"]) is result.find("a + b") is result["a + b"] and result.find(()) is result.baseline
     assert type(result.combinations) is Comparison and result.combinations.measurements == result.measurements
 
 
@@ -163,7 +163,7 @@ def test_of_many_switches_each_alone_the_stack_and_each_left_out(simulated):
     }
     assert {"".join(switches_on(m.label)) for m in result} == expected and len(result.measurements) == len(expected)
     assert (result.baseline.label, result.switches) == ("none", tuple(switches))
-    assert result.effect("c", switches).value == pytest.approx(0.3)
+    assert result.effect("c", [*switches]).value == pytest.approx(0.3)
     assert [(i.quantity, i.first, i.second) for i in result.interactions()] == [
         *(("time", "b", "the rest"), ("time", "c", "the rest")),
         *(("memory", "a", "the rest"), ("memory", "b", "the rest")),
@@ -220,7 +220,7 @@ def test_left_out_of_all_is_alone_and_all_that_it_adds_together_with_others(cost
     result = by_hand("abc", costs, drift)
     for switch in "abc":
         together = sum(cost for on, cost in costs.items() if switch in on and len(on) > 1) / 1000
-        alone, last = result.effect(switch).value, result.effect(switch, "abc").value
+        alone, last = result.effect(switch).value, result.effect(switch, list("abc")).value
         assert last - alone == pytest.approx(together, abs=1e-9)
 
 
@@ -232,6 +232,17 @@ def test_two_that_leave_each_other_alone_are_named_once_in_a_hundred():
         found = (Measurement(on, tuple(values), CPU, peak_allocated=1) for on, values in times.items())
         named += bool(Ablation("noise", tuple(found)).interactions())
     assert named / trials <= 0.01 + 3 * (0.01 * 0.99 / trials) ** 0.5
+
+
+def test_noise_is_as_often_more_as_less_also_where_there_is_a_lot_of_it():
+    generator = random.Random(0)
+    trials, told = 800, []
+    for _ in range(trials):
+        times = {on: [generator.lognormvariate(0, 0.5) for _ in range(50)] for on in ("none", "a")}
+        found = (Measurement(on, tuple(values), CPU, peak_allocated=1) for on, values in times.items())
+        change = Ablation("noise", tuple(found)).effect("a")
+        told.append(change.sure * (1 if change.value > 0 else -1))
+    assert max(told.count(1), told.count(-1)) / trials <= 0.005 + 3 * (0.005 * 0.995 / trials) ** 0.5
 
 
 COSTS_OF_TWO = {"none": 10.0, "a": 6.0, "b": 7.0, "a + b": 3.0}

@@ -214,6 +214,7 @@ def test_a_baseline_out_of_memory_leaves_no_ratios(make_measurement):
 def test_a_label_that_is_not_there(make_measurement):
     result = Comparison("some", (make_measurement("a"), make_measurement("b")))
     assert result["b"].label == "b" and [m.label for m in result] == ["a", "b"]
+    assert len(result) == 2 and "b" in result and "c" not in result
     with pytest.raises(KeyError, match=r"no variant 'c' in 'some', only \['a', 'b'\]"):
         result["c"]
 

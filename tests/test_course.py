@@ -77,6 +77,12 @@ def test_an_unknown_lesson_is_told_with_the_known_ones(lessons):
         course.find_lessons(["02_dataloder"])
 
 
+def test_two_lessons_of_one_name_are_refused(lessons, tmp_path):
+    other = write_lesson(tmp_path / "other", "02_dataloader")
+    with pytest.raises(ValueError, match=r"expected lessons with a name each, .* got two called '02_dataloader'"):
+        course.find_lessons(["02", str(other)])
+
+
 def test_lessons_beside_the_package_are_found_from_anywhere(lessons, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -97,6 +103,24 @@ def test_an_executed_lesson_carries_what_it_measured(tmp_path, out):
     assert outcome.pictures[1].alt == "Plot of the lesson The 05_good lesson"
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
     assert course.read_lessons(out / "notebooks") == [outcome]
+
+
+def test_no_comparison_is_lost_to_another_of_its_name(tmp_path, out):
+    cells = compares("same"), compares("same", 0.2), compares("same"), compares("other")
+    outcome = course.run_lesson(write_lesson(tmp_path, "05_names", *cells), out / "notebooks")
+    found = {comparison.name: comparison["fast"].times[0] for comparison in outcome.comparisons}
+    assert found == {"same": 0.1, "same-2": 0.2, "other": 0.1}
+
+
+def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):
+    def fail(path, text):
+        raise OSError("no space left on device")
+
+    lesson = write_lesson(tmp_path, "05_good", compares("good"))
+    monkeypatch.setattr(reference, "write_whole", fail)
+    outcome = course.run_lesson(lesson, out / "notebooks")
+    assert outcome.failure == "could not be written: no space left on device"
+    assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):

@@ -303,6 +303,25 @@ def test_a_sweep_of_which_nothing_fitted_is_drawn():
     assert texts(ax) == ["out of memory"] * 2 and ax.get_ylim()[0] == 0
 
 
+def test_a_sweep_of_two_quantities_is_refused(make_measurement):
+    points = {1: make_measurement("a", items=8), 2: make_measurement("a")}
+    with pytest.raises(ValueError, match="of one quantity, got items per second and time per step"):
+        plot_sweep({"a": points}, xlabel="workers")
+    plot_sweep({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
+
+
+@pytest.mark.parametrize("draw", [plot, plot_ladder, plot_switches, plot_pareto])
+def test_what_is_no_comparison_is_refused(draw, make_measurement, on_cpu):
+    for wrong in (make_measurement("a"), [on_cpu], on_cpu) if draw is not plot else (make_measurement("a"), [on_cpu]):
+        with pytest.raises(TypeError, match=f"expected what .* gave, got {type(wrong).__name__}"):
+            draw(wrong)
+
+
+def test_what_is_no_trace_is_refused():
+    with pytest.raises(TypeError, match=r"traces\['a'\]: expected what `trace` gave, got function"):
+        plot_memory({"a": lambda: None})
+
+
 def test_a_sweep_of_many_series_draws_each():
     (ax,) = plot_sweep({f"series {k}": {1: 1.0, 2: 2.0} for k in range(9)}, xlabel="x").axes
     assert len(ax.containers) == 9
@@ -400,6 +419,13 @@ def test_a_rung_out_of_memory_is_written_and_the_next_starts_from_the_last_that_
         assert [end * scale for end in flat(spans(ax))] == pytest.approx(ends, rel=0.01)
         assert texts(ax)[1] == "out of memory" and ax.texts[1].xy[1] == 1
     assert texts(time)[2] == "4.00 ms", "there is nothing that it could be a change of"
+
+
+def test_a_stack_that_does_not_fit_has_no_bar(make_ablation):
+    time, memory = plot_ladder(make_ablation(failed=["a + b + c"])).axes
+    for ax in (time, memory):
+        assert [left == right for left, right in spans(ax)] == [False, False, False, True, True]
+        assert texts(ax)[3:] == ["out of memory"] * 2
 
 
 def test_a_ladder_whose_baseline_does_not_fit_begins_at_its_first_rung_that_does(make_ablation, monkeypatch):

@@ -83,6 +83,12 @@ def test_mfu_needs_positive_numbers(seconds, peak):
         mfu(1e9, seconds, peak)
 
 
+@pytest.mark.parametrize("dtype", [512, "bf16"])
+def test_a_dtype_that_is_none_is_refused(dtype):
+    with pytest.raises(TypeError, match="dtype: expected one of torch's"):
+        matmul_peak(dtype)
+
+
 @pytest.mark.gpu
 def test_matmul_peak_is_higher_in_bf16_where_the_gpu_has_it():
     if not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -130,7 +130,7 @@ def test_whatever_stops_a_run_the_results_of_the_lessons_before_are_there(tmp_pa
     )
     (tmp_path / "out").mkdir()
     answer = effgpu("run", cwd=tmp_path)
-    assert answer.returncode == 2 and answer.stderr.splitlines()[-1].startswith("effgpu: error: "), answer.stderr
+    assert answer.returncode == 1 and "failed: 02_removes: could not be written: " in answer.stderr, answer.stderr
     (results,) = (tmp_path / "out" / "results").glob("*.json")
     assert [comparison.name for comparison in reference.load(results)] == ["done"]
 
@@ -138,7 +138,7 @@ def test_whatever_stops_a_run_the_results_of_the_lessons_before_are_there(tmp_pa
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, number):
     write_lesson(tmp_path / "notebooks", "01_done", compares("done"))
-    write_lesson(tmp_path / "notebooks", "02_endless", "1 + 1", ENDLESS)
+    write_lesson(tmp_path / "notebooks", "02_endless", compares("begun"), ENDLESS)
     write_lesson(tmp_path / "notebooks", "03_never", "1 + 1")
     run = subprocess.Popen(
         [sys.executable, "-m", "effgpu", "run"],
@@ -153,11 +153,13 @@ def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, nu
     run.send_signal(number)
     _, told = run.communicate(timeout=300)
     assert run.returncode == 130
-    assert "Traceback" not in told and told.endswith("interrupted: 2 of 3 lessons were not run\n"), told
+    ending = "failed: 02_endless: interrupted\ninterrupted: 1 of 3 lessons were not run\n"
+    assert "Traceback" not in told and told.endswith(ending), told
     assert [pid for pid in pids if is_running(pid)] == []
     assert [path.name for path in (tmp_path / "out" / "notebooks").iterdir()] == ["01_done.ipynb"]
-    assert len(list((tmp_path / "out" / "results").iterdir())) == 1
-    assert "02_endless" not in (tmp_path / "out" / "report.html").read_text()
+    (results,) = (tmp_path / "out" / "results").iterdir()
+    assert [comparison.name for comparison in reference.load(results)] == ["done", "begun"]
+    assert "begun" in (tmp_path / "out" / "report.html").read_text()
 
 
 def wait_for(path: Path) -> str:
@@ -211,6 +213,14 @@ def test_a_report_goes_to_report_html_and_says_so(tmp_path, monkeypatch, capsys,
     both = tuple(make_measurement(label, device=make_gpu()) for label in "ab")
     assert main(["report", str(reference.save([Comparison("some", both)], tmp_path / "a.json"))]) == 0
     assert capsys.readouterr().out == "report.html\n" and (tmp_path / "report.html").exists()
+
+
+def test_a_report_does_not_overwrite_the_results(tmp_path, monkeypatch, capsys, make_measurement):
+    monkeypatch.chdir(tmp_path)
+    path = reference.save([Comparison("some", (make_measurement("a"),))], tmp_path / "a.json")
+    before = path.read_bytes()
+    assert main(["report", "a.json", "--out", str(path)]) == 2
+    assert "--out: expected a file for the page" in capsys.readouterr().err and path.read_bytes() == before
 
 
 def test_a_missing_runner_is_refused_with_what_installs_it(monkeypatch, capsys):

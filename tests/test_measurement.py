@@ -459,6 +459,12 @@ def test_in_a_notebook_the_bar_is_written_where_print_writes(monkeypatch, no_col
     assert "a label" in printed.getvalue() and errors.getvalue() == ""
 
 
+@pytest.mark.parametrize("unit", [5, None])
+def test_a_unit_that_is_none_is_refused_before_anything_is_measured(unit):
+    with pytest.raises(TypeError, match=r"unit: expected a string such as 'samples', got"):
+        measure(lambda: 1 / 0, items=3, unit=unit)
+
+
 # On a GPU
 
 

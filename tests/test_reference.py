@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effgpu import reference
+from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.reference import load, save, stored, write_whole
 
@@ -73,6 +74,7 @@ FOREIGN = {
     "no text": b"\xff\xfe\x00",
     "a list": "[]",
     "another format": json.dumps({"format": "pytest results", "version": 1, "comparisons": []}),
+    "too deep": "[" * 100_000,
     "another version": json.dumps({"format": "effgpu results", "version": 2, "comparisons": []}),
     "no version": json.dumps({"format": "effgpu results", "comparisons": []}),
     "no comparisons": json.dumps(reference.FORMAT),
@@ -80,6 +82,39 @@ FOREIGN = {
     "comparisons that are none": json.dumps(reference.FORMAT | {"comparisons": ["a"]}),
     "null comparisons": json.dumps(reference.FORMAT | {"comparisons": None}),
 }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"label": None},
+        {"label": "b"},
+        {"unit": None},
+        {"items": -1},
+        {"flops": "many"},
+        {"times": [float("nan")] * 8},
+        {"times": [float("inf")] * 8},
+        {"energies": [-1.0]},
+    ],
+)
+def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, result, wrong):
+    path = save([result], tmp_path / "some file.json")
+    stored = json.loads(path.read_text())
+    stored["comparisons"][0]["measurements"][0] |= wrong
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"some file\.json: expected"):
+        load(path)
+
+
+def test_an_ablation_comes_back_as_one(tmp_path, make_measurement):
+    ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
+    comparison = Comparison("other", ablation.measurements[:3])
+    assert load(save([ablation, comparison], tmp_path / "results.json")) == [ablation, comparison]
+
+
+def test_one_comparison_in_place_of_a_list_is_refused(tmp_path, result):
+    with pytest.raises(TypeError, match=r"comparisons: expected a list of comparisons, got one: pass \[comparison\]"):
+        save(result, tmp_path / "results.json")
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
