@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := effgpu tests images notebooks
 ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
-NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 300
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 900
+AT_ONCE := $(if $(shell nvidia-smi -L 2>/dev/null),1,2)  # two lessons at once may not fit on one GPU
 
 .PHONY: run test lab lint floor readme address clean
 
@@ -14,7 +15,7 @@ run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 
 test: $(INSTALLED)  ## alone, what needs a GPU; then unit tests, and every notebook through nbval, measurements cut short
 	$(BIN)/python -m pytest tests -m gpu -q
-	OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n 2 -q -m "not gpu"
+	OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q -m "not gpu"
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab notebooks

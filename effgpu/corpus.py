@@ -8,10 +8,11 @@ import contextlib
 import importlib.util
 import math
 import operator
+import os
 import random
 import string
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -273,6 +274,14 @@ def load_images(
     """
     images, labels = zip(*Glyphs(count, split=split, size=size, seed=seed))
     return torch.stack(images), torch.tensor(labels)
+
+
+def sign(samples: Sequence) -> tuple[int, int]:
+    """Who put a batch together, in place of it: the process's number and the worker's, as a DataLoader's collate_fn.
+
+    It stands here and not in a notebook because workers that are spawned can import it.
+    """
+    return os.getpid(), torch.utils.data.get_worker_info().id
 
 
 def _check_int(name: str, value: int, least: int | None = None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, pairwise
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -48,6 +49,7 @@ STYLE = {
     "ytick.color": "#222222",
 }
 WIDTH = 6.4
+LONGEST_LINE = 30  # letters of a variant's name
 NAME_HEIGHT = 0.19  # inches that the name of a point takes
 _ORIGINS = {
     Comparison: "what `compare` or `ablate` gave",
@@ -222,6 +224,8 @@ def _plot_rows(
     comparison: Comparison, labels: Sequence[str], panels: Sequence[Callable], row_height: float = 0.42
 ) -> Figure:
     """A figure of panels above one another in which each label has a row, the first on top."""
+    labels = [fill(label, LONGEST_LINE) for label in labels]
+    row_height = max(row_height, 0.17 * max(label.count("\n") + 1 for label in labels))
     with _figure(len(panels), height=0.75 + row_height * len(labels)) as (figure, axes):
         for draw, ax in zip(panels, axes):
             draw(ax)
@@ -398,7 +402,9 @@ def _draw_points(ax, ablation: Ablation, front: list[Measurement]) -> None:
         line = "--" if ablation.device.kind == "cpu" else "-"
         ax.errorbar(sizes, times, errors, color=BLUE, marker="o", capsize=3, linestyle=line, drawstyle="steps-post")
     ends = [*ahead, *levels.values()] or [(1, 1, 1, 1)]
-    ax.set(xlim=(0, 1.08 * max(end[0] for end in ends)), ylim=(0, 1.08 * max(end[3] for end in ends)))
+    smallest, largest = (pick(end[0] for end in ends) for pick in (min, max))
+    room = 0.15 * (largest - smallest) or largest
+    ax.set(xlim=(max(0, smallest - room), largest + room), ylim=(0, 1.08 * max(end[3] for end in ends)))
 
 
 def _name_points(ax, ablation: Ablation, failed: list[Measurement], named: list[Measurement]) -> None:

@@ -3,6 +3,7 @@
 import collections
 import functools
 import math
+import os
 import pickle
 import re
 import socket
@@ -339,3 +340,13 @@ def test_a_bad_argument_is_named(make, name, value, error):
 def test_a_bad_argument_of_one_function_is_named(make, arguments, error):
     with pytest.raises(error, match=f"^{next(iter(arguments))}: expected"):
         make(**arguments)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_batches_are_signed_by_the_worker_that_put_them_together(start):
+    loader = torch.utils.data.DataLoader(
+        range(6), 2, num_workers=2, collate_fn=corpus.sign, multiprocessing_context=start
+    )
+    signatures = list(loader)
+    assert [worker for _, worker in signatures] == [0, 1, 0]
+    assert len({*signatures}) == 2 and os.getpid() not in {process for process, _ in signatures}

@@ -322,6 +322,15 @@ def test_what_is_no_trace_is_refused():
         plot_memory({"a": lambda: None})
 
 
+@pytest.mark.filterwarnings("error")
+def test_long_names_are_broken_into_lines(make_measurement):
+    label = " + ".join(["gradient_checkpointing", "fused_optimizer", "mixed_precision", "channels_last"])
+    figure = plot(Comparison("long", (make_measurement("a"), make_measurement(label))))
+    to_png(figure)
+    assert ticks(figure.axes[0].yaxis)[1].replace("\n", " ") == label
+    assert figure.axes[0].get_position().width > 0.5
+
+
 def test_a_sweep_of_many_series_draws_each():
     (ax,) = plot_sweep({f"series {k}": {1: 1.0, 2: 2.0} for k in range(9)}, xlabel="x").axes
     assert len(ax.containers) == 9
@@ -482,7 +491,7 @@ def test_the_front_is_joined_and_named_and_the_rest_stands_behind_it(make_ablati
     assert texts(ax) == list(named)
     assert flat(text.xy for text in ax.texts) == pytest.approx(flat(named.values()))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("peak memory", "time per step")
-    assert ax.get_xlim()[0] == ax.get_ylim()[0] == 0
+    assert 0 < ax.get_xlim()[0] < 4 * MiB and ax.get_ylim()[0] == 0, "memory begins where there are points"
 
 
 def test_out_of_memory_is_a_point_on_the_front(make_ablation):

@@ -1,7 +1,10 @@
 """A technique done wrong turns its lesson red: in the cells that are compared, and without a clock."""
 
+import re
+
 import nbformat
-from test_lessons import CHECKED, code, each_lesson, read, run_lesson, text_of
+import pytest
+from test_lessons import CHECKED, LESSONS, code, each_lesson, read, run_lesson, text_of
 
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {
@@ -55,8 +58,19 @@ MUTATIONS = {
 
 @each_lesson
 def test_a_technique_done_wrong_is_noticed(path, tmp_path, monkeypatch):
+    check_noticed(path, *MUTATIONS[path.stem], tmp_path, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", ["copies.wait_stream(torch.cuda", "torch.cuda.current_stream().wait_stream(copies)"])
+def test_a_stream_that_does_not_wait_is_noticed(waits, tmp_path, monkeypatch):
+    (lesson,) = (path for path in LESSONS if path.stem == "03_pinned_memory")
+    done_wrong = re.sub(r"[a-z_.()]+\.wait_stream\(", "id(", waits)
+    check_noticed(lesson, waits, done_wrong, tmp_path, monkeypatch)
+
+
+def check_noticed(path, right, wrong, tmp_path, monkeypatch):
     """By the cells that are compared: they raise, or print something else. Nothing after the last of them is run."""
-    right, wrong = MUTATIONS[path.stem]
     notebook = read(path)
     checked = [i for i, cell in enumerate(notebook.cells) if CHECKED in cell.metadata.get("tags", [])]
     notebook.cells = notebook.cells[: checked[-1] + 1]
