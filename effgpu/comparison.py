@@ -187,9 +187,10 @@ class Comparison:
 def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **options) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
 
-    A variant is a function that builds its own state and returns one training step. `name` is what the result is stored
-    under. The options are those of `effgpu.measurement.measure_all`: items, unit, flops, seconds, rounds (at least
-    eight), min_steps, warmup, energy.
+    A variant is a function that builds its own state and returns one training step. What it takes from outside (a model
+    of the notebook) is not counted as its memory; what it sets in PyTorch for the whole process (TF32, threads, ...) is
+    set back before the next one. `name` is what the result is stored under. The options are those of
+    `effgpu.measurement.measure_all`: items, unit, flops, seconds, rounds (at least eight), min_steps, warmup, energy.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
     """

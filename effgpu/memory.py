@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from numbers import Integral
 from operator import attrgetter
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_lega
 from torch.profiler import record_function
 
 from effgpu.device import current_limit, find_device, is_out_of_memory, older_objects_spared
-from effgpu.units import format_bytes
+from effgpu.units import check_positive, format_bytes
 from effgpu.variants import Step, Variant, check_worked, use
 
 _WINDOW = "effgpu::step"
@@ -54,6 +55,7 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     said so; ValueError for a step that works on another GPU than the current one; RuntimeError where another profiler
     runs, in the step or around it.
     """
+    check_positive(Integral, warmup=warmup)
     with older_objects_spared():
         before = _held(torch.cuda.memory_reserved)
         records, held = _record(variant, warmup, before)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from effgpu.device import find_device
+from effgpu.units import check_positive
 
 FEWEST_STEPS = 5
 CAP = "EFFGPU_SECONDS"  # the environment variable that `effgpu run --seconds` sets for the lessons it runs
@@ -27,7 +28,11 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
 
 
 def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST_STEPS) -> list[float]:
-    """Seconds of each of as many steps as fill `seconds`: never fewer than `fewest`, which tell how many more fit."""
+    """Seconds of each of as many steps as fill `seconds`: never fewer than `fewest`, which tell how many more fit.
+
+    Raises ValueError for seconds that are no positive number.
+    """
+    check_positive(seconds=seconds)
     times = time_steps(step, fewest)
     more = round((cap_seconds(seconds) - sum(times)) * fewest / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])

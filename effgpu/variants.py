@@ -124,6 +124,9 @@ _SWITCHES = (
 
 
 def _build(variant: Variant) -> Step:
+    if not callable(variant) or isinstance(variant, torch.nn.Module):
+        got = type(variant).__name__
+        raise TypeError(f"variant: expected a function that builds and returns a training step, got {got}")
     step = variant()
     if not callable(step) or isinstance(step, torch.nn.Module):
         name, got = getattr(variant, "__name__", repr(variant)), type(step).__name__

@@ -143,6 +143,12 @@ def test_a_trace_warns_of_nothing():
     assert trace(lambda: lambda: torch.ones(4)).peak > 0
 
 
+@pytest.mark.parametrize("warmup", [0, -1, 1.5])
+def test_a_warm_up_that_is_none_is_refused(warmup):
+    with pytest.raises(ValueError, match="warmup: expected a positive whole number, got"):
+        trace(transformer, warmup=warmup)
+
+
 def test_what_was_alive_before_the_variant_was_built_is_not_counted():
     alone = trace(transformer)
     before = torch.ones(4 * MiB)

@@ -1,5 +1,6 @@
 """Tests of effgpu.timing: one wait before the steps, one after, none between; the budget gives the number of steps."""
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -65,6 +66,12 @@ def test_a_cap_that_is_none_is_refused(cap, monkeypatch):
     monkeypatch.setenv("EFFGPU_SECONDS", cap)
     with pytest.raises(ValueError, match=r"^EFFGPU_SECONDS: expected a positive number of seconds, got"):
         timing.time_for(lambda: None, 1)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "1", math.nan])
+def test_a_time_that_is_none_is_refused(seconds):
+    with pytest.raises(ValueError, match=r"seconds: expected a positive number, got"):
+        timing.time_for(lambda: None, seconds)
 
 
 def test_steps_that_come_in_bursts_fill_the_time_by_their_mean(simulate_gpu):

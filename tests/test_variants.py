@@ -350,6 +350,12 @@ def test_a_model_in_place_of_a_variant_or_its_step_is_refused():
         compare({"a": lambda: model})
 
 
+@pytest.mark.parametrize("wrong", [None, {"a": print}, torch.nn.Linear(2, 2)])
+def test_what_is_no_variant_is_refused(wrong):
+    with pytest.raises(TypeError, match="variant: expected a function that builds and returns a training step, got "):
+        trace(wrong)
+
+
 def test_a_step_that_runs_out_of_data_says_so():
     def variant():
         batches = iter([torch.ones(1)] * 20)
