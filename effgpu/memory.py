@@ -194,6 +194,8 @@ def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
                 phases.append(phase)
         elif name == _WINDOW:
             levels, phases, phase, until, end = [alive], ["forward"], "forward", 0.0, ends[record.handle()]
+        elif record.kind() == "push" and name.startswith("Optimizer.zero_grad"):
+            until = max(until, ends[record.handle()])  # of whatever phase comes before it, wherever it is called
         elif record.kind() == "push" and (running := _phase(name, start >= until)) is not None:
             phase = running
             until = max(until, ends[record.handle()]) if phase != "forward" else until

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -178,6 +179,26 @@ def test_backward_in_a_checkpoint_is_backward():
     recorded = trace(checkpointed)
     edges = sum(a != b for a, b in zip(recorded.phases, recorded.phases[1:]))
     assert edges == 2, "recomputing the forward pass belongs to backward"
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_clearing_the_gradients_is_no_phase_of_its_own(late, set_to_none):
+    def variant():
+        model = make_mlp()
+        optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(16, 64)
+
+        def step():
+            loss = model(batch).square().mean()
+            optimizer.zero_grad(set_to_none) if late else None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none) if not late else None
+
+        return step
+
+    assert order(recorded := trace(variant).phases) == ["forward", "backward", "optimizer"]
+    assert sum(a != b for a, b in pairwise(recorded)) == 2
 
 
 def test_a_limit_on_a_cpu_is_out_of_memory():

@@ -357,9 +357,13 @@ def test_what_is_no_variant_is_refused(wrong):
 
 
 def test_a_step_that_runs_out_of_data_says_so():
-    def variant():
-        batches = iter([torch.ones(1)] * 20)
-        return lambda: next(batches)
+    models = []
 
-    with pytest.raises(RuntimeError, match="the step ran out of data"):
+    def variant():
+        model, batches = torch.nn.Linear(1, 1), iter([torch.ones(1)] * 20)
+        models.append(weakref.ref(model))
+        return lambda: model(next(batches))
+
+    with pytest.raises(RuntimeError, match="the step ran out of data") as kept:
         list(map(lambda _: compare({"a": variant}, seconds=1), range(3)))
+    assert kept.value.__cause__ is not None and [model() for model in models] == [None] * len(models)
