@@ -6,7 +6,8 @@ INSTALLED := $(VENV)/.installed
 SOURCES := effgpu tests images notebooks
 ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 900
-AT_ONCE := $(if $(shell nvidia-smi -L 2>/dev/null),1,2)  # two lessons at once may not fit on one GPU
+# Two lessons at once may not fit on one GPU.
+AT_ONCE := $(if $(shell nvidia-smi -L 2>/dev/null),1,2)
 
 .PHONY: run test lab lint floor readme address clean
 

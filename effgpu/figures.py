@@ -50,7 +50,7 @@ STYLE = {
 }
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
-NAME_HEIGHT = 0.19  # inches that the name of a point takes
+NAME_HEIGHT = 0.19  # inches that a line of a name takes
 _ORIGINS = {
     Comparison: "what `compare` or `ablate` gave",
     Ablation: "what `ablate` gave",
@@ -65,7 +65,7 @@ def plot(comparison: Comparison) -> Figure:
     Reserved memory is outlined over allocated. Diamonds show the ratios that stored GPUs gave under the same name,
     times this baseline. A CPU's times are hatched and said to be a CPU's.
     """
-    _check(Comparison, comparison=comparison)
+    _check("comparison", comparison, Comparison)
     others = _elsewhere(comparison)
     panels = [partial(_plot_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
     return _plot_rows(comparison, [m.label for m in comparison], panels)
@@ -77,7 +77,7 @@ def plot_ladder(ablation: Ablation) -> Figure:
     A floating bar spans what its switch changes on top of those above it, told as a share of the baseline: blue takes
     less, orange more, and pale is within noise. Diamonds and hatches as in `plot`.
     """
-    _check(Ablation, ablation=ablation)
+    _check("ablation", ablation, Ablation)
     labels = [NONE, *(f"+ {switch}" for switch in ablation.switches), "all"]
     others = _elsewhere(ablation)
     panels = [partial(_plot_rungs, ablation=ablation, others=others, quantity=q) for q in _measured(ablation)]
@@ -90,7 +90,7 @@ def plot_switches(ablation: Ablation) -> Figure:
     The latter is what would be lost if it were left out; the more the two differ, the more it interacts. In shares of
     the baseline, with 95 % intervals.
     """
-    _check(Ablation, ablation=ablation)
+    _check("ablation", ablation, Ablation)
     panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
     return _say_of_what(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
 
@@ -100,7 +100,7 @@ def plot_pareto(ablation: Ablation) -> Figure:
 
     Named are these, none and all. What ran out of memory stands at the right edge: no memory sufficed.
     """
-    _check(Ablation, ablation=ablation)
+    _check("ablation", ablation, Ablation)
     failed, front = [m for m in ablation if m.failed], ablation.pareto()
     ends = [m for m in (ablation.baseline, ablation.find(ablation.switches)) if not m.failed and m not in front]
     named = sorted([*front, *ends], key=lambda m: _level(ablation, m, "time")[0], reverse=True)
@@ -124,7 +124,7 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
     if not traces:
         raise ValueError("traces: expected at least one labelled trace, got none")
     for label, trace in traces.items():
-        _check(Trace, **{f"traces[{label!r}]": trace})
+        _check(f"traces[{label!r}]", trace, Trace)
     with _figure(len(traces), height=1.75, sharey=True) as (_, axes):
         for ax, (label, trace) in zip(axes, traces.items()):
             _draw_trace(ax, trace)
@@ -201,11 +201,10 @@ def _figure(rows: int, *, height: float, sharey: bool = False):
         yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
 
 
-def _check(kind: type, **values: object) -> None:
-    """Raises TypeError, with its name, for a value that is not of this kind."""
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"{name}: expected {_ORIGINS[kind]}, got {type(value).__name__}")
+def _check(name: str, value: object, kind: type) -> None:
+    """Raises TypeError for a value that is not of this kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {_ORIGINS[kind]}, got {type(value).__name__}")
 
 
 def _measured(comparison: Comparison) -> list[str]:
@@ -225,7 +224,7 @@ def _plot_rows(
 ) -> Figure:
     """A figure of panels above one another in which each label has a row, the first on top."""
     labels = [fill(label, LONGEST_LINE) for label in labels]
-    row_height = max(row_height, 0.17 * max(label.count("\n") + 1 for label in labels))
+    row_height = max(row_height, NAME_HEIGHT * max(label.count("\n") + 1 for label in labels))
     with _figure(len(panels), height=0.75 + row_height * len(labels)) as (figure, axes):
         for draw, ax in zip(panels, axes):
             draw(ax)

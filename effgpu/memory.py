@@ -132,7 +132,7 @@ def _record(variant: Variant, warmup: int, before: _Held) -> tuple[list, _Held]:
     """What the threads of the variant did, in the profiler's words, and what was held at the end of its step.
 
     The profiler is PyTorch's older one. torch.profiler tells the same, but on a GPU it attaches CUPTI to the process,
-    which stays there and slows what is launched, and timed, from then on (pytorch/pytorch#144455).
+    which stays there and, as users report, slows what is launched and timed from then on (pytorch/pytorch#144455).
     """
     try:
         _enable_profiler_legacy(

@@ -60,7 +60,7 @@ def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:
     for label, variant in variants.items():
         if not isinstance(label, str) or not label.strip():
             raise TypeError(f"variants: expected every label to be a non-empty string, got {label!r}")
-        if not callable(variant) or isinstance(variant, torch.nn.Module):
+        if not _is_function(variant):
             got = type(variant).__name__
             raise TypeError(f"variants[{label!r}]: expected a function that returns a training step, got {got}")
     return dict(variants)
@@ -123,12 +123,17 @@ _SWITCHES = (
 )
 
 
+def _is_function(value: object) -> bool:
+    """Whether it can be a variant or a step: a model can be called, too, and is neither."""
+    return callable(value) and not isinstance(value, torch.nn.Module)
+
+
 def _build(variant: Variant) -> Step:
-    if not callable(variant) or isinstance(variant, torch.nn.Module):
+    if not _is_function(variant):
         got = type(variant).__name__
         raise TypeError(f"variant: expected a function that builds and returns a training step, got {got}")
     step = variant()
-    if not callable(step) or isinstance(step, torch.nn.Module):
+    if not _is_function(step):
         name, got = getattr(variant, "__name__", repr(variant)), type(step).__name__
         raise TypeError(f"variant {name!r}: expected it to return its training step, a function, got {got}")
     return step
