@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from effgpu import units
-from effgpu.comparison import SURE, WITHIN_NOISE, Comparison, compare, rank_interval
+from effgpu.comparison import WITHIN_NOISE, Comparison, compare, rank_interval
 from effgpu.measurement import FEWEST_ROUNDS, Measurement
 from effgpu.variants import Step, Variant
 
@@ -23,15 +23,16 @@ QUANTITIES: dict[str, Callable[[Measurement], list[float]]] = {  # a value a rou
 
 @dataclass(frozen=True)
 class Change:
-    """A change as a share of what the baseline takes, with its 95 % interval; below 0 the step takes less.
-
-    `sure` is what a verdict asks for: even the 99 % interval lies on one side of 0.
-    """
+    """A change as a share of what the baseline takes, with its 99 % interval; below 0 the step takes less."""
 
     value: float
     low: float
     high: float
-    sure: bool
+
+    @property
+    def sure(self) -> bool:
+        """Whether the whole interval lies on one side of 0."""
+        return self.low > 0 or self.high < 0
 
     @property
     def in_noise(self) -> bool:
@@ -128,7 +129,7 @@ class Ablation(Comparison):
         """The switches that help less, or more, together than apart: outside the noise, and by 1 % of the baseline.
 
         What both change together, less what each changes alone. Of up to five switches every two are looked at, of
-        more each with all the rest. "Outside the noise" is the 99 % interval of each: of ten pairs that leave each
+        more each with all the rest. "Outside the noise" is the interval of each: of ten pairs that leave each
         other alone, one is named in ten ablations.
         """
         found = []
@@ -180,7 +181,7 @@ class Ablation(Comparison):
             told.append(f"Out of memory: {', '.join(failed)}.")
         if self._fitted():
             told.append(self._say_which_is_fastest())
-        told.append(f"Changes are shares of what {self.whole.label!r} takes, with 95 % intervals: below 0 is less.")
+        told.append(f"Changes are shares of what {self.whole.label!r} takes, with 99 % intervals: below 0 is less.")
         return "\n".join([*told, super().caption()])
 
     def _names(self, on: Iterable[str]) -> set[str]:
@@ -198,10 +199,7 @@ class Ablation(Comparison):
         added, taken = (zip(*(values(self.find(on)) for on in side)) for side in (plus, minus))
         whole = self._whole_by_round(values)
         shares = [(sum(a) - sum(t)) / level for a, t, level in zip(added, taken, whole) if level]
-        if len(shares) < FEWEST_ROUNDS:
-            return None
-        _, low, high = rank_interval(shares, SURE)
-        return Change(*rank_interval(shares), sure=low > 0 or high < 0)
+        return Change(*rank_interval(shares)) if len(shares) >= FEWEST_ROUNDS else None
 
     def _whole_by_round(self, values: Callable[[Measurement], list[float]]) -> list[float]:
         """The median of the whole, times what slowed all combinations in a round.

@@ -21,14 +21,14 @@ FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
     "baseline",
     "baseline failed",
 )
-SURE = 0.99  # what a verdict asks for, as readers make many comparisons; the intervals that are shown are of 95 %
+CONFIDENCE = 0.99  # of every interval, and so of every verdict; not the usual 95 %, as readers make many comparisons
 _BEYOND_CHANCE = statistics.NormalDist().inv_cdf(1 - 0.001 / 2)
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A variant's value over the baseline's, and its 95 % interval; below 1 the variant takes less."""
+    """A variant's value over the baseline's, and its 99 % interval; below 1 the variant takes less."""
 
     value: float
     low: float
@@ -92,12 +92,12 @@ class Comparison:
         return None if label == self.baseline.label else ratios[quantity](label)
 
     def verdict(self, label: str) -> str:
-        """Faster or slower only where the whole 99 % interval of the time ratio is on that side of 1."""
+        """Faster or slower only where the whole interval of the time ratio is on that side of 1."""
         if self[label].failed or label == self.baseline.label:
             return self[label].failed or BASELINE
         if self.baseline.failed:
             return BASELINE_FAILED
-        ratio = self._round_by_round(label, lambda m: m.times, SURE)
+        ratio = self.time_ratio(label)
         return WITHIN_NOISE if ratio is None or ratio.low <= 1 <= ratio.high else FASTER if ratio.high < 1 else SLOWER
 
     def disturbed(self) -> list[str]:
@@ -130,8 +130,8 @@ class Comparison:
         """Where it was measured, with the versions that made the kernels, and whether variants disturbed each other."""
         versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
         whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
-        per_item = f" per {self.baseline.unit.removesuffix('s')}" * (len({m.items for m in self}) > 1)
-        ratios = f" Ratios{per_item} to {self.baseline.label!r} with 95 % intervals; a verdict takes 99 %."
+        per = f" per {self.baseline.unit.removesuffix('s')}" * (len({m.items for m in self}) > 1)
+        ratios = f" Ratios{per} to {self.baseline.label!r}, round by round, with 99 % intervals."
         disturbed = ", ".join(self.disturbed())
         disturbed = f" Disturbed by what ran just before: {disturbed}." if disturbed else ""
         return f"{self.name} on {self.device.label}, {versions}{whose}.{ratios * (len(self) > 1)}{disturbed}"
@@ -157,14 +157,12 @@ class Comparison:
         _check_stored(measurements)
         return cls(check_name(stored["name"]), measurements)
 
-    def _round_by_round(
-        self, label: str, values: Callable[[Measurement], Sequence[float]], confidence: float = 0.95
-    ) -> Ratio | None:
+    def _round_by_round(self, label: str, values: Callable[[Measurement], Sequence[float]]) -> Ratio | None:
         """Each round's own ratio, so that what slows a round down slows both sides of it."""
         ours, theirs = self[label], self.baseline
         scale = (theirs.items or 1) / (ours.items or 1)
         ratios = [math.log(a / b * scale) for a, b in zip(values(ours), values(theirs)) if a > 0 < b]
-        return Ratio(*map(math.exp, rank_interval(ratios, confidence))) if len(ratios) >= FEWEST_ROUNDS else None
+        return Ratio(*map(math.exp, rank_interval(ratios))) if len(ratios) >= FEWEST_ROUNDS else None
 
     def __repr__(self) -> str:
         headings, rows = self.table()
@@ -223,19 +221,18 @@ def check_name(name: str) -> str:
     return name
 
 
-def rank_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Middle, low and high end of the interval that covers the centre of the values with at least `confidence`.
+def rank_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Middle, low and high end of the interval that covers the centre of the values in 99 of 100 cases at least.
 
     The middle is Hodges and Lehmann's estimate, the median of all averages of two values; the interval leaves off as
     many of these at each end as Wilcoxon's signed-rank distribution allows (Hollander, Wolfe and Chicken,
     Nonparametric Statistical Methods, chapter 3). Nothing is assumed but symmetry, which the ratios of a step to itself
-    have, as either may be the larger. Raises ValueError where even all values do not suffice (fewer than six at 95 %,
-    than eight at 99 %).
+    have, as either may be the larger. Raises ValueError where even all values do not suffice: fewer than eight.
     """
     averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
-    cut = _averages_to_cut(len(values), confidence)
+    cut = _averages_to_cut(len(values))
     if cut == 0:
-        raise ValueError(f"values: expected enough for a {confidence:.0%} interval, got {len(values)}")
+        raise ValueError(f"values: expected at least {FEWEST_ROUNDS}, got {len(values)}")
     return statistics.median(averages), averages[cut - 1], averages[-cut]
 
 
@@ -247,16 +244,16 @@ def _rank_sum_score(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 @cache
-def _averages_to_cut(n: int, confidence: float) -> int:
-    """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - confidence."""
+def _averages_to_cut(n: int) -> int:
+    """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - CONFIDENCE."""
     if n > 100:  # where the sum is all but normal, and the exact count would take minutes
         mean, deviation = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
-        return int(mean - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * deviation)
+        return int(mean - statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation)
     ways = [1]  # in which ranks 1 to n, each with either sign, give each positive sum
     for rank in range(1, n + 1):
         ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]
     below, k = 0, 0
-    while 2 * (below + ways[k]) <= (1 - confidence) * 2**n:
+    while 2 * (below + ways[k]) <= (1 - CONFIDENCE) * 2**n:
         below += ways[k]
         k += 1
     return k

@@ -60,7 +60,7 @@ FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy":
 
 
 def plot(comparison: Comparison) -> Figure:
-    """Time, peak memory and, where measured, energy per step of every variant, with 95 % intervals and verdicts.
+    """Time, peak memory and, where measured, energy per step of every variant, with 99 % intervals and verdicts.
 
     Reserved memory is outlined over allocated. Diamonds show the ratios that stored GPUs gave under the same name,
     times this baseline. A CPU's times are hatched and said to be a CPU's.
@@ -88,7 +88,7 @@ def plot_switches(ablation: Ablation) -> Figure:
     """What each switch of an ablation changes alone, beside what it changes on top of all the rest.
 
     The latter is what would be lost if it were left out; the more the two differ, the more it interacts. In shares of
-    the baseline, with 95 % intervals.
+    the baseline, with 99 % intervals.
     """
     _check("ablation", ablation, Ablation)
     panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
@@ -145,7 +145,7 @@ def plot_sweep(
 ) -> Figure:
     """A line for each labelled series over what was varied: workers, batch sizes, layers.
 
-    A Measurement stands for its throughput (its seconds per step, where it has no items) with the 95 % interval; a
+    A Measurement stands for its throughput (its seconds per step, where it has no items) with the 99 % interval; a
     number for itself, written by `format_value`; what ran out of memory (None, or a failed Measurement) is marked so.
     `log` makes the horizontal axis a power-of-two scale.
     """
@@ -270,7 +270,7 @@ def _hatch(comparison: Comparison, quantity: str) -> str | None:
 
 
 def _draw_bars(ax, values: Mapping, told: Mapping, format_value, hatch: str | None = None) -> None:
-    """A bar for each variant's median, its 95 % interval, and at its end the value and what is told about it."""
+    """A bar for each variant's median, its 99 % interval, and at its end the value and what is told about it."""
     ends = [0.0]
     for row, (label, samples) in enumerate(values.items()):
         middle, low, high = _interval(samples) if samples else (0, 0, 0)
@@ -482,7 +482,7 @@ def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Their median and the ends of their 95 % interval, which are the median itself where the samples are too few."""
+    """Their median and the ends of their 99 % interval, which are the median itself where the samples are too few."""
     middle = statistics.median(samples)
     _, low, high = rank_interval(samples) if len(samples) >= FEWEST_ROUNDS else (middle,) * 3
     return middle, min(low, middle), max(high, middle)

@@ -58,7 +58,7 @@ def write(path: str | Path, sections: Iterable[Section]) -> Path:
 <main>
 <h1>What each technique did</h1>
 <p class="lead">Every variant against its baseline, measured in alternating rounds. A ratio below 1 is less than the
-baseline took; in brackets its 95&nbsp;% interval. A difference that lies within the noise is called that.</p>
+baseline took; in brackets its 99&nbsp;% interval. A difference that lies within the noise is called that.</p>
 {body}
 </main>
 </body>

@@ -260,10 +260,10 @@ def test_an_interaction_within_the_noise_is_not_named():
 
 
 def test_changes_show_themselves():
-    assert str(Change(-0.4, -0.412, -0.391, True)) == "−40.0 % [−41.2, −39.1]"
-    assert str(Change(0.25, 0.25, 0.25, True)) == "+25.0 %" and str(Change(-0.0001, -0.0001, -0.0001, True)) == "0.0 %"
-    assert Change(0.1, -0.1, 0.2, False).in_noise
-    assert not Change(0.0, 0.0, 0.0, False).in_noise and not Change(0.1, 0.05, 0.2, True).in_noise
+    assert str(Change(-0.4, -0.412, -0.391)) == "−40.0 % [−41.2, −39.1]"
+    assert str(Change(0.25, 0.25, 0.25)) == "+25.0 %" and str(Change(-0.0001, -0.0001, -0.0001)) == "0.0 %"
+    assert Change(0.1, -0.1, 0.2).in_noise
+    assert not Change(0.0, 0.0, 0.0).in_noise and not Change(0.1, 0.05, 0.2).in_noise
 
 
 # What is recommended
