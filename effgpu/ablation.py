@@ -30,14 +30,9 @@ class Change:
     high: float
 
     @property
-    def sure(self) -> bool:
-        """Whether the whole interval lies on one side of 0."""
-        return self.low > 0 or self.high < 0
-
-    @property
     def in_noise(self) -> bool:
         """Whether it cannot be told from none; what is counted has no noise."""
-        return not self.sure and self.low < self.high
+        return self.low <= 0 <= self.high and self.low < self.high
 
     def __str__(self) -> str:
         low, high = (format_share(end).removesuffix(" %") for end in (self.low, self.high))
@@ -136,7 +131,7 @@ class Ablation(Comparison):
         for quantity in QUANTITIES:
             for first, second, others in self._pairs():
                 change = self._change(quantity, [{first, *others}, ()], [{first}, others])
-                if change and change.sure and abs(change.value) >= LEAST:
+                if change and not change.in_noise and abs(change.value) >= LEAST:
                     found.append(Interaction(quantity, first, second, change))
         return found
 

@@ -379,7 +379,7 @@ def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float
 def _color(change: Change | None) -> str:
     if change is None:
         return GREY
-    return PALE if not change.sure else BLUE if change.value < 0 else ORANGE
+    return PALE if change.in_noise else BLUE if change.value < 0 else ORANGE
 
 
 def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:

@@ -49,11 +49,11 @@ class Trace:
 def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     """Build the variant, warm it up, record every allocation of one more step, and free it all.
 
-    The events are the allocator's own, as it reports them to PyTorch's profiler: on a CPU the peak is the same at every
-    run. Seen are the thread that runs the step and autograd's, not threads or processes that the step starts by itself.
-    Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice, whichever library
-    said so; ValueError for a step that works on another GPU than the current one; RuntimeError where another profiler
-    runs, in the step or around it.
+    The events are the allocator's own, as it reports them to PyTorch's profiler: on a CPU the same step has the same
+    peak at every run. Seen are the thread that runs the step and autograd's, not threads or processes that the step
+    starts by itself. Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice,
+    whichever library said so; ValueError for a step that works on another GPU than the current one; RuntimeError where
+    another profiler runs, in the step or around it.
     """
     check_positive(Integral, warmup=warmup)
     with older_objects_spared():

@@ -90,7 +90,7 @@ def test_known_costs_are_found_as_they_are(simulated):
                 expected = (total(costs, others | {switch}) - total(costs, others)) / costs[()]
                 change = result.effect(switch, among, quantity)
                 assert (change.value, change.low, change.high) == pytest.approx((expected,) * 3), (quantity, switch)
-                assert change.sure == (expected != 0)
+                assert expected == 0 or not change.in_noise
 
 
 def test_exactly_the_interactions_that_are_there_are_named(simulated):
@@ -241,7 +241,7 @@ def test_noise_is_as_often_more_as_less_also_where_there_is_a_lot_of_it():
         times = {on: [generator.lognormvariate(0, 0.5) for _ in range(50)] for on in ("none", "a")}
         found = (Measurement(on, tuple(values), CPU, peak_allocated=1) for on, values in times.items())
         change = Ablation("noise", tuple(found)).effect("a")
-        told.append(change.sure * (1 if change.value > 0 else -1))
+        told.append((not change.in_noise) * (1 if change.value > 0 else -1))
     assert max(told.count(1), told.count(-1)) / trials <= 0.005 + 3 * (0.005 * 0.995 / trials) ** 0.5
 
 
