@@ -1,6 +1,7 @@
 """The commands: `effgpu info`, `effgpu run`, `effgpu report`. Each imports what it needs when it is called."""
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -40,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("lessons", nargs="*", metavar="LESSON", help="02, dataloader, 02_dataloader or a path; else all")
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (out; out/look with --seconds)")
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
-    run.add_argument("--seconds", metavar="S", help="at most so many for each measurement: for a look, not for results")
+    told = "at most so many for each measurement: for a look, not for results"
+    run.add_argument("--seconds", type=_seconds, metavar="S", help=told)
     run.set_defaults(command=_run)
 
     report = commands.add_parser("report", help="one page from the results files of one or more machines")
@@ -48,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.set_defaults(command=_report)
     return parser
+
+
+def _seconds(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return text
+    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
 
 
 def _info(chosen: argparse.Namespace) -> int:
@@ -86,19 +95,18 @@ def _run(chosen: argparse.Namespace) -> int:
         course.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
     except (OSError, ValueError) as error:
         return _refuse(error)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
+    for name in ("SIGTERM", "SIGHUP"):  # a polite kill and a dropped ssh are a Ctrl-C
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     outcomes, interrupted = [], False
     try:
-        try:
-            for outcome in course.run(lessons, out, inplace=chosen.inplace):
-                outcomes.append(outcome)
-                course.store([outcome], out / "results")  # at once: whatever stops the run, what is done is not lost
-        except KeyboardInterrupt:
-            interrupted = True
-        page = _keep(outcomes, out)
-    except OSError as error:  # a full disk, say
-        return _refuse(error)
-    return _sum_up(outcomes, len(lessons), page, interrupted)
+        for outcome in course.run(lessons, out, inplace=chosen.inplace):
+            outcomes.append(outcome)  # and stored at once: whatever stops the run, what is done is not lost
+            outcomes[-1] = course.store(outcome, out / "results", outcomes[:-1])
+    except KeyboardInterrupt:
+        interrupted = True
+    return _sum_up(outcomes, len(lessons), out, interrupted)
 
 
 def _keep(outcomes: list, out: Path) -> Path:
@@ -117,13 +125,18 @@ def _keep(outcomes: list, out: Path) -> Path:
     return report.write(out / "report.html", [section])
 
 
-def _sum_up(outcomes: list, asked: int, page: Path, interrupted: bool) -> int:
-    failed = [outcome for outcome in outcomes if outcome.failure]
-    for outcome in failed:
-        print(f"failed: {outcome.name}: {outcome.failure}", file=sys.stderr)
+def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
+    failed = {outcome.name: outcome.failure for outcome in outcomes if outcome.failure}
+    told = f"{len(outcomes) - len(failed)} of {asked} lessons ran without an error"
+    try:
+        told += f": {_keep(outcomes, out)}"
+    except OSError as error:  # a full disk, say
+        failed["the page"] = error
+    for name, failure in failed.items():
+        print(f"failed: {name}: {failure}", file=sys.stderr)
     if interrupted:
         print(f"interrupted: {asked - len(outcomes)} of {asked} lessons were not run", file=sys.stderr)
-    print(f"{len(outcomes) - len(failed)} of {asked} lessons ran without an error: {page}")
+    print(told)
     return INTERRUPTED if interrupted else SOMETHING_FAILED if failed else NOTHING_FAILED
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from effgpu import units
 from effgpu.comparison import WITHIN_NOISE, Comparison, compare, rank_interval
 from effgpu.measurement import FEWEST_ROUNDS, Measurement
-from effgpu.variants import Step, Variant
+from effgpu.variants import Step, Variant, is_function
 
 NONE, PLUS, REST = "none", " + ", "the rest"
 MOST_FOR_ALL = 5  # switches have 32 combinations; of more switches not all are measured
@@ -179,6 +179,10 @@ class Ablation(Comparison):
         told.append(f"Changes are shares of what {self.whole.label!r} takes, with 99 % intervals: below 0 is less.")
         return "\n".join([*told, super().caption()])
 
+    def to_dict(self) -> dict:
+        """As a comparison's, and that it is an ablation."""
+        return super().to_dict() | {"kind": "ablation"}
+
     def _names(self, on: Iterable[str]) -> set[str]:
         return set(switches_on(on) if isinstance(on, str) else on)
 
@@ -269,8 +273,10 @@ def ablate(
     on = {_label(names): {switch: values[switch] for switch in names} for names in _combinations(tuple(values))}
     variants = {label: _variant(build, keywords) for label, keywords in on.items()}
     if callable(items):
+        _check_call("items", items, values)
         items = {label: items(**keywords) for label, keywords in on.items()}
     if callable(flops):
+        _check_call("flops", flops, values)
         flops = {label: flops(**keywords) for label, keywords in on.items()}
     return Ablation(name, compare(variants, name=name, items=items, flops=flops, **options).measurements)
 
@@ -308,12 +314,12 @@ def _variant(build: Callable[..., Step], on: Mapping[str, object]) -> Variant:
     def variant() -> Step:
         return build(**on)
 
-    variant.__name__ = _call(on)
+    variant.__name__ = _call("build", on)
     return variant
 
 
-def _call(on: Mapping[str, object]) -> str:
-    return f"build({', '.join(f'{switch}={value!r}' for switch, value in on.items())})"
+def _call(name: str, on: Mapping[str, object]) -> str:
+    return f"{name}({', '.join(f'{switch}={value!r}' for switch, value in on.items())})"
 
 
 def _check_switches(switches: Iterable[str] | Mapping[str, object]) -> dict[str, object]:
@@ -333,15 +339,29 @@ def _check_switches(switches: Iterable[str] | Mapping[str, object]) -> dict[str,
 
 
 def _check_build(build: Callable[..., Step], values: Mapping[str, object]) -> None:
-    """Raises TypeError or ValueError for a function that cannot be called with and without the switches."""
-    if not callable(build):
+    """Raises TypeError or ValueError for what cannot build the step with and without the switches."""
+    if not is_function(build):
         raise TypeError(f"build: expected a function that returns a training step, got {type(build).__name__}")
-    signature = inspect.signature(build)
+    _check_call("build", build, values)
+    parameters = inspect.signature(build).parameters
+    for switch, value in values.items():
+        if switch in parameters and _is_same(parameters[switch].default, value):
+            raise ValueError(f"switches: expected {switch!r} to be off by default, build has {value!r} by default")
+
+
+def _check_call(name: str, function: Callable, values: Mapping[str, object]) -> None:
+    """Raises TypeError for a function that cannot be called with and without the switches."""
     for on in ({}, values):
         try:
-            signature.bind(**on)
+            inspect.signature(function).bind(**on)
         except TypeError as error:
-            raise TypeError(f"build: expected a function that can be called as {_call(on)}: {error}") from None
-    for switch, value in values.items():
-        if switch in signature.parameters and signature.parameters[switch].default == value:
-            raise ValueError(f"switches: expected {switch!r} to be off by default, build has {value!r} by default")
+            expected = f"a function that can be called with the switches that are on, as {_call(name, on)}"
+            raise TypeError(f"{name}: expected {expected}: {error}") from None
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two values are equal; of tensors and arrays, which compare by element, whether they are the same one."""
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, ValueError):
+        return False

@@ -3,15 +3,20 @@
 import html
 import math
 import re
+import reprlib
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations_with_replacement
+from numbers import Integral
+from types import UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
 from effgpu.device import Device
-from effgpu.measurement import FEWEST_ROUNDS, Measurement, check_unit, measure_all
+from effgpu.measurement import FEWEST_ROUNDS, Measurement, measure_all
 from effgpu.variants import Variant
 
 FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
@@ -149,12 +154,13 @@ class Comparison:
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
         """A comparison from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
-        capability = stored["device"]["capability"]
-        device = Device(**stored["device"] | {"capability": tuple(capability) if capability else None})
-        series = ("times", "energies")
-        rows = [row | {key: tuple(map(float, row[key])) for key in series} for row in stored["measurements"]]
-        measurements = tuple(Measurement(device=device, **row) for row in rows)
-        _check_stored(measurements)
+        device = Device(**_read_fields(Device, stored["device"]))
+        measurements = tuple(
+            Measurement(device=device, **_read_fields(Measurement, row)) for row in stored["measurements"]
+        )
+        labels = [m.label for m in measurements]
+        if not labels or len(set(labels)) < len(labels):
+            raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
         return cls(check_name(stored["name"]), measurements)
 
     def _round_by_round(self, label: str, values: Callable[[Measurement], Sequence[float]]) -> Ratio | None:
@@ -194,22 +200,37 @@ def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **opti
     """
     check_name(name)
     rounds = options.get("rounds")
-    if isinstance(rounds, int) and 0 < rounds < FEWEST_ROUNDS:
+    if isinstance(rounds, Integral) and not isinstance(rounds, bool) and 0 < rounds < FEWEST_ROUNDS:
         raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, as many as a verdict takes, got {rounds}")
     return Comparison(name, tuple(measure_all(variants, **options)))
 
 
-def _check_stored(measurements: Sequence[Measurement]) -> None:
-    """Raises TypeError or ValueError for what could be shown in no table."""
-    labels = [m.label for m in measurements]
-    if not labels or not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
-        raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
-    for m in measurements:
-        check_unit(m.unit)
-        known = {"items": m.items, "flops": m.flops}
-        units.check_positive(**{name: value for name, value in known.items() if value is not None})
-        if not all(0 <= value < math.inf for value in m.times + m.energies):
-            raise ValueError(f"{m.label!r}: expected times and energies that are finite and not negative")
+def _read_fields(kind: type, stored: Mapping) -> dict:
+    """The stored fields of a dataclass, lists as tuples. Raises TypeError or ValueError where a type is another one."""
+    fields = dict(stored)
+    for name, hint in get_type_hints(kind).items():
+        if name in fields and not _fits(fields[name], hint):
+            whose, expected = fields.get("label", fields.get("name")), getattr(hint, "__name__", hint)
+            raise ValueError(f"{name} of {whose!r}: expected {expected}, got {reprlib.repr(fields[name])}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _fits(value: object, hint: object) -> bool:
+    """Whether a value is of an annotated type; a number must be finite and not negative."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in parts
+    if origin is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    if origin is tuple:
+        known = isinstance(value, list | tuple) and (parts[-1] is ... or len(value) == len(parts))
+        return known and all(_fits(item, parts[0]) for item in value)
+    if hint in (int, float):
+        of_kind = isinstance(value, int | hint) and not isinstance(value, bool)
+        return of_kind and 0 <= value <= sys.float_info.max
+    return isinstance(value, hint)
 
 
 def check_name(name: str) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from tqdm import tqdm
 
 from effgpu import reference
+from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison
 
 LESSONS = Path(__file__).parent.parent / "notebooks"  # of a clone
@@ -147,16 +148,34 @@ def read_lessons(folder: Path) -> list[Outcome]:
     return outcomes
 
 
-def store(outcomes: Iterable[Outcome], folder: Path) -> list[Path]:
-    """Write the results into one file a machine; those of an earlier run stay, unless they have the same name."""
-    fresh: dict[Path, dict[str, Comparison]] = {}
-    for outcome in outcomes:
-        for comparison in outcome.comparisons:
-            fresh.setdefault(folder / f"{comparison.device.slug}.json", {})[comparison.name] = comparison
-    for path, named in fresh.items():
-        before = {comparison.name: comparison for comparison in reference.load(path)} if path.exists() else {}
-        reference.save((before | named).values(), path)
-    return list(fresh)
+def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Outcome:
+    """Write a lesson's results into one file a machine; its outcome, with a failure for what could not be stored.
+
+    Results of an earlier run stay, unless they have the same name; those of the run's `earlier` lessons stay anyway.
+    """
+    owners = {_key(comparison): other.name for other in reversed(earlier) for comparison in other.comparisons}
+    fresh: dict[str, dict[str, Comparison]] = {}
+    failures = [outcome.failure] if outcome.failure else []
+    for comparison in outcome.comparisons:
+        slug, name = _key(comparison)
+        if owner := owners.get((slug, name)):
+            both = f"both {owner} and {outcome.name} have a comparison called {name!r}"
+            failures.append(f"{both}, and {owner}'s is stored: give this one a name, compare(..., name=...)")
+        else:
+            fresh.setdefault(slug, {})[name] = comparison
+    for slug, named in fresh.items():
+        path = folder / f"{slug}.json"
+        try:
+            before = {comparison.name: comparison for comparison in reference.load(path)} if path.exists() else {}
+            reference.save((before | named).values(), path)
+        except (OSError, ValueError) as error:  # a full disk; a file that was broken meanwhile
+            failures.append(f"results could not be stored: {error}")
+    return replace(outcome, failure="; ".join(failures) or None)
+
+
+def _key(comparison: Comparison) -> tuple[str, str]:
+    """What its results go by: the file's name, and its own."""
+    return comparison.device.slug, comparison.name
 
 
 def _find_lesson(name: str, known: dict[str, Path]) -> Path:
@@ -237,17 +256,21 @@ def _outcome(name: str, notebook) -> Outcome:
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     heading = re.search(r"^# +(.+)", prose, re.MULTILINE)
     title = heading[1].strip() if heading else name
-    comparisons, pictures = {}, []
+    comparisons, pictures, failure = {}, [], _failure(notebook)
     for cell in _code_cells(notebook.cells):
         data = [output.data for output in cell.outputs if "data" in output]
-        shown = [Comparison.from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
+        try:
+            shown = [reference.revive(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            shown, failure = [], failure or f"a comparison cannot be read: {error}"
         for comparison in shown:
             free = _free_name(comparison, comparisons)
-            comparisons[free] = replace(comparison, name=free)
+            if not isinstance(comparisons.get(free), Ablation):  # which its combinations do not replace
+                comparisons[free] = replace(comparison, name=free)
         alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
         pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
     leads = any("leads" in cell.metadata.get("tags", []) for cell in notebook.cells)
-    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook), leads)
+    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), failure, leads)
 
 
 def _free_name(comparison: Comparison, taken: Mapping[str, Comparison]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -39,7 +40,7 @@ class Device:
     """
 
     name: str
-    kind: str  # "cuda" or "cpu"
+    kind: Literal["cuda", "cpu"]
     memory: int | None
     cores: int
     multiprocessors: int | None = None

@@ -1,6 +1,7 @@
 """Every plot: time beside memory, the saw-tooth of a step, a sweep, an ablation. The only import of matplotlib."""
 
 import io
+import math
 import re
 import statistics
 import sys
@@ -8,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, pairwise
+from numbers import Real
 from textwrap import fill
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -43,6 +46,7 @@ STYLE = {
     "hatch.linewidth": 1.0,
     "legend.frameon": False,
     "text.color": "#222222",
+    "text.parse_math": False,  # a name may have dollar signs
     "axes.labelcolor": "#222222",
     "axes.edgecolor": "#6B7280",
     "xtick.color": "#222222",
@@ -146,9 +150,13 @@ def plot_sweep(
     """A line for each labelled series over what was varied: workers, batch sizes, layers.
 
     A Measurement stands for its throughput (its seconds per step, where it has no items) with the 99 % interval; a
-    number for itself, written by `format_value`; what ran out of memory (None, or a failed Measurement) is marked so.
-    `log` makes the horizontal axis a power-of-two scale.
+    number, or a tensor of one, for itself, written by `format_value`; what ran out of memory (None, or a failed
+    Measurement) and what is not finite is marked so. `log` makes the horizontal axis a power-of-two scale.
     """
+    if not isinstance(series, Mapping):
+        raise TypeError(f"series: expected a mapping of labels to mappings, got {type(series).__name__}")
+    for label, points in series.items():
+        _check_points(f"series[{label!r}]", points, log)
     if not series or not all(series.values()):
         raise ValueError("series: expected at least one labelled mapping of x to a value, each with an entry")
     measured = [m for points in series.values() for m in points.values() if isinstance(m, Measurement)]
@@ -159,7 +167,6 @@ def plot_sweep(
             _draw_line(ax, label, points, color)
         ax.set_xscale("log" if log else "linear", **{"base": 2} if log else {})
         ax.set_xticks(xs := sorted({x for points in series.values() for x in points}), [f"{x:g}" for x in xs])
-        ax.minorticks_off()
         low, high = ax.dataLim.intervaly  # infinite where nothing was drawn
         ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1) if low <= high else ax.set_ylim(0, 1)
         _value_axis(ax.yaxis, format_value or _format_measured(measured))
@@ -468,17 +475,32 @@ def _runs(phases: tuple[str, ...]) -> list[tuple[int, int, str]]:
     return [(first, last, phases[first]) for first, last in pairwise(edges)]
 
 
+def _check_points(name: str, points: object, log: bool) -> None:
+    """Raises TypeError or ValueError for a series of a sweep that cannot be drawn."""
+    if not isinstance(points, Mapping):
+        raise TypeError(f"{name}: expected a mapping of x to a value, got {type(points).__name__}")
+    for x, value in points.items():
+        if not isinstance(x, Real) or not math.isfinite(x) or (log and x <= 0):
+            raise ValueError(f"{name}: expected every x to be a {'positive ' * log}number, got {x!r}")
+        is_number = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if not (is_number or value is None or isinstance(value, Measurement)):
+            raise TypeError(f"{name}[{x!r}]: expected a Measurement, a number or None, got {type(value).__name__}")
+
+
 def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None], color: str) -> None:
-    known = {x: interval for x, value in sorted(points.items()) if (interval := _interval_of(value))}
+    drawn = {x: _interval_of(value) for x, value in sorted(points.items())}
+    known = {x: interval for x, interval in drawn.items() if interval and all(map(math.isfinite, interval))}
     if known:
         middles, lows, highs = zip(*known.values())
         errors = [[m - low for m, low in zip(middles, lows)], [high - m for m, high in zip(middles, highs)]]
         cpu = any(isinstance(v, Measurement) and v.device.kind == "cpu" for v in points.values())
         look = {"color": color, "marker": "o", "capsize": 3, "linestyle": "--" if cpu else "-"}
-        ax.errorbar(list(known), middles, errors if any(map(any, errors)) else None, label=label, **look)
-    for x in points.keys() - known.keys():
+        look["label"] = re.sub("^_", " _", str(label))  # matplotlib hides what begins with an underscore
+        ax.errorbar(list(known), middles, errors if any(map(any, errors)) else None, **look)
+    for x in drawn.keys() - known.keys():
         ax.plot(x, 0.03, "X", color=color, markersize=9, transform=ax.get_xaxis_transform(), clip_on=False)
-        ax.annotate("out of memory", (x, 0.07), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center")
+        why = "not finite" if drawn[x] else "out of memory"
+        ax.annotate(why, (x, 0.07), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center")
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -491,7 +513,7 @@ def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
 def _interval_of(value: Measurement | float | None) -> tuple[float, float, float] | None:
     """Middle, low and high end of what is drawn for a value of a sweep; None for what ran out of memory."""
     if not isinstance(value, Measurement):
-        return None if value is None else (value, value, value)
+        return None if value is None else (value.item() if isinstance(value, torch.Tensor) else value,) * 3
     if not value.times:
         return None
     middle, low, high = _interval(value.times)

@@ -1,13 +1,15 @@
 """FLOPs of a step, the matmul rate that this device reaches, and how much of it a step uses (MFU)."""
 
 from collections.abc import Callable
+from numbers import Integral
 from statistics import median
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from effgpu.device import by_tier, find_device
-from effgpu.timing import time_for
+from effgpu.timing import check_step, time_for
+from effgpu.units import check_positive
 from effgpu.variants import check_worked
 
 _MILLISECOND = 1e-3  # the marks of shorter steps are too close to each other for the fastest to be believed
@@ -19,6 +21,7 @@ def count_flops(step: Callable[[], object]) -> int:
     A multiplication and an addition are two. Counted by torch.utils.flop_counter: what a checkpointed step computes
     twice counts twice, element-wise operations do not count. Raises TypeError for a variant in place of its step.
     """
+    check_step(step=step)
     with FlopCounterMode(display=False) as counter:
         result = step()
     check_worked(result)
@@ -35,8 +38,7 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     size = by_tier(cpu=1024, small=4096, large=8192) if size is None else size
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected one of torch's, as torch.bfloat16, got {dtype!r}")
-    if size < 1:
-        raise ValueError(f"size: expected a positive edge length, got {size!r}")
+    check_positive(Integral, size=size)
     device = find_device()
     draw = torch.Generator(device).manual_seed(0)  # the reader's own stays as it is
     a, b = (torch.randn(size, size, device=device, generator=draw).to(dtype) for _ in range(2))
@@ -52,6 +54,5 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:
     """Model FLOPs utilisation: the share of `peak` FLOP/s that `flops` in `seconds` make (PaLM, 2022, appendix B)."""
-    if not (seconds > 0 and peak > 0):
-        raise ValueError(f"seconds and peak: expected positive numbers, got {seconds!r} and {peak!r}")
+    check_positive(flops=flops, seconds=seconds, peak=peak)
     return flops / seconds / peak

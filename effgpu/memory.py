@@ -15,6 +15,7 @@ from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_lega
 from torch.profiler import record_function
 
 from effgpu.device import current_limit, find_device, is_out_of_memory, older_objects_spared
+from effgpu.timing import check_step
 from effgpu.units import check_positive, format_bytes
 from effgpu.variants import Step, Variant, check_worked, use
 
@@ -27,8 +28,9 @@ class Trace:
 
     `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
     running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held, above what it
-    held before; None on a CPU. On a GPU, libraries take room to work in, which counts: cuBLAS 8 or 32 MiB for each of
-    two threads, by GPU and version; and so does what a CUDA graph keeps for its replays.
+    held before; None on a CPU. On a GPU, libraries take room to work in, which counts: cuBLAS some 8 to 32 MiB, by GPU,
+    for each of two threads all the time (PyTorch 2.11) or for each product while it runs (2.15). So peaks of two
+    versions differ by it. What a CUDA graph keeps for its replays counts, too.
     """
 
     bytes: tuple[int, ...]
@@ -38,7 +40,7 @@ class Trace:
     @property
     def peak(self) -> int:
         """The most bytes alive at any moment of the step."""
-        return max(self.bytes)
+        return max(0, *self.bytes)
 
     def __repr__(self) -> str:
         return (
@@ -61,7 +63,7 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
         records, held = _record(variant, warmup, before)
     levels, phases = _read(records)
     levels = tuple(level + held.by_graphs - before.by_graphs for level in levels)
-    reserved = None if held.reserved is None else max(held.reserved - before.reserved, *levels)
+    reserved = None if held.reserved is None else max(0, held.reserved - before.reserved, *levels)
     recorded = Trace(levels, phases, reserved)
     limit = current_limit()
     if limit is not None and find_device().type == "cpu" and recorded.peak > limit:
@@ -84,6 +86,7 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     Seen by torch.autograd.graph.saved_tensors_hooks; the same at every run. Devices differ where their kernels keep
     other things: of a dropout mask, a GPU keeps a byte an element and a CPU four. `forward` returns its loss or output.
     """
+    check_step(forward=forward)
     held: Counter[tuple[int, int]] = Counter()  # of each storage and its size, the saved tensors that keep it
     most = 0
 

@@ -10,7 +10,7 @@ import pynvml
 import torch
 
 from effgpu import units
-from effgpu.timing import cap_seconds, time_for
+from effgpu.timing import cap_seconds, check_step, time_for
 
 _LONGEST_TICK = 0.5  # seconds: the counter moves every 20 to 100 ms; standing still for longer, it is of no use
 _POLL = 0.002  # seconds between two looks at the counter, so that asking does not slow short steps
@@ -53,6 +53,8 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
     The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) moves in ticks, so a window is as exact as its
     ends: both are laid on a tick, with the GPU at work. None where there is no such counter.
     """
+    check_step(step=step)
+    units.check_positive(seconds=seconds)
     handle, seconds = _handle(), cap_seconds(seconds)
     if handle is None or _joules(handle) is None:
         return None

@@ -1,8 +1,8 @@
 """Results as files: save and load comparisons as JSON, and the stored results of the GPUs that ran the course."""
 
-import contextlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from functools import cache
@@ -19,6 +19,7 @@ def save(comparisons: Iterable[Comparison], path: str | Path) -> Path:
     """Write comparisons of one machine to a JSON file, all of it or nothing. Returns the path."""
     if isinstance(comparisons, Comparison):
         raise TypeError("comparisons: expected a list of comparisons, got one: pass [comparison]")
+    comparisons = _of_one_machine(comparisons)
     rows = [comparison.to_dict() for comparison in comparisons]
     return write_whole(path, json.dumps(FORMAT | {"comparisons": rows}, indent=1) + "\n")
 
@@ -32,11 +33,16 @@ def load(path: str | Path) -> list[Comparison]:
     if not isinstance(stored, dict) or {key: stored.get(key) for key in FORMAT} != FORMAT:
         raise ValueError(f"{path}: expected a results file of effgpu ({FORMAT}), got something else")
     try:
-        return [_revive(row) for row in stored["comparisons"]]
+        return _of_one_machine(map(revive, stored["comparisons"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path}: expected comparisons as effgpu writes them ({type(error).__name__}: {error})"
         ) from error
+
+
+def revive(row: dict) -> Comparison:
+    """A comparison from what its `to_dict` gave, or an ablation, where that says that it is one."""
+    return (Ablation if row.get("kind") == "ablation" else Comparison).from_dict(row)
 
 
 def stored(name: str) -> list[Comparison]:
@@ -46,27 +52,38 @@ def stored(name: str) -> list[Comparison]:
 
 
 def write_whole(path: str | Path, text: str) -> Path:
-    """Write a text file by way of a temporary one beside it, so that nobody ever finds half of it."""
-    path = Path(path)
+    """Write a text file by way of a temporary one beside it, so that nobody ever finds half of it.
+
+    Of a link, the file that it points to is written; a file that is there keeps its mode. Raises OSError, naming the
+    file, where it cannot be written.
+    """
+    try:
+        _replace(Path(os.path.realpath(path)), text)
+    except (OSError, UnicodeEncodeError) as error:
+        raise OSError(f"{path}: expected a file that can be written ({error})") from error
+    return Path(path)
+
+
+def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    return path
 
 
-def _revive(row: dict) -> Comparison:
-    """An ablation where the measurements are those of one, else a comparison."""
-    comparison = Comparison.from_dict(row)
-    with contextlib.suppress(ValueError):
-        return Ablation(comparison.name, comparison.measurements)
-    return comparison
+def _of_one_machine(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    comparisons = list(comparisons)
+    machines = dict.fromkeys(comparison.device.label for comparison in comparisons)
+    if len(machines) > 1:
+        raise ValueError(f"comparisons: expected those of one machine, got {' and '.join(machines)}")
+    return comparisons
 
 
 @cache

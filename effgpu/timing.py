@@ -5,11 +5,13 @@ import os
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 
 from effgpu.device import find_device
 from effgpu.units import check_positive
+from effgpu.variants import check_worked, is_function
 
 FEWEST_STEPS = 5
 CAP = "EFFGPU_SECONDS"  # the environment variable that `effgpu run --seconds` sets for the lessons it runs
@@ -20,10 +22,11 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
 
     On a GPU, CUDA events mark the ends of the steps and the only wait is after the last: a wait per step would hide
     every overlap of copies, loading and launches with the GPU's work. One more step leads in and does not count, or the
-    first would hold what the CPU does before its first kernel. On a CPU, `time.perf_counter`.
+    first would hold what the CPU does before its first kernel. On a CPU, `time.perf_counter`. Raises TypeError for what
+    is no step, as a variant in its place, and ValueError for a count that is no positive whole number.
     """
-    if count < 1:
-        raise ValueError(f"count: expected at least 1 step, got {count!r}")
+    check_step(step=step)
+    check_positive(Integral, count=count)
     return _time_on_gpu(step, count) if find_device().type == "cuda" else _time_on_cpu(step, count)
 
 
@@ -36,6 +39,13 @@ def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST
     times = time_steps(step, fewest)
     more = round((cap_seconds(seconds) - sum(times)) * fewest / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])
+
+
+def check_step(**named: object) -> None:
+    """Raises TypeError, with its name, for what is no function: a model can be called, too, but not without a batch."""
+    ((name, step),) = named.items()
+    if not is_function(step):
+        raise TypeError(f"{name}: expected a function that is called without arguments, got {type(step).__name__}")
 
 
 def cap_seconds(seconds: float) -> float:
@@ -53,7 +63,9 @@ def cap_seconds(seconds: float) -> float:
 
 def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:
     marks = [time.perf_counter()]
-    for _ in range(count):
+    check_worked(step())  # the first one alone: to look costs time
+    marks.append(time.perf_counter())
+    for _ in range(count - 1):
         step()
         marks.append(time.perf_counter())
     return [after - before for before, after in pairwise(marks)]
@@ -61,8 +73,10 @@ def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:
 
 def _time_on_gpu(step: Callable[[], object], count: int) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    for mark in marks:
+        mark.record()  # the first time, CUDA makes the event: not while steps are timed
     torch.cuda.synchronize()
-    step()
+    check_worked(step())
     marks[0].record()
     for mark in marks[1:]:
         step()

@@ -32,8 +32,7 @@ def use(variant: Variant, action: Callable[[Step], Result]) -> Result:
         with _recompiling(), _switches_kept():
             result = action(_build(variant))
     except BaseException as error:
-        if isinstance(error, StopIteration):
-            ended = error
+        if ended := next((e for e in (error, error.__cause__) if isinstance(e, StopIteration)), None):
             error = RuntimeError("the step ran out of data: a measurement calls it often, so let its loader start anew")
             error.__cause__ = ended
         _drop_frames(error, handled)
@@ -60,7 +59,7 @@ def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:
     for label, variant in variants.items():
         if not isinstance(label, str) or not label.strip():
             raise TypeError(f"variants: expected every label to be a non-empty string, got {label!r}")
-        if not _is_function(variant):
+        if not is_function(variant):
             got = type(variant).__name__
             raise TypeError(f"variants[{label!r}]: expected a function that returns a training step, got {got}")
     return dict(variants)
@@ -85,11 +84,11 @@ def _switches_kept() -> Iterator[None]:
                 write(was)
 
 
-def _matmul_precision() -> str | None:
-    """PyTorch's older way to ask for TF32; None where the newer one has been used, which it then refuses to tell of."""
+def _older(read: Callable) -> object | None:
+    """What an older way to ask for TF32 tells; None where the newer one has been used, of which it refuses to tell."""
     with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
         warnings.simplefilter("ignore")
-        return torch.get_float32_matmul_precision()
+        return read()
 
 
 def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
@@ -99,6 +98,8 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
+    # None and not "cpu", which would be a mode that every call passes through
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
@@ -106,7 +107,12 @@ _SWITCHES = (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda on: torch.autograd.set_detect_anomaly(*on),
     ),
-    (_matmul_precision, torch.set_float32_matmul_precision),  # first of those for TF32, as it writes the others
+    # first of those for TF32, as they write the others
+    (partial(_older, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
+    (
+        partial(_older, partial(getattr, torch.backends.cudnn, "allow_tf32")),
+        partial(setattr, torch.backends.cudnn, "allow_tf32"),
+    ),
     _flag(torch.backends, "fp32_precision"),
     _flag(torch.backends.cudnn, "fp32_precision"),
     _flag(torch.backends.cuda.matmul, "fp32_precision"),
@@ -114,8 +120,15 @@ _SWITCHES = (
     _flag(torch.backends.cudnn.rnn, "fp32_precision"),
     _flag(torch.backends.mkldnn.matmul, "fp32_precision"),
     _flag(torch.backends.mkldnn.conv, "fp32_precision"),
+    _flag(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    _flag(torch.backends.mkldnn, "enabled"),
+    _flag(torch.backends.cudnn, "enabled"),
     _flag(torch.backends.cudnn, "benchmark"),
+    _flag(torch.backends.cudnn, "benchmark_limit"),
     _flag(torch.backends.cudnn, "deterministic"),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
@@ -123,17 +136,17 @@ _SWITCHES = (
 )
 
 
-def _is_function(value: object) -> bool:
+def is_function(value: object) -> bool:
     """Whether it can be a variant or a step: a model can be called, too, and is neither."""
     return callable(value) and not isinstance(value, torch.nn.Module)
 
 
 def _build(variant: Variant) -> Step:
-    if not _is_function(variant):
+    if not is_function(variant):
         got = type(variant).__name__
         raise TypeError(f"variant: expected a function that builds and returns a training step, got {got}")
     step = variant()
-    if not _is_function(step):
+    if not is_function(step):
         name, got = getattr(variant, "__name__", repr(variant)), type(step).__name__
         raise TypeError(f"variant {name!r}: expected it to return its training step, a function, got {got}")
     return step

@@ -7,6 +7,7 @@ import random
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -433,11 +434,12 @@ def sound(a=False, b=False):
         (sound, ["a", 3], ValueError, "switches: expected names of build's keywords, .* got 3"),
         (sound, ["a + b"], ValueError, "switches: expected names of build's keywords, .* got 'a \\+ b'"),
         (lambda **on: sound(), ["none"], ValueError, "and none called 'none', got 'none'"),
-        (sound, ["a", "c"], TypeError, r"can be called as build\(a=True, c=True\): got an unexpected keyword .* 'c'"),
-        (lambda width: sound(), ["width"], TypeError, r"can be called as build\(\): missing a required .*'width'"),
+        (sound, ["a", "c"], TypeError, r"that are on, as build\(a=True, c=True\): got an unexpected keyword .* 'c'"),
+        (lambda width: sound(), ["width"], TypeError, r"that are on, as build\(\): missing a required .*'width'"),
         (lambda a=True: sound(), ["a"], ValueError, "expected 'a' to be off by default, build has True by default"),
         (lambda batch=8: sound(), {"batch": 8}, ValueError, "expected 'batch' to be off by default, build has 8"),
         ("build", ["a"], TypeError, "build: expected a function that returns a training step, got str"),
+        (torch.nn.Linear(1, 1), ["a"], TypeError, "build: expected a function that returns a training step, got Lin"),
         (lambda a=False: None, ["a"], TypeError, r"variant 'build\(\)': expected it to return its training step"),
         (
             lambda a=False: None if a else sound(),
@@ -450,6 +452,29 @@ def sound(a=False, b=False):
 def test_bad_arguments_are_named(build, switches, error, message, no_collecting):
     with pytest.raises(error, match=message):
         ablate(build, switches, **QUICK)
+
+
+@pytest.mark.parametrize("name", ["items", "flops"])
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        (lambda n: n, r"\(\): missing a required argument: 'n'"),
+        (lambda n=1: n, r"\(a=True\): got an unexpected keyword argument 'a'"),
+    ],
+)
+def test_functions_of_the_switches_take_the_switches(name, function, call, simulated):
+    expected = f"{name}: expected a function that can be called with the switches that are on, as {name}{call}"
+    with pytest.raises(TypeError, match=f"^{expected}$"):
+        ablate(simulated, ["a"], **{name: function})
+    assert simulated.built == []
+
+
+@pytest.mark.parametrize("default", [None, torch.zeros(2), torch.zeros(3), np.zeros(2)])
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)])
+def test_a_switch_may_be_a_tensor_or_an_array(default, value, no_collecting):
+    assert ablate(lambda a=default: lambda: None, {"a": value}, **QUICK).switches == ("a",)
+    with pytest.raises(ValueError, match="switches: expected 'a' to be off by default"):
+        ablate(lambda a=value: lambda: None, {"a": value}, **QUICK)
 
 
 def test_bad_arguments_are_named_before_anything_is_built(simulated):

@@ -9,6 +9,7 @@ import re
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -286,6 +287,23 @@ def spoil(stored, path, value):
         (["measurements", 0, "times"], None),
         (["measurements", 0, "times"], ["soon"]),
         (["measurements", 0, "colour"], "red"),
+        (["device", "name"], None),
+        (["device", "kind"], "tpu"),
+        (["device", "memory"], "8 GiB"),
+        (["device", "cores"], 2.5),
+        (["device", "cores"], True),
+        (["device", "multiprocessors"], "many"),
+        (["device", "capability"], [9]),
+        (["device", "driver"], 580),
+        (["device", "supports"], {"bf16": True}),
+        (["device", "versions"], ["torch"]),
+        (["measurements", 0, "times"], "12345678"),
+        (["measurements", 0, "times"], ["1"] * 8),
+        (["measurements", 0, "energies"], [True] * 8),
+        (["measurements", 0, "peak_allocated"], -1),
+        (["measurements", 0, "peak_allocated"], True),
+        (["measurements", 0, "peak_reserved"], 0.5),
+        (["measurements", 0, "failed"], True),
     ],
 )
 def test_what_is_no_comparison_is_refused(make_measurement, path, value):
@@ -327,7 +345,7 @@ def test_names_that_are_one(name):
     assert comparison.check_name(name) == name
 
 
-@pytest.mark.parametrize("rounds", [1, 7, 0, -3, True, 8.5, math.nan])
+@pytest.mark.parametrize("rounds", [1, 7, np.int64(3), 0, -3, True, 8.5, math.nan])
 def test_compare_needs_eight_rounds(rounds, tiny):
     with pytest.raises(ValueError, match=r"^rounds: expected"):
         compare({"a": tiny, "b": tiny}, rounds=rounds)

@@ -1,12 +1,15 @@
 """Lessons run in real kernels here: tiny notebooks, written for the purpose."""
 
+import re
+import tempfile
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from effgpu import course, reference
-from effgpu.comparison import Comparison
+from effgpu.ablation import Ablation
+from effgpu.comparison import MIME_TYPE, Comparison
 
 COMPARISON = """\
 from effgpu.comparison import Comparison
@@ -33,6 +36,7 @@ def write_lesson(folder: Path, name: str, *sources: str) -> Path:
         timing = {"execution": {"iopub.execute_input": "2020-01-01T00:00:00Z"}}
         cells.append(nbformat.v4.new_code_cell(source, outputs=[stale], execution_count=number + 7, metadata=timing))
     metadata = {"language_info": {"name": "python", "version": "3.1"}, "kernelspec": {"name": "x", "display_name": "X"}}
+    metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
     folder.mkdir(parents=True, exist_ok=True)
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), folder / f"{name}.ipynb")
     return folder / f"{name}.ipynb"
@@ -112,6 +116,23 @@ def test_no_comparison_is_lost_to_another_of_its_name(tmp_path, out):
     assert found == {"same": 0.1, "same-2": 0.2, "other": 0.1}
 
 
+def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, out):
+    spoilt = compares("spoilt").replace("peak_allocated=2000", "peak_allocated=-1")
+    lesson = write_lesson(tmp_path, "05_spoilt", spoilt, compares("good"))
+    outcome = course.run_lesson(lesson, out / "notebooks")
+    assert outcome.failure.startswith("a comparison cannot be read: peak_allocated of 'slow': expected a whole number")
+    assert [comparison.name for comparison in outcome.comparisons] == ["good"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_ablation_stays_one_beside_its_combinations(tmp_path, make_measurement, order):
+    ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
+    shown = [{MIME_TYPE: told.to_dict()} for told in (ablation, ablation.combinations)][::order]
+    cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data) for data in shown])
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "16_all.ipynb")
+    assert [outcome.comparisons for outcome in course.read_lessons(tmp_path)] == [(ablation,)]
+
+
 def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):
     def fail(path, text):
         raise OSError("no space left on device")
@@ -130,7 +151,7 @@ def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out
     first = (out / "notebooks" / "stable.ipynb").read_bytes()
     notebook = nbformat.reads(first.decode(), as_version=4)
     assert notebook.metadata.language_info == {"name": "python"}
-    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.metadata.kernelspec.name == "python3" and "widgets" not in notebook.metadata
     assert all(not cell.metadata for cell in notebook.cells)
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
     assert notebook.cells[2].outputs == [] and notebook.cells[3].outputs[0].text == "told\n"  # nothing of the bar
@@ -234,16 +255,46 @@ def test_inplace_overwrites_only_the_lessons_that_succeeded(tmp_path, out):
     assert bad.read_bytes() == before
 
 
-def test_the_results_of_a_partial_run_join_those_in_the_folder(tmp_path, make_measurement):
-    def outcome(lesson, *named, seconds=0.01):
-        rows = make_measurement("slow", 0.02), make_measurement("fast", seconds)
-        return course.Outcome(lesson, lesson, tuple(Comparison(name, rows) for name in named))
+@pytest.fixture
+def make_outcome(make_measurement):
+    """A function that makes what a lesson gave: comparisons of these names."""
 
-    (path,) = course.store([outcome("01", "first"), outcome("02", "second")], tmp_path)
-    assert path == tmp_path / "cpu-test-cpu-2-cores.json"
-    course.store([outcome("02", "second", "third", seconds=0.04)], tmp_path)
-    verdicts = {comparison.name: comparison.verdict("fast") for comparison in reference.load(path)}
-    assert verdicts == {"first": "faster", "second": "slower", "third": "slower"}
+    def make(lesson, *named, seconds=0.01, failure=None):
+        rows = make_measurement("slow", 0.02), make_measurement("fast", seconds)
+        return course.Outcome(lesson, lesson, tuple(Comparison(name, rows) for name in named), failure=failure)
+
+    return make
+
+
+def stored_verdicts(folder: Path) -> dict[str, str]:
+    results = reference.load(folder / "cpu-test-cpu-2-cores.json")
+    return {comparison.name: comparison.verdict("fast") for comparison in results}
+
+
+def test_the_results_of_a_partial_run_join_those_in_the_folder(tmp_path, make_outcome):
+    for outcome in (make_outcome("01", "first"), make_outcome("02", "second")):
+        assert course.store(outcome, tmp_path) == outcome
+    course.store(make_outcome("02", "second", "third", seconds=0.04), tmp_path)
+    assert stored_verdicts(tmp_path) == {"first": "faster", "second": "slower", "third": "slower"}
+
+
+def test_no_results_are_lost_to_another_lesson_of_the_run(tmp_path, make_outcome):
+    first, second = make_outcome("a", "same"), make_outcome("b", "same", "other", seconds=0.04)
+    course.store(first, tmp_path)
+    told = course.store(second, tmp_path, [first]).failure
+    assert told.startswith("both a and b have a comparison called 'same', and a's is stored: give this one a name")
+    assert course.store(make_outcome("c", "same"), tmp_path, [first, second]).failure.startswith("both a and c")
+    assert stored_verdicts(tmp_path) == {"same": "faster", "other": "slower"}
+
+
+def test_what_could_not_be_stored_is_a_failure_beside_the_lessons_own(tmp_path, make_outcome):
+    (tmp_path / "cpu-test-cpu-2-cores.json").write_text("{")
+    told = "results could not be stored: .*cpu-test-cpu-2-cores.json: expected a results file"
+    assert re.match(told, course.store(make_outcome("01", "first"), tmp_path).failure)
+    assert re.match(f"cell 3; {told}", course.store(make_outcome("01", "first", failure="cell 3"), tmp_path).failure)
+    (tmp_path / "file").write_text("")
+    told = "results could not be stored: .*file/cpu-test-cpu-2-cores.json: expected a file that can be written"
+    assert re.match(told, course.store(make_outcome("01", "first"), tmp_path / "file").failure)
 
 
 def test_a_run_prepares_before_it_runs(tmp_path):
@@ -254,4 +305,13 @@ def test_a_run_prepares_before_it_runs(tmp_path):
         course.prepare(tmp_path / "out", tmp_path / "file")
     (tmp_path / "out" / "results" / "foreign.json").write_text("{}")
     with pytest.raises(ValueError, match=r"foreign\.json"):
+        course.prepare(tmp_path / "out")
+
+
+def test_a_run_needs_folders_that_it_can_write_to(tmp_path, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(f"permission denied: {dir}")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(PermissionError):
         course.prepare(tmp_path / "out")

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 import torch
 
-from effgpu import device
+from effgpu import device, power
 from effgpu.device import Device, by_tier, current_limit, describe, is_out_of_memory, memory_limit
 from effgpu.units import GiB, MiB
 
@@ -190,7 +190,8 @@ def test_describe_on_this_gpu():
     assert here.capability == torch.cuda.get_device_capability()
     assert here.multiprocessors > 0 and here.cores == len(os.sched_getaffinity(0))
     assert here.versions["cuda"] == (torch.version.cuda or "rocm")
-    assert set(here.supports.values()) <= {"yes", "no", "emulated"} and here.driver
+    assert set(here.supports.values()) <= {"yes", "no", "emulated"}
+    assert here.driver or power.sample() is None  # without NVML, as in some containers
     assert here.supports["bf16"] == "yes" or here.capability < (8, 0)
     assert json.loads(json.dumps(asdict(here)))["name"] == here.name
 
@@ -215,8 +216,9 @@ def test_a_limit_on_this_gpu_holds_and_comes_undone():
     torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")  # is in the cache, and not to be had from there
     with memory_limit(256 * MiB):
         torch.empty(240 * MiB, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(RuntimeError) as caught:
             torch.empty(272 * MiB, dtype=torch.uint8, device="cuda")
+        assert is_out_of_memory(caught.value)
     torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
     del held
     device.release_memory()

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import os
 import re
 import sys
@@ -10,7 +11,9 @@ from dataclasses import replace
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import nbformat
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -303,6 +306,47 @@ def test_a_sweep_of_which_nothing_fitted_is_drawn():
     assert texts(ax) == ["out of memory"] * 2 and ax.get_ylim()[0] == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
+    loss = torch.ones(1, requires_grad=True) * 3
+    points = {1: loss, 2: math.nan, 3: np.float32(2), 4: torch.tensor(math.inf), 5: -math.inf, 6: None}
+    (ax,) = plot_sweep({"loss": points}, xlabel="step").axes
+    line = ax.containers[0].lines[0]
+    assert list(line.get_xdata()) == [1, 3] and list(line.get_ydata()) == [3, 2]
+    assert {text.xy[0]: text.get_text() for text in ax.texts} == {
+        **dict.fromkeys((2, 4, 5), "not finite"),
+        6: "out of memory",
+    }
+    assert ax.get_ylim()[1] < 4
+
+
+@pytest.mark.parametrize(
+    ("series", "error", "message"),
+    [
+        ([1, 2], TypeError, "series: expected a mapping of labels to mappings, got list"),
+        ({"a": [1, 2]}, TypeError, "series['a']: expected a mapping of x to a value, got list"),
+        ({"a": {"one": 1}}, ValueError, "series['a']: expected every x to be a number, got 'one'"),
+        ({"a": {math.nan: 1}}, ValueError, "series['a']: expected every x to be a number, got nan"),
+        ({"a": {1: "one"}}, TypeError, "series['a'][1]: expected a Measurement, a number or None, got str"),
+        ({"a": {1: torch.ones(2)}}, TypeError, "series['a'][1]: expected a Measurement, a number or None, got Tensor"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(series, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        plot_sweep(series, xlabel="x")
+
+
+def test_a_measurement_in_place_of_a_series_is_refused(make_measurement):
+    with pytest.raises(TypeError, match=r"^series\['a'\]: expected a mapping of x to a value, got Measurement$"):
+        plot_sweep({"a": make_measurement("a")}, xlabel="x")
+
+
+@pytest.mark.parametrize("x", [0, -1])
+def test_a_logarithmic_axis_begins_above_zero(x):
+    with pytest.raises(ValueError, match=rf"^series\['a'\]: expected every x to be a positive number, got {x}$"):
+        plot_sweep({"a": {x: 1.0}}, xlabel="x", log=True)
+
+
 def test_a_sweep_of_two_quantities_is_refused(make_measurement):
     points = {1: make_measurement("a", items=8), 2: make_measurement("a")}
     with pytest.raises(ValueError, match="of one quantity, got items per second and time per step"):
@@ -568,10 +612,25 @@ def test_plots_leave_pyplot_as_it_was(on_gpu):
         mpl.rcdefaults()
         before = dict(mpl.rcParams), plt.get_fignums()
         drawn = [plot(on_gpu), plot_memory(TRACES), plot_sweep({"a": {1: 1.0}}, xlabel="x")]
-        with pytest.raises(TypeError):
-            plot_sweep({"a": {1: "one"}}, xlabel="x")
+        with pytest.raises(KeyError):
+            plot_memory({"a": Trace((0,), ("no phase",))})
         assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
+
+
+@pytest.mark.parametrize("label", ["costs $1, not $2", r"$\frac{$", "_loss"])
+def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, monkeypatch):
+    both = [make_measurement("fp32"), make_measurement(label)]
+    elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu(label)) for m in both))
+    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere])
+    bars = plot(Comparison("synthetic", tuple(both)))
+    sweep = plot_sweep({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
+    for figure in (bars, sweep, plot_memory({label: TRACES["plain"]})):
+        to_png(figure)
+        written = [text for text in figure.findobj(Text) if label in text.get_text()]
+        assert written and not any(text.get_parse_math() for text in written)
+    assert [text.get_text().strip() for text in sweep.axes[0].get_legend().get_texts()] == [label, "b"]
+    assert ticks(bars.axes[0].yaxis) == ["fp32", label]
 
 
 def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):

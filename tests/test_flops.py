@@ -38,6 +38,8 @@ def test_the_step_runs_once():
 def test_a_variant_in_place_of_its_step_is_refused():
     with pytest.raises(TypeError, match="expected a training step that does its work when called, got a function"):
         count_flops(lambda: lambda: None)
+    with pytest.raises(TypeError, match=r"^step: expected a function that is called without arguments, got int$"):
+        count_flops(3)
 
 
 def test_matmul_peak_is_the_flops_over_the_best_time(monkeypatch):
@@ -66,9 +68,9 @@ def test_matmul_peak_draws_nothing_from_the_readers_generator():
     assert torch.rand(1) == expected
 
 
-@pytest.mark.parametrize("size", [0, -8])
+@pytest.mark.parametrize("size", [0, -8, 2.5, "a"])
 def test_matmul_peak_needs_a_size(size):
-    with pytest.raises(ValueError, match=r"^size: expected a positive edge length, got"):
+    with pytest.raises(ValueError, match=r"^size: expected a positive whole number, got"):
         matmul_peak(size=size)
 
 
@@ -77,10 +79,11 @@ def test_mfu_is_the_share_of_the_peak(share, seconds, peak):
     assert mfu(share * peak * seconds, seconds, peak) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("seconds", "peak"), [(0, 1), (-1, 1), (1, 0), (1, -1), (float("nan"), 1)])
-def test_mfu_needs_positive_numbers(seconds, peak):
-    with pytest.raises(ValueError, match=r"^seconds and peak: expected positive numbers, got"):
-        mfu(1e9, seconds, peak)
+@pytest.mark.parametrize("argument", ["flops", "seconds", "peak"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), None, "1"])
+def test_mfu_needs_positive_numbers(argument, value):
+    with pytest.raises(ValueError, match=f"^{argument}: expected a positive number, got"):
+        mfu(**{"flops": 1e9, "seconds": 1, "peak": 1e12} | {argument: value})
 
 
 @pytest.mark.parametrize("dtype", [512, "bf16"])

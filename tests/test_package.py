@@ -18,7 +18,7 @@ import effgpu
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
 ORDER = [
-    *("units", "device", "timing", "variants", "memory", "power", "flops", "measurement", "comparison", "ablation"),
+    *("units", "device", "variants", "timing", "memory", "power", "flops", "measurement", "comparison", "ablation"),
     *("reference", "figures", "corpus", "course", "report", "__main__"),
 ]
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from effgpu import reference
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
-from effgpu.reference import load, save, stored, write_whole
+from effgpu.reference import FORMAT, load, save, stored, write_whole
 
 
 @pytest.fixture
@@ -40,6 +40,16 @@ def test_round_trip(tmp_path, result, make_measurement):
     assert path.read_text().endswith("}\n") and os.stat(path).st_mode & 0o777 == 0o644
 
 
+def test_what_is_written_keeps_its_link_and_its_mode(tmp_path):
+    (tmp_path / "far").mkdir()
+    file, link = tmp_path / "far" / "page.html", tmp_path / "page.html"
+    link.symlink_to(file)
+    assert write_whole(link, "first") == link and os.stat(file).st_mode & 0o777 == 0o644
+    file.chmod(0o600)
+    write_whole(link, "second")
+    assert link.is_symlink() and file.read_text() == "second" and os.stat(file).st_mode & 0o777 == 0o600
+
+
 def test_saving_again_replaces(tmp_path, result):
     path = save([result, result], tmp_path / "results.json")
     assert load(save([], path)) == []
@@ -56,14 +66,14 @@ def test_a_write_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path
         raise fault
 
     monkeypatch.setattr(os, place, fail)
-    with pytest.raises(type(fault)):
+    with pytest.raises(type(fault), match=r"results\.json: .*no space" if isinstance(fault, OSError) else None):
         save([result, result], path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["results.json"]
 
 
 def test_text_that_cannot_be_written_leaves_the_old_file(tmp_path):
     path = write_whole(tmp_path / "page.html", "old")
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(OSError, match=r"page\.html: expected a file that can be written"):
         write_whole(path, "new \ud800")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["page.html"]
 
@@ -95,6 +105,9 @@ FOREIGN = {
         {"times": [float("nan")] * 8},
         {"times": [float("inf")] * 8},
         {"energies": [-1.0]},
+        {"times": [10**400] * 8},
+        {"items": 10**400},
+        {"peak_allocated": 10**400},
     ],
 )
 def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, result, wrong):
@@ -106,10 +119,22 @@ def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, resu
         load(path)
 
 
-def test_an_ablation_comes_back_as_one(tmp_path, make_measurement):
+def test_an_ablation_comes_back_as_one_and_nothing_else_does(tmp_path, make_measurement):
     ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    comparison = Comparison("other", ablation.measurements[:3])
-    assert load(save([ablation, comparison], tmp_path / "results.json")) == [ablation, comparison]
+    comparison = Comparison("other", (make_measurement("none"), make_measurement("zeros")))
+    saved = [ablation, ablation.combinations, comparison]
+    assert load(save(saved, tmp_path / "results.json")) == saved
+
+
+def test_results_of_two_machines_in_one_file_are_refused_by_name(tmp_path, make_measurement, make_gpu):
+    path, told = tmp_path / "mixed.json", "comparisons: expected those of one machine, got H200 and A100"
+    mixed = [Comparison(name, (make_measurement("a", device=make_gpu(name)),)) for name in ("H200", "A100")]
+    with pytest.raises(ValueError, match=told):
+        save(mixed, path)
+    rows = [comparison.to_dict() for comparison in mixed]
+    path.write_text(json.dumps(FORMAT | {"comparisons": rows}))
+    with pytest.raises(ValueError, match=rf"mixed\.json: .*{told}"):
+        load(path)
 
 
 def test_one_comparison_in_place_of_a_list_is_refused(tmp_path, result):

@@ -16,7 +16,7 @@ def test_gpu_is_waited_for_once_before_and_once_after_the_steps_and_never_betwee
     gpu = simulate_gpu()
     durations = iter([9.0, 0.01, 0.03, 0.02])  # the first one leads in
     times = timing.time_steps(lambda: gpu.step(next(durations)), 3)
-    assert gpu.log == ["wait", "step", "record", *["step", "record"] * 3, "wait"]
+    assert gpu.log == [*["record"] * 4, "wait", "step", "record", *["step", "record"] * 3, "wait"]
     assert times == pytest.approx([0.01, 0.03, 0.02])
 
 
@@ -31,10 +31,31 @@ def test_cpu_times_each_step_with_nothing_before_the_first_or_after_the_last(mon
     assert timing.time_steps(step, 4) == pytest.approx([0.5, 0.25, 1.0, 2.0])
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_needs_a_step(count):
-    with pytest.raises(ValueError, match=r"^count: expected at least 1 step, got"):
+@pytest.mark.parametrize("count", [0, -1, 2.5, "3", None])
+def test_needs_a_number_of_steps(count):
+    with pytest.raises(ValueError, match=r"^count: expected a positive whole number, got"):
         timing.time_steps(lambda: None, count)
+
+
+@pytest.mark.parametrize("step", [3, None, torch.nn.Linear(1, 1)])
+def test_what_is_no_step_is_refused(step):
+    got = type(step).__name__
+    with pytest.raises(TypeError, match=f"^step: expected a function that is called without arguments, got {got}$"):
+        timing.time_steps(step, 3)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_variant_in_place_of_its_step_is_refused_once_it_has_built_one(on_gpu, simulate_gpu, tiny):
+    simulate_gpu() if on_gpu else None
+    built = []
+    with pytest.raises(TypeError, match="step: expected a training step that does its work when called, got a func"):
+        timing.time_for(lambda: built.append(1) or tiny(), 1)
+    assert len(built) == 1
+
+
+def test_steps_that_take_no_time_can_be_timed(monkeypatch):
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: 100.0))
+    assert set(timing.time_for(lambda: None, 1e-4)) == {0.0}
 
 
 @given(duration=st.floats(1e-5, 100), seconds=st.floats(0.001, 0.1))

@@ -256,16 +256,34 @@ def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_the
 # What a variant may not leave behind
 
 
+def setting(holder, name, value):
+    """How a switch is read, and how it is changed."""
+    return (lambda: getattr(holder, name)), (lambda: setattr(holder, name, value))
+
+
 @pytest.mark.parametrize(
     ("read", "change"),
     [
         (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
         (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+        (torch.get_default_device, lambda: torch.set_default_device("meta")),
         (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
         (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
         (torch.are_deterministic_algorithms_enabled, lambda: torch.use_deterministic_algorithms(True)),
-        (lambda: torch.backends.cudnn.benchmark, lambda: setattr(torch.backends.cudnn, "benchmark", True)),
+        (torch.backends.mha.get_fastpath_enabled, lambda: torch.backends.mha.set_fastpath_enabled(False)),
         (torch.backends.cuda.flash_sdp_enabled, lambda: torch.backends.cuda.enable_flash_sdp(False)),
+        (torch.backends.cuda.mem_efficient_sdp_enabled, lambda: torch.backends.cuda.enable_mem_efficient_sdp(False)),
+        (torch.backends.cuda.cudnn_sdp_enabled, lambda: torch.backends.cuda.enable_cudnn_sdp(False)),
+        (torch.backends.cuda.math_sdp_enabled, lambda: torch.backends.cuda.enable_math_sdp(False)),
+        setting(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        setting(torch.backends.mkldnn, "enabled", False),
+        setting(torch.backends.cudnn, "enabled", False),
+        setting(torch.backends.cudnn, "benchmark", True),
+        setting(torch.backends.cudnn, "benchmark_limit", 3),
+        setting(torch.backends.cudnn, "deterministic", True),
+        setting(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+        setting(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+        setting(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
     ],
 )
 @pytest.mark.parametrize("ending", [None, ValueError])
@@ -283,29 +301,39 @@ def test_switches_of_the_whole_process_are_set_back(read, change, ending):
     assert read() == before
 
 
-@pytest.mark.parametrize("older", [True, False])
-def test_tf32_is_set_back_whichever_way_it_was_asked_for(older):
+NEWER = ("", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv")
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["torch.set_float32_matmul_precision('high')", "torch.backends.cudnn.allow_tf32 = False"],
+        [f"torch.backends{holder}.fp32_precision = 'tf32'" for holder in NEWER],
+        [f"torch.backends{holder}.fp32_precision = 'ieee'" for holder in NEWER],
+    ],
+)
+def test_tf32_is_set_back_whichever_way_it_was_asked_for(ways):
     """In a process of its own, as the two ways do not go together."""
-    way = "torch.set_float32_matmul_precision('high')" if older else "torch.backends.fp32_precision = 'tf32'"
     alone = f"""
 import warnings
 import torch
 from effgpu.variants import use
+warnings.simplefilter("ignore")
 def read():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        new = [holder.fp32_precision for holder in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)]
-        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, *new]
+    new = [eval("torch.backends" + holder).fp32_precision for holder in {NEWER}]
+    return [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, *new]
 def variant():
-    {way}
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    exec(way)
     return lambda: None
-before = read()
-use(variant, lambda step: step())
-print(read() == before, before, read())
+for way in {ways}:
+    before = read()
+    use(variant, lambda step: step())
+    print(read() == before, way, before, read())
+with torch.backends.cudnn.flags():
+    pass
 """
     told = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True)
-    assert told.stdout.startswith("True"), told
+    assert told.returncode == 0 and [line[:4] for line in told.stdout.splitlines()] == ["True"] * len(ways), told
 
 
 def test_a_variants_switches_do_not_slow_the_others():
@@ -364,6 +392,11 @@ def test_a_step_that_runs_out_of_data_says_so():
         models.append(weakref.ref(model))
         return lambda: model(next(batches))
 
+    def in_a_generator(step):
+        return list(step() for _ in range(30))
+
+    with pytest.raises(RuntimeError, match="the step ran out of data"):
+        use(variant, in_a_generator)
     with pytest.raises(RuntimeError, match="the step ran out of data") as kept:
         list(map(lambda _: compare({"a": variant}, seconds=1), range(3)))
     assert kept.value.__cause__ is not None and [model() for model in models] == [None] * len(models)
