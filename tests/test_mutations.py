@@ -41,7 +41,7 @@ MUTATIONS = {
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "17_distilbert_150k": (
-        "mask = None if sizes[0] == sizes[-1] else (ids != 0).long()  # new",
+        "mask = None if sizes.min() == sizes.max() else (ids != 0).long()  # new",
         "mask = None  # new",
     ),
     "18_pruning": (
