@@ -211,7 +211,8 @@ def _read_fields(kind: type, stored: Mapping) -> dict:
     for name, hint in get_type_hints(kind).items():
         if name in fields and not _fits(fields[name], hint):
             whose, expected = fields.get("label", fields.get("name")), getattr(hint, "__name__", hint)
-            raise ValueError(f"{name} of {whose!r}: expected {expected}, got {reprlib.repr(fields[name])}")
+            got = reprlib.repr(fields[name])
+            raise ValueError(f"{name} of {whose!r}: expected {expected}, finite and not negative, got {got}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 

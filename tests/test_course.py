@@ -120,7 +120,7 @@ def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, o
     spoilt = compares("spoilt").replace("peak_allocated=2000", "peak_allocated=-1")
     lesson = write_lesson(tmp_path, "05_spoilt", spoilt, compares("good"))
     outcome = course.run_lesson(lesson, out / "notebooks")
-    assert outcome.failure.startswith("a comparison cannot be read: peak_allocated of 'slow': expected a whole number")
+    assert outcome.failure.startswith("a comparison cannot be read: peak_allocated of 'slow': expected int")
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
