@@ -84,9 +84,11 @@ def _switches_kept() -> Iterator[None]:
                 write(was)
 
 
-def _older(read: Callable) -> object | None:
-    """What an older way to ask for TF32 tells; None where the newer one has been used, of which it refuses to tell."""
-    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+def _ask(read: Callable) -> object | None:
+    """What a switch is set to; None where PyTorch cannot tell: by the older way to ask for TF32 once the newer one has
+    been used, or of a default device that has been taken back (PyTorch 2.9).
+    """
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError, AttributeError):
         warnings.simplefilter("ignore")
         return read()
 
@@ -98,8 +100,7 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    # None and not "cpu", which would be a mode that every call passes through
-    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+    (partial(_ask, torch.get_default_device), torch.set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
@@ -108,9 +109,9 @@ _SWITCHES = (
         lambda on: torch.autograd.set_detect_anomaly(*on),
     ),
     # first of those for TF32, as they write the others
-    (partial(_older, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
+    (partial(_ask, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
     (
-        partial(_older, partial(getattr, torch.backends.cudnn, "allow_tf32")),
+        partial(_ask, partial(getattr, torch.backends.cudnn, "allow_tf32")),
         partial(setattr, torch.backends.cudnn, "allow_tf32"),
     ),
     _flag(torch.backends, "fp32_precision"),
