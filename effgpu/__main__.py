@@ -1,7 +1,6 @@
 """The commands: `effgpu info`, `effgpu run`, `effgpu report`. Each imports what it needs when it is called."""
 
 import argparse
-import contextlib
 import math
 import os
 import signal
@@ -42,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (out; out/look with --seconds)")
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
     told = "at most so many for each measurement: for a look, not for results"
-    run.add_argument("--seconds", type=_seconds, metavar="S", help=told)
+    run.add_argument("--seconds", type=float, metavar="S", help=told)
     run.set_defaults(command=_run)
 
     report = commands.add_parser("report", help="one page from the results files of one or more machines")
@@ -50,13 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.set_defaults(command=_report)
     return parser
-
-
-def _seconds(text: str) -> str:
-    with contextlib.suppress(ValueError):
-        if float(text) > 0:
-            return text
-    raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
 
 
 def _info(chosen: argparse.Namespace) -> int:
@@ -80,13 +72,14 @@ def _info(chosen: argparse.Namespace) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    from effgpu import course, timing
+    from effgpu import course, timing, units
 
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if not find_spec(name)]:
         return _refuse(f'running lessons takes {", ".join(missing)}: pip install "effgpu[lab]"')
-    if chosen.seconds is not None:
-        os.environ[timing.CAP] = chosen.seconds
     try:
+        if chosen.seconds is not None:
+            units.check_positive(**{"--seconds": chosen.seconds})
+            os.environ[timing.CAP] = str(chosen.seconds)
         whole = timing.cap_seconds(math.inf) == math.inf
         out = chosen.out or (Path("out") if whole else Path("out/look"))  # what was cut short replaces no results
         lessons = course.find_lessons(chosen.lessons)

@@ -81,7 +81,7 @@ class Ablation(Comparison):
     @property
     def combinations(self) -> Comparison:
         """All that was measured, as a comparison that shows a row a combination."""
-        return Comparison(self.name, self.measurements)
+        return self._against_first("combinations", self.measurements)
 
     @property
     def alone(self) -> Comparison:

@@ -200,7 +200,7 @@ def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **opti
     """
     check_name(name)
     rounds = options.get("rounds")
-    if isinstance(rounds, Integral) and not isinstance(rounds, bool) and 0 < rounds < FEWEST_ROUNDS:
+    if isinstance(rounds, Integral) and 0 < rounds < FEWEST_ROUNDS:
         raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, as many as a verdict takes, got {rounds}")
     return Comparison(name, tuple(measure_all(variants, **options)))
 

@@ -14,7 +14,6 @@ from urllib.parse import quote
 from tqdm import tqdm
 
 from effgpu import reference
-from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison
 
 LESSONS = Path(__file__).parent.parent / "notebooks"  # of a clone
@@ -265,8 +264,7 @@ def _outcome(name: str, notebook) -> Outcome:
             shown, failure = [], failure or f"a comparison cannot be read: {error}"
         for comparison in shown:
             free = _free_name(comparison, comparisons)
-            if not isinstance(comparisons.get(free), Ablation):  # which its combinations do not replace
-                comparisons[free] = replace(comparison, name=free)
+            comparisons[free] = replace(comparison, name=free)
         alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
         pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
     leads = any("leads" in cell.metadata.get("tags", []) for cell in notebook.cells)

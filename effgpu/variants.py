@@ -75,12 +75,12 @@ def _recompiling() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def _switches_kept() -> Iterator[None]:
     """Set PyTorch's switches for the whole process back: one variant's would be the next one's, too."""
-    before = [read() for read, _ in _SWITCHES]
+    before = [_ask(read) for read, _ in _SWITCHES]
     try:
         yield
     finally:
         for (read, write), was in zip(_SWITCHES, before):
-            if was is not None and read() != was:
+            if was is not None and _ask(read) != was:
                 write(was)
 
 
@@ -100,7 +100,7 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (partial(_ask, torch.get_default_device), torch.set_default_device),
+    (torch.get_default_device, torch.set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
@@ -109,11 +109,8 @@ _SWITCHES = (
         lambda on: torch.autograd.set_detect_anomaly(*on),
     ),
     # first of those for TF32, as they write the others
-    (partial(_ask, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
-    (
-        partial(_ask, partial(getattr, torch.backends.cudnn, "allow_tf32")),
-        partial(setattr, torch.backends.cudnn, "allow_tf32"),
-    ),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _flag(torch.backends.cudnn, "allow_tf32"),
     _flag(torch.backends, "fp32_precision"),
     _flag(torch.backends.cudnn, "fp32_precision"),
     _flag(torch.backends.cuda.matmul, "fp32_precision"),

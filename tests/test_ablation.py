@@ -389,7 +389,7 @@ def test_a_notebook_carries_it_as_a_comparison(simulated):
     bundle = json.loads(json.dumps(result._repr_mimebundle_()))
     assert bundle["text/plain"] == repr(result) and bundle["text/html"] == result._repr_html_()
     stored = Comparison.from_dict(bundle[MIME_TYPE])
-    assert stored == result.combinations
+    assert stored == Comparison("mine", result.measurements)
     assert Ablation.from_dict(bundle[MIME_TYPE]) == result == Ablation(stored.name, stored.measurements)
     assert result.alt_text().startswith("Plot of mine on ")
 
