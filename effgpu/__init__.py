@@ -18,6 +18,7 @@ _HOME = {  # where each public name lives; loaded on first use, so that importin
     "describe": "device",
     "find_device": "device",
     "memory_limit": "device",
+    "time_fastest": "timing",
     "time_for": "timing",
     "time_steps": "timing",
     "trace": "memory",

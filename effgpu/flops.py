@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from numbers import Integral
-from statistics import median
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from effgpu.device import by_tier, find_device
-from effgpu.timing import check_step, time_for
+from effgpu.timing import check_step, time_fastest
 from effgpu.units import check_positive
 from effgpu.variants import check_worked
-
-_MILLISECOND = 1e-3  # the marks of shorter steps are too close to each other for the fastest to be believed
 
 
 def count_flops(step: Callable[[], object]) -> int:
@@ -43,13 +40,7 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     draw = torch.Generator(device).manual_seed(0)  # the reader's own stays as it is
     a, b = (torch.randn(size, size, device=device, generator=draw).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-
-    def multiply(count=1):
-        for _ in range(count):
-            torch.mm(a, b, out=out)
-
-    count = max(1, round(_MILLISECOND / median(time_for(multiply, _MILLISECOND))))
-    return 2 * size**3 * count / min(time_for(lambda: multiply(count), seconds))
+    return 2 * size**3 / time_fastest(lambda: torch.mm(a, b, out=out), seconds)
 
 
 def mfu(flops: float, seconds: float, peak: float) -> float:

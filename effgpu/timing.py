@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from numbers import Integral
+from statistics import median
 
 import torch
 
@@ -14,6 +15,7 @@ from effgpu.units import check_positive
 from effgpu.variants import check_worked, is_function
 
 FEWEST_STEPS = 5
+_MILLISECOND = 1e-3
 CAP = "EFFGPU_SECONDS"  # the environment variable that `effgpu run --seconds` sets for the lessons it runs
 
 
@@ -39,6 +41,20 @@ def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST
     times = time_steps(step, fewest)
     more = round((cap_seconds(seconds) - sum(times)) * fewest / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])
+
+
+def time_fastest(step: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call of `step` at its best, by runs of a millisecond or more that fill `seconds`.
+
+    The marks of shorter ones are too close to each other for the fastest to be believed.
+    """
+    count = max(1, round(_MILLISECOND / median(time_for(step, _MILLISECOND))))
+
+    def often() -> None:
+        for _ in range(count):
+            step()
+
+    return min(time_for(often, seconds)) / count
 
 
 def check_step(**named: object) -> None:
