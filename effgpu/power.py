@@ -59,21 +59,28 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
     if handle is None or _joules(handle) is None:
         return None
     ahead = max(2, round(_AHEAD / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
-    begin, last = None, _joules(handle)
-    polled = ticked = time.perf_counter()
-    for steps, _ in enumerate(_paced(step, ahead), start=1):
+    paced = enumerate(_paced(step, ahead), start=1)
+    for _ in range(ahead + 1):  # from here on, what waits for the GPU stays as much
+        next(paced)
+    begin, began = _next_tick(handle, paced), time.perf_counter()
+    while begin and time.perf_counter() - began < seconds:
+        next(paced)
+    end = begin and _next_tick(handle, paced)
+    return end and (end[1] - begin[1]) / (end[0] - begin[0])
+
+
+def _next_tick(handle, paced: Iterator[tuple[int, None]]) -> tuple[int, float] | None:
+    """Run steps until the counter moves: how many have been run, and joules. None where it does not, or fails."""
+    before = _joules(handle)
+    polled = began = time.perf_counter()
+    for steps, _ in paced:
         if time.perf_counter() - polled < _POLL:
             continue
-        joules = _joules(handle)
-        polled = now = time.perf_counter()
-        if joules is None or (joules == last and now - ticked > _LONGEST_TICK):
+        joules, polled = _joules(handle), time.perf_counter()
+        if joules is None or before is None or (joules == before and polled - began > _LONGEST_TICK):
             return None
-        if joules != last:
-            last, ticked = joules, now
-            if begin is None:
-                begin = joules, steps, now
-            elif now - begin[2] >= seconds:
-                return (joules - begin[0]) / (steps - begin[1])
+        if joules != before:
+            return steps, joules
 
 
 def _paced(step: Callable[[], object], ahead: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from effgpu import power
@@ -15,8 +15,8 @@ from effgpu.device import release_memory
 class Board:
     """A board at work: the host launches, the GPU runs behind it, and a counter of energy moves in ticks."""
 
-    def __init__(self, *, watts=300.0, tick=0.05, step=0.01):
-        self.watts, self.tick, self.seconds_per_step = watts, tick, step
+    def __init__(self, *, watts=300.0, tick=0.05, step=0.01, launch=1e-5):
+        self.watts, self.tick, self.seconds_per_step, self.launch = watts, tick, step, launch
         self.now = 5.0  # the host's clock
         self.busy_until = 5.0
         self.ahead = self.most_ahead = self.steps = 0
@@ -24,7 +24,7 @@ class Board:
 
     def step(self):
         self.steps += 1
-        self.now += 1e-5
+        self.now += self.launch
         self.idle += max(0.0, self.now - self.busy_until)
         self.busy_until = max(self.busy_until, self.now) + self.seconds_per_step
         self.most_ahead = max(self.most_ahead, (self.busy_until - self.now) / self.seconds_per_step)
@@ -68,13 +68,18 @@ def refuse(*_):
     tick=st.floats(0.02, 0.1),
     step=st.floats(0.001, 1.5),
     seconds=st.floats(0.3, 3.0),
+    launching=st.floats(0.001, 2.0),
 )
-def test_joules_per_step_are_right_within_the_ticks(watts, tick, step, seconds):
+@example(watts=300.0, tick=0.02, step=0.1, seconds=0.5, launching=0.12)
+@example(watts=300.0, tick=0.05, step=1.0, seconds=0.5, launching=0.05)
+def test_joules_per_step_are_right_within_the_ticks(watts, tick, step, seconds, launching):
+    """However long the host takes to launch a step: at first it is ahead by fewer steps than later on."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        board = Board(watts=watts, tick=tick, step=step).install(monkeypatch)
+        board = Board(watts=watts, tick=tick, step=step, launch=launching * step).install(monkeypatch)
         joules = power.measure_energy(board.step, seconds=seconds)
-    resolution = min(tick, step) + 2 * (power._POLL + step * (step < tick))  # at the window's ends
-    assert joules == pytest.approx(watts * step, rel=resolution / max(seconds, step) + 1e-3)
+    lasts = max(1, launching) * step  # of a step
+    resolution = min(tick, lasts) + 2 * (power._POLL + lasts * (lasts < tick))  # at the window's ends
+    assert joules == pytest.approx(watts * lasts, rel=resolution / max(seconds, lasts) + 1e-3)
     assert board.now - 5.0 >= seconds
 
 
