@@ -100,13 +100,27 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, torch.set_default_device),
+    # set to the CPU, which it is without one, every call would be looked at
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    # not by its own setter, which leaves the compiler deterministic
+    (
+        torch.get_deterministic_debug_mode,
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+    ),
     _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda on: torch.autograd.set_detect_anomaly(*on),
+    ),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *(
+        (partial(read, kind), partial(write, kind))
+        for kind in ("cpu", "cuda")
+        for read, write in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
     ),
     # first of those for TF32, as they write the others
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -118,10 +132,14 @@ _SWITCHES = (
     _flag(torch.backends.cudnn.rnn, "fp32_precision"),
     _flag(torch.backends.mkldnn.matmul, "fp32_precision"),
     _flag(torch.backends.mkldnn.conv, "fp32_precision"),
+    _flag(torch.backends.mkldnn.rnn, "fp32_precision"),
+    (torch.backends.cuda.preferred_blas_library,) * 2,
+    (torch.backends.cuda.preferred_linalg_library,) * 2,
     _flag(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     _flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     _flag(torch.backends.mkldnn, "enabled"),
+    _flag(torch.backends.mkldnn, "deterministic"),
     _flag(torch.backends.cudnn, "enabled"),
     _flag(torch.backends.cudnn, "benchmark"),
     _flag(torch.backends.cudnn, "benchmark_limit"),

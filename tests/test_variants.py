@@ -1,5 +1,6 @@
 """Tests of effgpu.variants: whatever happens to a step, its model and its DataLoader's workers are gone."""
 
+import importlib
 import multiprocessing
 import signal
 import subprocess
@@ -267,9 +268,16 @@ def setting(holder, name, value):
         (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
         (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
         (torch.get_default_device, lambda: torch.set_default_device("meta")),
+        (torch.overrides._len_torch_function_stack, lambda: torch.set_default_device("meta")),
         (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
         (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
         (torch.are_deterministic_algorithms_enabled, lambda: torch.use_deterministic_algorithms(True)),
+        (torch.get_deterministic_debug_mode, lambda: torch.set_deterministic_debug_mode("warn")),
+        (torch.is_autocast_cache_enabled, lambda: torch.set_autocast_cache_enabled(False)),
+        (partial(torch.is_autocast_enabled, "cpu"), lambda: torch.set_autocast_enabled("cpu", True)),
+        (partial(torch.get_autocast_dtype, "cuda"), lambda: torch.set_autocast_dtype("cuda", torch.bfloat16)),
+        (torch.backends.cuda.preferred_blas_library, lambda: torch.backends.cuda.preferred_blas_library("cublaslt")),
+        (torch.backends.cuda.preferred_linalg_library, lambda: torch.backends.cuda.preferred_linalg_library("magma")),
         (torch.backends.mha.get_fastpath_enabled, lambda: torch.backends.mha.set_fastpath_enabled(False)),
         (torch.backends.cuda.flash_sdp_enabled, lambda: torch.backends.cuda.enable_flash_sdp(False)),
         (torch.backends.cuda.mem_efficient_sdp_enabled, lambda: torch.backends.cuda.enable_mem_efficient_sdp(False)),
@@ -277,6 +285,7 @@ def setting(holder, name, value):
         (torch.backends.cuda.math_sdp_enabled, lambda: torch.backends.cuda.enable_math_sdp(False)),
         setting(torch.utils.deterministic, "fill_uninitialized_memory", False),
         setting(torch.backends.mkldnn, "enabled", False),
+        setting(torch.backends.mkldnn, "deterministic", True),
         setting(torch.backends.cudnn, "enabled", False),
         setting(torch.backends.cudnn, "benchmark", True),
         setting(torch.backends.cudnn, "benchmark_limit", 3),
@@ -301,7 +310,19 @@ def test_switches_of_the_whole_process_are_set_back(read, change, ending):
     assert read() == before
 
 
-NEWER = ("", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv")
+def test_the_compiler_is_not_left_deterministic():
+    """As torch.use_deterministic_algorithms makes it since PyTorch 2.11, and its own debug mode does not undo."""
+
+    def variant():
+        torch.use_deterministic_algorithms(True)
+        return lambda: None
+
+    torch.use_deterministic_algorithms(False)
+    use(variant, lambda step: step())
+    assert not getattr(importlib.import_module("torch._inductor.config"), "deterministic", False)
+
+
+NEWER = ("", *".cuda.matmul .cudnn .cudnn.conv .cudnn.rnn .mkldnn.matmul .mkldnn.conv .mkldnn.rnn".split())
 
 
 @pytest.mark.parametrize(
