@@ -27,10 +27,10 @@ class Trace:
     """The bytes alive after each allocation and free of one step, above what was alive before the variant was built.
 
     `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
-    running: "forward", "backward" or "optimizer". `reserved` is the most that the caching allocator held, above what it
-    held before; None on a CPU. On a GPU, libraries take room to work in, which counts: cuBLAS some 8 to 32 MiB, by GPU,
-    for each of two threads all the time (PyTorch 2.11) or for each product while it runs (2.15). So peaks of two
-    versions differ by it. What a CUDA graph keeps for its replays counts, too.
+    running: "forward", "backward" or, after the last backward pass, "optimizer". `reserved` is the most that the
+    caching allocator held, above what it held before; None on a CPU. On a GPU, libraries take room to work in, which
+    counts: cuBLAS some 8 to 32 MiB, by GPU, for each of two threads all the time (PyTorch 2.11) or for each product
+    while it runs (2.15). So peaks of two versions differ by it. What a CUDA graph keeps for its replays counts, too.
     """
 
     bytes: tuple[int, ...]
@@ -183,7 +183,8 @@ def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     time = threads[0][0].cpu_elapsed_us  # since the first of all
     records = sorted(chain.from_iterable(threads), key=time)
     ends = {record.handle(): time(record) for record in records if record.kind() == "pop"}
-    alive, phase, until, end = 0, "forward", 0.0, inf
+    backward = [ends[record.handle()] for record in records if record.kind() == "push" and _is_backward(record.name())]
+    alive, phase, until, end, last = 0, "forward", 0.0, inf, inf
     levels: list[int] = []
     phases: list[str] = []
     for record in records:
@@ -197,18 +198,23 @@ def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
                 phases.append(phase)
         elif name == _WINDOW:
             levels, phases, phase, until, end = [alive], ["forward"], "forward", 0.0, ends[record.handle()]
+            last = max((done for done in backward if start < done < end), default=inf)
         elif record.kind() == "push" and name.startswith("Optimizer.zero_grad"):
             until = max(until, ends[record.handle()])  # of whatever phase comes before it, wherever it is called
         elif record.kind() == "push" and (running := _phase(name, start >= until)) is not None:
-            phase = running
+            phase = "optimizer" if running == "forward" and start >= last else running
             until = max(until, ends[record.handle()]) if phase != "forward" else until
     return tuple(levels), tuple(phases)
 
 
 def _phase(name: str, outside: bool) -> str | None:
     """The phase that an event begins: "forward" only where no backward or optimizer event is still running."""
-    if name.startswith("autograd::engine::evaluate_function"):
+    if _is_backward(name):
         return "backward"
     if name.startswith("Optimizer.step"):
         return "optimizer"
     return "forward" if outside and name.startswith("aten::") else None
+
+
+def _is_backward(name: str) -> bool:
+    return name.startswith("autograd::engine::evaluate_function")
