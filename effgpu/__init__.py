@@ -31,6 +31,7 @@ _HOME = {  # where each public name lives; loaded on first use, so that importin
     "mfu": "flops",
     "Measurement": "measurement",
     "measure": "measurement",
+    "rank_interval": "measurement",
     "Comparison": "comparison",
     "compare": "comparison",
     "Ablation": "ablation",

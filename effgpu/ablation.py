@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from effgpu import units
-from effgpu.comparison import WITHIN_NOISE, Comparison, compare, rank_interval
-from effgpu.measurement import FEWEST_ROUNDS, Measurement
+from effgpu.comparison import WITHIN_NOISE, Comparison, compare
+from effgpu.measurement import FEWEST_ROUNDS, Measurement, rank_interval
 from effgpu.variants import Step, Variant, is_function
 
 NONE, PLUS, REST = "none", " + ", "the rest"

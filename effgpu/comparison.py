@@ -8,15 +8,13 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import combinations_with_replacement
 from numbers import Integral
 from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
 from effgpu.device import Device
-from effgpu.measurement import FEWEST_ROUNDS, Measurement, measure_all
+from effgpu.measurement import FEWEST_ROUNDS, Measurement, measure_all, rank_interval
 from effgpu.variants import Variant
 
 FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
@@ -26,7 +24,6 @@ FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
     "baseline",
     "baseline failed",
 )
-CONFIDENCE = 0.99  # of every interval, and so of every verdict; not the usual 95 %, as readers make many comparisons
 _BEYOND_CHANCE = statistics.NormalDist().inv_cdf(1 - 0.001 / 2)
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
@@ -243,39 +240,8 @@ def check_name(name: str) -> str:
     return name
 
 
-def rank_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Middle, low and high end of the interval that covers the centre of the values in 99 of 100 cases at least.
-
-    The middle is Hodges and Lehmann's estimate, the median of all averages of two values; the interval leaves off as
-    many of these at each end as Wilcoxon's signed-rank distribution allows (Hollander, Wolfe and Chicken,
-    Nonparametric Statistical Methods, chapter 3). Nothing is assumed but symmetry, which the ratios of a step to itself
-    have, as either may be the larger. Raises ValueError where even all values do not suffice: fewer than eight.
-    """
-    averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
-    cut = _averages_to_cut(len(values))
-    if cut == 0:
-        raise ValueError(f"values: expected at least {FEWEST_ROUNDS}, got {len(values)}")
-    return statistics.median(averages), averages[cut - 1], averages[-cut]
-
-
 def _rank_sum_score(first: Sequence[float], second: Sequence[float]) -> float:
     """By how many standard deviations the one sample ranks higher in both than if they were alike."""
     pairs = len(first) * len(second)
     higher = sum((a > b) + (a == b) / 2 for a in first for b in second)
     return (higher - pairs / 2) / math.sqrt(pairs * (len(first) + len(second) + 1) / 12) if pairs else 0.0
-
-
-@cache
-def _averages_to_cut(n: int) -> int:
-    """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - CONFIDENCE."""
-    if n > 100:  # where the sum is all but normal, and the exact count would take minutes
-        mean, deviation = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
-        return int(mean - statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation)
-    ways = [1]  # in which ranks 1 to n, each with either sign, give each positive sum
-    for rank in range(1, n + 1):
-        ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]
-    below, k = 0, 0
-    while 2 * (below + ways[k]) <= (1 - CONFIDENCE) * 2**n:
-        below += ways[k]
-        k += 1
-    return k

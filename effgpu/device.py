@@ -160,7 +160,7 @@ def older_objects_spared() -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
     told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
-    told += ("unable to find an engine",) * (_limit is not None)  # of cuDNN, where no algorithm has room to work in
+    told += ("unable to find an engine",) * _is_limited()  # of cuDNN, where no algorithm has room to work in
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if "NVML_SUCCESS ==" in str(error):  # the allocator, out of memory, found NVML out of order: pytorch/pytorch#112377
@@ -172,6 +172,11 @@ def _cap_allocator() -> None:
     if torch.cuda.is_available():
         wanted = 1.0 if _limit is None else _limit / torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(min(_fraction_before_limits, wanted))
+
+
+def _is_limited() -> bool:
+    """Whether memory is cut short, by `memory_limit` or for the whole process."""
+    return _limit is not None or (torch.cuda.is_available() and torch.cuda.get_per_process_memory_fraction() < 1)
 
 
 def _gpu_memory() -> int:

@@ -19,8 +19,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
 from effgpu.ablation import NONE, Ablation, Change, format_share, switches_on
-from effgpu.comparison import Comparison, rank_interval
-from effgpu.measurement import FEWEST_ROUNDS, Measurement
+from effgpu.comparison import Comparison
+from effgpu.measurement import FEWEST_ROUNDS, Measurement, rank_interval
 from effgpu.memory import Trace
 from effgpu.reference import stored
 
@@ -166,7 +166,7 @@ def plot_sweep(
         for color, (label, points) in zip(cycle(LINES), series.items()):
             _draw_line(ax, label, points, color)
         ax.set_xscale("log" if log else "linear", **{"base": 2} if log else {})
-        ax.set_xticks(xs := sorted({x for points in series.values() for x in points}), [f"{x:g}" for x in xs])
+        ax.set_xticks(xs := sorted({x for points in series.values() for x in points}), [f"{x:.12g}" for x in xs])
         low, high = ax.dataLim.intervaly  # infinite where nothing was drawn
         ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1) if low <= high else ax.set_ylim(0, 1)
         _value_axis(ax.yaxis, format_value or _format_measured(measured))

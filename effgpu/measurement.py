@@ -4,9 +4,10 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import combinations_with_replacement
 from numbers import Integral
 
 import torch
@@ -19,6 +20,7 @@ from effgpu.variants import Step, Variant, check_variants, use
 
 OUT_OF_MEMORY = "out of memory"
 FEWEST_ROUNDS, MOST_ROUNDS = 8, 100  # of fewer than eight, not even all can make a verdict
+CONFIDENCE = 0.99  # of every interval, and so of every verdict; not the usual 95 %, as readers make many comparisons
 _CACHES_FILL = 0.005  # seconds in which a step makes the caches its own
 _CLOCK_STEADY = 0.025  # seconds of a GPU's steps that are held against those before them: are they faster?
 _CLOCK_RISE = 0.5  # seconds after which a GPU has left its idle clock
@@ -51,17 +53,9 @@ class Measurement:
         return statistics.median(self.times) if self.times else None
 
     @property
-    def quartiles(self) -> tuple[float, float] | None:
-        """First and third quartile of the seconds per step."""
-        if len(self.times) < 2:
-            return (self.times[0], self.times[0]) if self.times else None
-        first, _, third = statistics.quantiles(self.times, n=4, method="inclusive")
-        return first, third
-
-    @property
-    def iqr(self) -> float | None:
-        """Interquartile range of the seconds per step."""
-        return self.quartiles[1] - self.quartiles[0] if self.quartiles else None
+    def interval(self) -> tuple[float, float] | None:
+        """Low and high end of the 99 % interval of the seconds per step; None where the rounds are too few for one."""
+        return rank_interval(self.times)[1:] if len(self.times) >= FEWEST_ROUNDS else None
 
     @property
     def throughput(self) -> float | None:
@@ -81,7 +75,9 @@ class Measurement:
     def __repr__(self) -> str:
         if self.failed:
             return f"{self.label}: {self.failed}"
-        told = [f"{units.format_seconds(self.median)} per step (IQR {units.format_seconds(self.iqr)})"]
+        told = [f"{units.format_seconds(self.median)} per step"]
+        if self.interval:
+            told[0] += " [{}, {}]".format(*map(units.format_seconds, self.interval))
         if self.throughput:
             told.append(units.format_count(self.throughput, f"{self.unit}/s"))
         if self.peak_allocated is not None:
@@ -151,10 +147,41 @@ def measure_all(
             done += 1
             if rounds is None:
                 took = time.perf_counter() - started - sum(record.on_energy for record in records.values())
-                planned = _plan_rounds(seconds, took / done / len(variants))
+                planned = _plan_rounds(seconds, took / done / (sum(not r.failed for r in records.values()) or 1))
                 bar.total = len(variants) * (2 + planned)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
+
+
+def rank_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Middle, low and high end of the interval that covers the centre of the values in 99 of 100 cases at least.
+
+    The middle is Hodges and Lehmann's estimate, the median of all averages of two values; the interval leaves off as
+    many of these at each end as Wilcoxon's signed-rank distribution allows (Hollander, Wolfe and Chicken,
+    Nonparametric Statistical Methods, chapter 3). Nothing is assumed but symmetry, which the ratios of a step to itself
+    have, as either may be the larger. Raises ValueError where even all values do not suffice: fewer than eight.
+    """
+    averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
+    cut = _averages_to_cut(len(values))
+    if cut == 0:
+        raise ValueError(f"values: expected at least {FEWEST_ROUNDS}, got {len(values)}")
+    return statistics.median(averages), averages[cut - 1], averages[-cut]
+
+
+@cache
+def _averages_to_cut(n: int) -> int:
+    """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - CONFIDENCE."""
+    if n > 100:  # where the sum is all but normal, and the exact count would take minutes
+        mean, deviation = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
+        return int(mean - statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation)
+    ways = [1]  # in which ranks 1 to n, each with either sign, give each positive sum
+    for rank in range(1, n + 1):
+        ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]
+    below, k = 0, 0
+    while 2 * (below + ways[k]) <= (1 - CONFIDENCE) * 2**n:
+        below += ways[k]
+        k += 1
+    return k
 
 
 def check_unit(unit: str) -> None:

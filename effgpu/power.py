@@ -1,9 +1,9 @@
 """Utilisation, power and energy of the GPU, from NVML. Where NVML does not tell, the answer is None."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
 from statistics import fmean
 
 import pynvml
@@ -59,8 +59,8 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
     if handle is None or _joules(handle) is None:
         return None
     ahead = max(2, round(_AHEAD / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
-    paced = enumerate(_paced(step, ahead), start=1)
-    for _ in range(ahead + 1):  # from here on, what waits for the GPU stays as much
+    paced = _paced(step, ahead)
+    for _ in range(2 * ahead):  # from here on, what waits for the GPU mostly stays as much
         next(paced)
     begin, began = _next_tick(handle, paced), time.perf_counter()
     while begin and time.perf_counter() - began < seconds:
@@ -69,28 +69,32 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
     return end and (end[1] - begin[1]) / (end[0] - begin[0])
 
 
-def _next_tick(handle, paced: Iterator[tuple[int, None]]) -> tuple[int, float] | None:
-    """Run steps until the counter moves: how many have been run, and joules. None where it does not, or fails."""
+def _next_tick(handle, paced: Iterator[int]) -> tuple[int, float] | None:
+    """Run steps until the counter moves: how many are done by then, and joules. None where it does not, or fails."""
     before = _joules(handle)
     polled = began = time.perf_counter()
-    for steps, _ in paced:
+    for done in paced:
         if time.perf_counter() - polled < _POLL:
             continue
         joules, polled = _joules(handle), time.perf_counter()
         if joules is None or before is None or (joules == before and polled - began > _LONGEST_TICK):
             return None
         if joules != before:
-            return steps, joules
+            return done, joules
 
 
-def _paced(step: Callable[[], object], ahead: int) -> Iterator[None]:
-    """Run steps for ever, the CPU so many ahead of the GPU: overlaps stay as they are, and the count stays true."""
-    marks = [torch.cuda.Event() for _ in range(ahead + 1)]
-    for mark in cycle(marks):
-        mark.synchronize()  # of a mark that was never made, at once
+def _paced(step: Callable[[], object], ahead: int) -> Iterator[int]:
+    """Run steps for ever, the CPU so many ahead of the GPU, so that overlaps stay; yields how many are done."""
+    spare, waiting, done = [torch.cuda.Event() for _ in range(ahead + 1)], deque(), 0
+    while True:
         step()
-        mark.record()
-        yield
+        waiting.append(spare.pop())
+        waiting[-1].record()
+        while waiting and (not spare or waiting[0].query()):
+            waiting[0].synchronize()
+            spare.append(waiting.popleft())
+            done += 1
+        yield done
 
 
 def _handle():

@@ -24,8 +24,9 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
 
     On a GPU, CUDA events mark the ends of the steps and the only wait is after the last: a wait per step would hide
     every overlap of copies, loading and launches with the GPU's work. One more step leads in and does not count, or the
-    first would hold what the CPU does before its first kernel. On a CPU, `time.perf_counter`. Raises TypeError for what
-    is no step, as a variant in its place, and ValueError for a count that is no positive whole number.
+    first would hold what the CPU does before its first kernel. The events are of the current stream: a step that works
+    on another one has to make it wait. On a CPU, `time.perf_counter`. Raises TypeError for what is no step, as a
+    variant in its place, and ValueError for a count that is no positive whole number.
     """
     check_step(step=step)
     check_positive(Integral, count=count)
@@ -35,9 +36,10 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
 def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST_STEPS) -> list[float]:
     """Seconds of each of as many steps as fill `seconds`: never fewer than `fewest`, which tell how many more fit.
 
-    Raises ValueError for seconds that are no positive number.
+    Raises ValueError for seconds that are no positive number, and for a fewest that is no positive whole number.
     """
     check_positive(seconds=seconds)
+    check_positive(Integral, fewest=fewest)
     times = time_steps(step, fewest)
     more = round((cap_seconds(seconds) - sum(times)) * fewest / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])

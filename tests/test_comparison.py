@@ -1,24 +1,22 @@
 """Tests of effgpu.comparison: an interval that covers, a verdict inside the evidence, a table that says it."""
 
 import html
-import itertools
 import json
 import math
 import random
 import re
-import statistics
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effgpu import comparison, power
-from effgpu.comparison import BASELINE_FAILED, MIME_TYPE, Comparison, Ratio, compare, rank_interval
+from effgpu.comparison import BASELINE_FAILED, MIME_TYPE, Comparison, Ratio, compare
 from effgpu.device import Device
-from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.measurement import OUT_OF_MEMORY, Measurement, rank_interval
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
 GPU = Device("NVIDIA Test", "cuda", 2**36, 16, 132, (9, 0), "580.1", {"bf16": "yes"}, {"torch": "2.15", "cuda": "13.0"})
@@ -51,62 +49,7 @@ def pair(ours, theirs, device=CPU, **fields):
     )
 
 
-# The interval
-
-
-@pytest.mark.parametrize("n", range(8, 15))
-def test_interval_cuts_as_many_averages_as_the_signed_ranks_allow(n):
-    """By brute force: the k-th smallest average is above the centre if fewer than k averages are below it."""
-    sums = [sum(itertools.compress(range(1, n + 1), signs)) for signs in itertools.product((0, 1), repeat=n)]
-    k = max(k for k in range(n * n) if 100 * 2 * sum(total < k for total in sums) <= 2**n)
-    values = random.Random(n).sample([2**i for i in range(n)], n)
-    averages = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
-    assert rank_interval(values) == (statistics.median(averages), averages[k - 1], averages[-k])
-
-
-@given(st.lists(st.floats(-1e9, 1e9), min_size=8, max_size=40))
-def test_interval_holds_its_middle_and_lies_within_the_values(values):
-    middle, low, high = rank_interval(values)
-    assert min(values) <= low <= middle <= high <= max(values)
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=8, max_size=20), st.floats(-1e3, 1e3))
-def test_interval_moves_with_the_values(values, shift):
-    moved = rank_interval([value + shift for value in values])
-    assert moved == pytest.approx([end + shift for end in rank_interval(values)], abs=1e-6)
-
-
-@pytest.mark.parametrize("n", [8, 9, 12, 30])
-@pytest.mark.parametrize("noise", ["normal", "two humps"])
-def test_interval_covers_the_true_centre_99_times_in_100(n, noise):
-    generator = random.Random(f"{n} {noise}")
-    draw = {
-        "normal": lambda: generator.gauss(1, 1),
-        "two humps": lambda: 1 + generator.choice([-1, 1]) * generator.uniform(1, 2),
-    }[noise]
-    trials = 2000
-    covered = 0
-    for _ in range(trials):
-        _, low, high = rank_interval([draw() for _ in range(n)])
-        covered += low <= 1 <= high
-    assert covered / trials >= 0.99 - 3 * math.sqrt(0.99 * 0.01 / trials)
-
-
-def test_too_few_values_for_an_interval():
-    rank_interval([1.0] * 8)
-    with pytest.raises(ValueError, match="values: expected at least 8, got 7"):
-        rank_interval([1.0] * 7)
-
-
-@given(n=st.integers(101, 300))
-@settings(max_examples=5, deadline=None)
-def test_of_many_values_the_cut_is_the_normal_one_a_little_on_the_cautious_side(n):
-    ways = [1]
-    for rank in range(1, n + 1):
-        ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]
-    tails = itertools.accumulate(ways)
-    exact = next(k for k, tail in enumerate(tails) if 100 * 2 * tail > 2**n)
-    assert 0 <= exact - comparison._averages_to_cut(n) <= 0.003 * exact
+# The ratio
 
 
 def test_a_thousand_rounds_are_told_at_once(make_measurement):

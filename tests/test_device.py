@@ -170,11 +170,15 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_cudnn_that_finds_no_engine_is_out_of_memory_under_a_limit_only():
+def test_cudnn_that_finds_no_engine_is_out_of_memory_under_a_limit_only(simulate_gpu):
     error = RuntimeError("GET was unable to find an engine to execute this computation")
     assert not is_out_of_memory(error)
     with memory_limit(GiB):
         assert is_out_of_memory(error)
+    gpu = simulate_gpu()
+    assert not is_out_of_memory(error)
+    gpu.fraction = 0.1  # as PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1 makes it
+    assert is_out_of_memory(error)
 
 
 def test_an_impossible_allocation_counts_as_out_of_memory():

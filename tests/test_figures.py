@@ -22,9 +22,9 @@ from nbclient import NotebookClient
 
 from effgpu import figures
 from effgpu.ablation import Ablation
-from effgpu.comparison import Comparison, rank_interval
+from effgpu.comparison import Comparison
 from effgpu.figures import plot, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches, to_png
-from effgpu.measurement import Measurement
+from effgpu.measurement import Measurement, rank_interval
 from effgpu.memory import Trace
 from effgpu.units import MiB
 

@@ -3,8 +3,10 @@
 import dataclasses
 import gc
 import io
+import itertools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -15,12 +17,12 @@ import numpy as np
 import pynvml
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effgpu import measurement, memory, power, timing
 from effgpu.device import Device, describe, memory_limit, older_objects_spared, release_memory
-from effgpu.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all
+from effgpu.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all, rank_interval
 from effgpu.units import GiB, MiB
 
 QUICK = {"seconds": 0.001, "rounds": 3}
@@ -59,12 +61,10 @@ class Faulty:
 
 
 @given(seconds_lists)
-def test_median_and_quartiles_are_those_of_statistics_and_numpy(times):
+def test_median_and_interval_are_those_of_the_times(times):
     found = Measurement("a", tuple(times), CPU)
     assert found.median == statistics.median(times)
-    assert found.quartiles == pytest.approx(tuple(np.percentile(times, [25, 75])), rel=1e-9)
-    assert found.iqr == pytest.approx(np.subtract(*np.percentile(times, [75, 25])), rel=1e-6, abs=1e-9)
-    assert found.quartiles[0] <= found.median * (1 + 1e-12) and found.median <= found.quartiles[1] * (1 + 1e-12)
+    assert found.interval == (rank_interval(times)[1:] if len(times) >= 8 else None)
 
 
 @given(seconds_lists, st.floats(0.1, 1e6))
@@ -80,20 +80,79 @@ def test_joules_are_the_median_of_the_energies(energies):
 
 def test_what_was_not_measured_is_none():
     found = Measurement("a", (), CPU, 32, failed=OUT_OF_MEMORY)
-    assert {found.median, found.quartiles, found.iqr, found.throughput, found.joules, found.peak_allocated} == {None}
+    assert {found.median, found.interval, found.throughput, found.joules, found.peak_allocated} == {None}
     assert Measurement("a", (0.5,), CPU).throughput is None
-    assert Measurement("a", (0.5,), CPU).quartiles == (0.5, 0.5)
 
 
 def test_a_measurement_is_a_value_that_shows_itself():
     found = Measurement("fp32", (0.02,) * 8, CPU, 32, "samples", 3 * MiB, None, (1.5,))
     assert repr(found) == (
-        "fp32: 20.0 ms per step (IQR 0 s), 1,600 samples/s, peak 3.00 MiB, 1.50 J per step on Test CPU (CPU, 2 cores)"
+        "fp32: 20.0 ms per step [20.0 ms, 20.0 ms], 1,600 samples/s, peak 3.00 MiB, 1.50 J per step "
+        "on Test CPU (CPU, 2 cores)"
     )
+    assert repr(Measurement("b", (0.02,), CPU)) == "b: 20.0 ms per step on Test CPU (CPU, 2 cores)"
     assert repr(Measurement("a", (), CPU, failed=OUT_OF_MEMORY)) == "a: out of memory"
     assert found == dataclasses.replace(found) != dataclasses.replace(found, items=33)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.label = "other"
+
+
+# The interval
+
+
+@pytest.mark.parametrize("n", range(8, 15))
+def test_interval_cuts_as_many_averages_as_the_signed_ranks_allow(n):
+    """By brute force: the k-th smallest average is above the centre if fewer than k averages are below it."""
+    sums = [sum(itertools.compress(range(1, n + 1), signs)) for signs in itertools.product((0, 1), repeat=n)]
+    k = max(k for k in range(n * n) if 100 * 2 * sum(total < k for total in sums) <= 2**n)
+    values = random.Random(n).sample([2**i for i in range(n)], n)
+    averages = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
+    assert rank_interval(values) == (statistics.median(averages), averages[k - 1], averages[-k])
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=8, max_size=40))
+def test_interval_holds_its_middle_and_lies_within_the_values(values):
+    middle, low, high = rank_interval(values)
+    assert min(values) <= low <= middle <= high <= max(values)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=8, max_size=20), st.floats(-1e3, 1e3))
+def test_interval_moves_with_the_values(values, shift):
+    moved = rank_interval([value + shift for value in values])
+    assert moved == pytest.approx([end + shift for end in rank_interval(values)], abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [8, 9, 12, 30])
+@pytest.mark.parametrize("noise", ["normal", "two humps"])
+def test_interval_covers_the_true_centre_99_times_in_100(n, noise):
+    generator = random.Random(f"{n} {noise}")
+    draw = {
+        "normal": lambda: generator.gauss(1, 1),
+        "two humps": lambda: 1 + generator.choice([-1, 1]) * generator.uniform(1, 2),
+    }[noise]
+    trials = 2000
+    covered = 0
+    for _ in range(trials):
+        _, low, high = rank_interval([draw() for _ in range(n)])
+        covered += low <= 1 <= high
+    assert covered / trials >= 0.99 - 3 * math.sqrt(0.99 * 0.01 / trials)
+
+
+def test_too_few_values_for_an_interval():
+    rank_interval([1.0] * 8)
+    with pytest.raises(ValueError, match="values: expected at least 8, got 7"):
+        rank_interval([1.0] * 7)
+
+
+@given(n=st.integers(101, 300))
+@settings(max_examples=5, deadline=None)
+def test_of_many_values_the_cut_is_the_normal_one_a_little_on_the_cautious_side(n):
+    ways = [1]
+    for rank in range(1, n + 1):
+        ways = [a + b for a, b in zip(ways + [0] * rank, [0] * rank + ways)]
+    tails = itertools.accumulate(ways)
+    exact = next(k for k, tail in enumerate(tails) if 100 * 2 * tail > 2**n)
+    assert 0 <= exact - measurement._averages_to_cut(n) <= 0.003 * exact
 
 
 # Measuring
@@ -143,6 +202,20 @@ def test_one_slow_round_takes_its_time_and_no_more(monkeypatch, no_collecting):
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: [1.0])
     assert len(measure(build, seconds=2).times) == 30
+
+
+def test_what_ran_out_of_memory_takes_none_of_the_time(monkeypatch, no_collecting):
+    """A round's cost is shared by those that are still measured, not by those that cost nothing."""
+    clock = [0.0]
+
+    def build():
+        clock[0] += 0.05
+        return lambda: None
+
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "time_for", lambda step, seconds, fewest: [1.0])
+    fits, *_ = measure_all({"fits": build} | {f"fails {k}": Faulty(0) for k in range(9)}, seconds=2)
+    assert len(fits.times) == 40
 
 
 def test_a_cap_on_the_seconds_makes_rounds_and_steps_fewer(monkeypatch, no_collecting):
@@ -517,7 +590,10 @@ def test_a_limit_makes_a_real_out_of_memory_that_the_next_measuring_survives(mon
 
 @pytest.mark.gpu
 def test_energy_is_that_of_a_board_at_work(energy_counter):
+    try:
+        limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(power._handle()) / 1000
+    except pynvml.NVMLError as error:
+        pytest.skip(f"NVML: {error}")
     found = measure(make_gpu_variant(), seconds=0.1, rounds=2)
     assert len(found.energies) == 2
-    limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(power._handle()) / 1000
     assert 0.05 * limit < found.joules / found.median < 1.1 * limit  # watts: a board at rest takes a tenth and more

@@ -427,9 +427,9 @@ def often():
     return min(launching() for _ in range(101))
 
 often()
-before = often()
+before = min(often() for _ in range(3))
 effgpu.trace(lambda: launching)
-print(often() / before)
+print(min(often() for _ in range(3)) / before)
 """
     told = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=True).stdout
     assert float(told) < 1.1

@@ -35,6 +35,8 @@ def test_cpu_times_each_step_with_nothing_before_the_first_or_after_the_last(mon
 def test_needs_a_number_of_steps(count):
     with pytest.raises(ValueError, match=r"^count: expected a positive whole number, got"):
         timing.time_steps(lambda: None, count)
+    with pytest.raises(ValueError, match=r"^fewest: expected a positive whole number, got"):
+        timing.time_for(lambda: None, 0.1, fewest=count)
 
 
 @pytest.mark.parametrize("step", [3, None, torch.nn.Linear(1, 1)])

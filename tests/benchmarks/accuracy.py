@@ -14,7 +14,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 import effgpu
-from effgpu.comparison import rank_interval
+from effgpu.measurement import rank_interval
 
 TURNS = 40
 device = effgpu.find_device()
