@@ -91,6 +91,8 @@ class Comparison:
     def ratio(self, label: str, quantity: str) -> Ratio | None:
         """What stands beside a value of "time", "memory" or "energy": its ratio; None for the baseline's own."""
         ratios = {"time": self.time_ratio, "memory": self.memory_ratio, "energy": self.energy_ratio}
+        if quantity not in ratios:
+            raise ValueError(f"quantity: expected one of {list(ratios)}, got {quantity!r}")
         return None if label == self.baseline.label else ratios[quantity](label)
 
     def verdict(self, label: str) -> str:

@@ -26,7 +26,7 @@ from effgpu.reference import stored
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-PALE = "#C9CED6"
+PALE, DIM = "#C9CED6", "#4B5563"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
 PHASES = {"forward": SKY, "backward": BLUE, "optimizer": ORANGE}
 PHASE_WIDTH = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
@@ -121,7 +121,8 @@ def plot_pareto(ablation: Ablation) -> Figure:
 def plot_memory(traces: Mapping[str, Trace]) -> Figure:
     """The saw-tooth: bytes alive through forward, backward and optimizer, a panel for each labelled trace, one scale.
 
-    Across a phase the allocator's events stand evenly spaced, so that the same phases lie below one another.
+    Across a phase the allocator's events stand evenly spaced, so that the same phases lie below one another, and the
+    plot says that this is not time.
     """
     if not isinstance(traces, Mapping):
         raise TypeError(f"traces: expected a mapping of labels to traces, got {type(traces).__name__}")
@@ -129,14 +130,15 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
         raise ValueError("traces: expected at least one labelled trace, got none")
     for label, trace in traces.items():
         _check(f"traces[{label!r}]", trace, Trace)
-    with _figure(len(traces), height=1.75, sharey=True) as (_, axes):
+    with _figure(len(traces), height=1.75, sharey=True) as (figure, axes):
         for ax, (label, trace) in zip(axes, traces.items()):
             _draw_trace(ax, trace)
             ax.set_title(f"{label}: peak {units.format_bytes(trace.peak)}")
         top = max(trace.peak for trace in traces.values())
         axes[0].set_ylim(0, (top or 1) * 1.12)
         _value_axis(axes[0].yaxis, units.format_bytes)
-    return axes[0].figure
+        figure.supxlabel("allocations in their order: the width of a phase is not its time", fontsize=8, color=DIM)
+    return figure
 
 
 def plot_sweep(
@@ -498,9 +500,9 @@ def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None
         look["label"] = re.sub("^_", " _", str(label))  # matplotlib hides what begins with an underscore
         ax.errorbar(list(known), middles, errors if any(map(any, errors)) else None, **look)
     for x in drawn.keys() - known.keys():
-        ax.plot(x, 0.03, "X", color=color, markersize=9, transform=ax.get_xaxis_transform(), clip_on=False)
+        ax.plot(x, 0.97, "X", color=color, markersize=9, transform=ax.get_xaxis_transform(), clip_on=False)
         why = "not finite" if drawn[x] else "out of memory"
-        ax.annotate(why, (x, 0.07), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center")
+        ax.annotate(why, (x, 0.93), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center", va="top")
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -562,4 +564,4 @@ def _say_where(figure: Figure, measured: Iterable[Measurement]) -> None:
     devices = {m.device.label: m.device.kind for m in measured}
     told = [label + ("" if kind == "cuda" else " – a CPU's times, not a GPU's") for label, kind in devices.items()]
     if told:
-        figure.supxlabel(f"measured on {'; '.join(told)}", fontsize=8, x=0.01, ha="left", color="#4B5563")
+        figure.supxlabel(f"measured on {'; '.join(told)}", fontsize=8, x=0.01, ha="left", color=DIM)

@@ -52,6 +52,11 @@ def pair(ours, theirs, device=CPU, **fields):
 # The ratio
 
 
+def test_a_ratio_of_another_quantity_is_refused():
+    with pytest.raises(ValueError, match=r"^quantity: expected one of \['time', 'memory', 'energy'\], got 'speed'"):
+        pair([1.0] * 8, [1.0] * 8).ratio("ours", "speed")
+
+
 def test_a_thousand_rounds_are_told_at_once(make_measurement):
     result = Comparison("many", (make_measurement("a", rounds=1500), make_measurement("b", 0.01, rounds=1500)))
     assert "faster" in repr(result)
