@@ -576,8 +576,8 @@ def layer(ax, y, parts, passes, words, right=None):
 
 def inference():
     """One layer, four ways, with its passes over memory. In training: convolution, norm with the batch's statistics and
-    ReLU, each keeping something for the backward pass. In eval: the same three, nothing kept, five passes. Folded: the
-    norm is part of the convolution, three passes. In an engine: one operation, one pass."""
+    ReLU, each keeping something for the backward pass. In eval() in inference_mode(): the same three, nothing kept,
+    five passes. Folded: the norm is part of the convolution, three passes. In an engine: one operation, one pass."""
     ax = card(372, "What a layer no longer needs")
     text(ax, 292, 58, "passes", color=GREY)
     three = [("conv", BLUE, 84), ("norm", ORANGE, 64), ("ReLU", SKY, 64)]
@@ -585,7 +585,7 @@ def inference():
     for x, width in ((18, 84), (106, 64), (174, 64)):
         arrow(ax, (x + width / 2, 108), (x + width / 2, 124), lw=1.6)
     box(ax, 18, 126, 220, 22, PALE, "kept for the backward pass", edge=GREY)
-    layer(ax, 178, three, 5, "eval() and inference_mode(): nothing kept")
+    layer(ax, 178, three, 5, "eval() in inference_mode(): nothing kept")
     layer(ax, 244, [("conv × scale + bias", BLUE, 152), ("ReLU", SKY, 64)], 3, "norm folded")
     layer(ax, 310, [("one operation", BLUE, 220)], 1, "in an engine, fused")
     return ax.figure
