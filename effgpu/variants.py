@@ -100,13 +100,17 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    # set to the CPU, which it is without one, every call would be looked at
-    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
-    (torch.get_num_threads, torch.set_num_threads),
-    # not by its own setter, which leaves the compiler deterministic
+    # set to the CPU, which it is without one, a mode would be left on that looks at every call
     (
-        torch.get_deterministic_debug_mode,
-        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+        lambda: (torch.get_default_device(), torch.overrides._len_torch_function_stack()),
+        lambda was: torch.set_default_device(None if was[0].type == "cpu" else was[0]),
+    ),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    # which torch.use_deterministic_algorithms sets as well, but the mode does not set back
+    (
+        lambda: getattr(sys.modules.get("torch._inductor.config"), "deterministic", False),
+        lambda on: setattr(sys.modules["torch._inductor.config"], "deterministic", on),
     ),
     _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
     (

@@ -269,6 +269,7 @@ def setting(holder, name, value):
         (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
         (torch.get_default_device, lambda: torch.set_default_device("meta")),
         (torch.overrides._len_torch_function_stack, lambda: torch.set_default_device("meta")),
+        (torch.overrides._len_torch_function_stack, lambda: torch.set_default_device("cpu")),
         (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
         (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
         (torch.are_deterministic_algorithms_enabled, lambda: torch.use_deterministic_algorithms(True)),
@@ -276,8 +277,16 @@ def setting(holder, name, value):
         (torch.is_autocast_cache_enabled, lambda: torch.set_autocast_cache_enabled(False)),
         (partial(torch.is_autocast_enabled, "cpu"), lambda: torch.set_autocast_enabled("cpu", True)),
         (partial(torch.get_autocast_dtype, "cuda"), lambda: torch.set_autocast_dtype("cuda", torch.bfloat16)),
-        (torch.backends.cuda.preferred_blas_library, lambda: torch.backends.cuda.preferred_blas_library("cublaslt")),
-        (torch.backends.cuda.preferred_linalg_library, lambda: torch.backends.cuda.preferred_linalg_library("magma")),
+        pytest.param(
+            torch.backends.cuda.preferred_blas_library,
+            lambda: torch.backends.cuda.preferred_blas_library("cublaslt"),
+            marks=pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a PyTorch without CUDA"),
+        ),
+        pytest.param(
+            torch.backends.cuda.preferred_linalg_library,
+            lambda: torch.backends.cuda.preferred_linalg_library("magma"),
+            marks=pytest.mark.skipif(not torch.cuda.has_magma, reason="a PyTorch without MAGMA"),
+        ),
         (torch.backends.mha.get_fastpath_enabled, lambda: torch.backends.mha.set_fastpath_enabled(False)),
         (torch.backends.cuda.flash_sdp_enabled, lambda: torch.backends.cuda.enable_flash_sdp(False)),
         (torch.backends.cuda.mem_efficient_sdp_enabled, lambda: torch.backends.cuda.enable_mem_efficient_sdp(False)),
@@ -310,16 +319,24 @@ def test_switches_of_the_whole_process_are_set_back(read, change, ending):
     assert read() == before
 
 
-def test_the_compiler_is_not_left_deterministic():
-    """As torch.use_deterministic_algorithms makes it since PyTorch 2.11, and its own debug mode does not undo."""
+@pytest.mark.parametrize("mode", ["default", "warn"])
+def test_the_compiler_is_left_as_deterministic_as_it_was(mode):
+    """torch.use_deterministic_algorithms sets it since PyTorch 2.11, and the debug mode does not."""
 
     def variant():
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(mode == "default")
         return lambda: None
 
+    config = importlib.import_module("torch._inductor.config")
     torch.use_deterministic_algorithms(False)
-    use(variant, lambda step: step())
-    assert not getattr(importlib.import_module("torch._inductor.config"), "deterministic", False)
+    torch.set_deterministic_debug_mode(mode)
+    before = getattr(config, "deterministic", False)
+    try:
+        use(variant, lambda step: step())
+        assert not before and not getattr(config, "deterministic", False)
+        assert torch.get_deterministic_debug_mode() == (mode == "warn")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 NEWER = ("", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv", ".mkldnn.rnn")
