@@ -86,7 +86,7 @@ def _switches_kept() -> Iterator[None]:
 
 def _ask(read: Callable) -> object | None:
     """What a switch is set to; None where PyTorch cannot tell: by the older way to ask for TF32 once the newer one has
-    been used, or of a default device that has been taken back (PyTorch 2.9).
+    been used.
     """
     with warnings.catch_warnings(), contextlib.suppress(RuntimeError, AttributeError):
         warnings.simplefilter("ignore")
@@ -102,7 +102,7 @@ _SWITCHES = (
     (torch.get_default_dtype, torch.set_default_dtype),
     # set to the CPU, which it is without one, a mode would be left on that looks at every call
     (
-        lambda: (torch.get_default_device(), torch.overrides._len_torch_function_stack()),
+        lambda: (torch.empty(0).device, torch.overrides._len_torch_function_stack()),
         lambda was: torch.set_default_device(None if was[0].type == "cpu" else was[0]),
     ),
     (torch.get_num_threads, torch.set_num_threads),

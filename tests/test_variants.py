@@ -267,7 +267,7 @@ def setting(holder, name, value):
     [
         (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
         (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
-        (torch.get_default_device, lambda: torch.set_default_device("meta")),
+        (lambda: torch.empty(0).device, lambda: torch.set_default_device("meta")),
         (torch.overrides._len_torch_function_stack, lambda: torch.set_default_device("meta")),
         (torch.overrides._len_torch_function_stack, lambda: torch.set_default_device("cpu")),
         (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
