@@ -201,19 +201,21 @@ def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
             last = max((done for done in backward if start < done < end), default=inf)
         elif record.kind() == "push" and name.startswith("Optimizer.zero_grad"):
             until = max(until, ends[record.handle()])  # of whatever phase comes before it, wherever it is called
-        elif record.kind() == "push" and (running := _phase(name, start >= until)) is not None:
-            phase = "optimizer" if running == "forward" and start >= last else running
-            until = max(until, ends[record.handle()]) if phase != "forward" else until
+        elif record.kind() == "push":
+            between = None if start < until else "forward" if start < last else "optimizer"
+            if (running := _phase(name, between)) is not None:
+                phase = running
+                until = max(until, ends[record.handle()]) if phase != "forward" else until
     return tuple(levels), tuple(phases)
 
 
-def _phase(name: str, outside: bool) -> str | None:
-    """The phase that an event begins: "forward" only where no backward or optimizer event is still running."""
+def _phase(name: str, between: str | None) -> str | None:
+    """The phase that an event begins; `between` is that of an operation outside of backward and optimizer events."""
     if _is_backward(name):
         return "backward"
     if name.startswith("Optimizer.step"):
         return "optimizer"
-    return "forward" if outside and name.startswith("aten::") else None
+    return between if name.startswith("aten::") else None
 
 
 def _is_backward(name: str) -> bool:

@@ -234,6 +234,7 @@ TRACES = {
 
 def test_saw_teeth_have_a_panel_each_on_one_scale_with_their_phases_and_peaks():
     figure = plot_memory({label: replace(t, bytes=tuple(b * MiB for b in t.bytes)) for label, t in TRACES.items()})
+    assert "is not its time" in figure.get_supxlabel()
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["plain: peak 90.0 MiB", "checkpointed: peak 50.0 MiB"]
     assert len({ax.get_ylim() for ax in figure.axes}) == 1 and figure.axes[0].get_ylim()[1] > 90 * MiB
     for ax, trace in zip(figure.axes, TRACES.values()):
@@ -304,6 +305,7 @@ def test_a_sweep_of_plain_numbers_is_written_as_asked():
 def test_a_sweep_of_which_nothing_fitted_is_drawn():
     (ax,) = plot_sweep({"plain": {1: None, 2: None}}, xlabel="rows").axes
     assert texts(ax) == ["out of memory"] * 2 and ax.get_ylim()[0] == 0
+    assert all(text.xy[1] > 0.9 for text in ax.texts), "not where nothing is"
 
 
 @pytest.mark.filterwarnings("error")
