@@ -1,4 +1,4 @@
-"""The commands: `effgpu info`, `effgpu run`, `effgpu report`. Each imports what it needs when it is called."""
+"""The commands `effgpu info`, `run`, `report` and `fit`. Each imports only what it needs."""
 
 import argparse
 import math
@@ -8,15 +8,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-NOTHING_FAILED, SOMETHING_FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+SUCCEEDED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _WITHOUT_GPU = """
-No GPU that CUDA can use. Every lesson still runs on this CPU: what is counted (memory, saved bytes, FLOPs) is exact,
-times are this CPU's and say so, and the stored results of GPUs are drawn beside them. Not here: energy, tensor cores,
-TF32, fp8 and the fused kernels of a GPU."""
+No GPU that CUDA can use. Every lesson still runs on this CPU. Memory, saved bytes and FLOPs are exact. Times are this
+CPU's, and stored results of GPUs are drawn beside them. Missing: energy, tensor cores, TF32, fp8 and a GPU's fused
+kernels."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answer a command line. Returns the exit code: 0, 1 (a lesson failed), 2 (cannot be done) or 130 (Ctrl-C)."""
+    """Run a command. Returns the exit code: 0, 1 (a lesson failed), 2 (bad arguments or files) or 130 (Ctrl-C)."""
     chosen = _parser().parse_args(arguments)
     try:
         return chosen.command(chosen)
@@ -30,24 +30,29 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="effgpu", description="What a training technique does to time, memory and energy, measured.")
-    commands = parser.add_subparsers(required=True, metavar="{info,run,report}")
+    parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
+    commands = parser.add_subparsers(required=True, metavar="{info,run,report,fit}")
 
-    info = commands.add_parser("info", help="what this machine is and what it supports")
+    info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
 
-    run = commands.add_parser("run", help="run lessons on this machine and report what they found")
+    run = commands.add_parser("run", help="run lessons on this machine and write a report")
     run.add_argument("lessons", nargs="*", metavar="LESSON", help="02, dataloader, 02_dataloader or a path; else all")
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (out; out/look with --seconds)")
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
-    told = "at most so many for each measurement: for a look, not for results"
-    run.add_argument("--seconds", type=float, metavar="S", help=told)
+    seconds_help = "most seconds of a measurement: for a quick look, not for results"
+    run.add_argument("--seconds", type=float, metavar="S", help=seconds_help)
     run.set_defaults(command=_run)
 
-    report = commands.add_parser("report", help="one page from the results files of one or more machines")
+    report = commands.add_parser("report", help="write a report from the results files of one or more machines")
     report.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json")
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.set_defaults(command=_report)
+
+    fit = commands.add_parser("fit", help="predict whether a training step fits a GPU, without having one")
+    fit.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that builds and returns a training step")
+    fit.add_argument("--gpu", metavar="GPU", help='such as T4, "A100 80 GB" or "16 GiB"; else all that are known')
+    fit.set_defaults(command=_fit)
     return parser
 
 
@@ -68,49 +73,47 @@ def _info(chosen: argparse.Namespace) -> int:
             print(f"{name:20}{value}")
     if device.kind == "cpu":
         print(_WITHOUT_GPU)
-    return NOTHING_FAILED
+    return SUCCEEDED
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    from effgpu import course, timing, units
+    from effgpu import timing, units
+    from effgpu.course import runner
 
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if not find_spec(name)]:
-        return _refuse(f'running lessons takes {", ".join(missing)}: pip install "effgpu[lab]"')
+        return _refuse(f'running lessons needs {", ".join(missing)}: pip install "effgpu[lab]"')
     try:
         if chosen.seconds is not None:
             units.check_positive(**{"--seconds": chosen.seconds})
             os.environ[timing.CAP] = str(chosen.seconds)
-        whole = timing.cap_seconds(math.inf) == math.inf
-        out = chosen.out or (Path("out") if whole else Path("out/look"))  # what was cut short replaces no results
-        lessons = course.find_lessons(chosen.lessons)
-        if chosen.inplace and not whole:
-            raise ValueError("--inplace stores results, and what is cut short (--seconds, EFFGPU_SECONDS) has none")
-        course.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
+        capped = timing.cap_seconds(math.inf) < math.inf
+        out = chosen.out or Path("out/look" if capped else "out")  # a quick look must not replace results
+        lessons = runner.find_lessons(chosen.lessons)
+        if chosen.inplace and capped:
+            raise ValueError("--inplace stores results, but --seconds or EFFGPU_SECONDS cuts measurements short")
+        runner.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
     except (OSError, ValueError) as error:
         return _refuse(error)
-    for name in ("SIGTERM", "SIGHUP"):  # a polite kill and a dropped ssh are a Ctrl-C
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a run as Ctrl-C does
     outcomes, interrupted = [], False
     try:
-        for outcome in course.run(lessons, out, inplace=chosen.inplace):
-            outcomes.append(outcome)  # and stored at once: whatever stops the run, what is done is not lost
-            outcomes[-1] = course.store(outcome, out / "results", outcomes[:-1])
+        for outcome in runner.run(lessons, out, inplace=chosen.inplace):
+            outcomes.append(outcome)  # stored at once, so that an interruption loses no results
+            outcomes[-1] = runner.store(outcome, out / "results", outcomes[:-1])
     except KeyboardInterrupt:
         interrupted = True
     return _sum_up(outcomes, len(lessons), out, interrupted)
 
 
-def _keep(outcomes: list, out: Path) -> Path:
-    """Write the page: what an earlier run of this machine left in the folder is on it too."""
-    from effgpu import course, report
+def _write_page(outcomes: list, out: Path) -> Path:
+    """Write the report, with the lessons of earlier runs of this machine in the same folder."""
+    from effgpu.course import report, runner
     from effgpu.device import describe
 
     device = describe()
     lessons = {
         earlier.name: earlier
-        for earlier in course.read_lessons(out / "notebooks")
+        for earlier in runner.read_lessons(out / "notebooks")
         if all(comparison.device.slug == device.slug for comparison in earlier.comparisons)
     }
     lessons |= {outcome.name: outcome for outcome in outcomes}
@@ -120,32 +123,54 @@ def _keep(outcomes: list, out: Path) -> Path:
 
 def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
     failed = {outcome.name: outcome.failure for outcome in outcomes if outcome.failure}
-    told = f"{len(outcomes) - len(failed)} of {asked} lessons ran without an error"
+    summary = f"{len(outcomes) - len(failed)} of {asked} lessons ran without an error"
     try:
-        told += f": {_keep(outcomes, out)}"
-    except OSError as error:  # a full disk, say
-        failed["the page"] = error
+        summary += f": {_write_page(outcomes, out)}"
+    except OSError as error:  # for example a full disk
+        failed["the report"] = error
     for name, failure in failed.items():
         print(f"failed: {name}: {failure}", file=sys.stderr)
     if interrupted:
         print(f"interrupted: {asked - len(outcomes)} of {asked} lessons were not run", file=sys.stderr)
-    print(told)
-    return INTERRUPTED if interrupted else SOMETHING_FAILED if failed else NOTHING_FAILED
+    print(summary)
+    return INTERRUPTED if interrupted else FAILED if failed else SUCCEEDED
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    from effgpu import reference, report
+    from effgpu import results
+    from effgpu.course import report
 
     if chosen.out.resolve() in [path.resolve() for path in chosen.results]:
-        return _refuse(f"--out: expected a file for the page, got the results in {chosen.out}")
+        return _refuse(f"--out: expected a file for the report, got the results file {chosen.out}")
     try:
-        machines = {path: reference.load(path) for path in chosen.results}
+        machines = {path: results.load(path) for path in chosen.results}
         if empty := [str(path) for path, comparisons in machines.items() if not comparisons]:
-            return _refuse(f"{', '.join(empty)}: no comparisons in it")
+            return _refuse(f"{', '.join(empty)}: expected comparisons, got none")
         print(report.write(chosen.out, [report.from_results(comparisons) for comparisons in machines.values()]))
     except (OSError, ValueError) as error:
         return _refuse(error)
-    return NOTHING_FAILED
+    return SUCCEEDED
+
+
+def _fit(chosen: argparse.Namespace) -> int:
+    """Exit codes: 0 fits (or no GPU was named), 3 does not fit, 4 too close to tell, 2 cannot be predicted."""
+    import runpy
+
+    from effgpu.prediction import DOES_NOT_FIT, FITS, find_gpu, fit
+
+    path, _, name = chosen.variant.rpartition(":")
+    if not path:
+        return _refuse(f"expected FILE.py:VARIANT, got {chosen.variant}")
+    try:
+        gpu = chosen.gpu and find_gpu(chosen.gpu)
+        names = runpy.run_path(path)
+        if name not in names:
+            return _refuse(f"{path}: expected a function called {name}")
+        predicted = fit(names[name], gpu)
+    except (OSError, TypeError, ValueError, RuntimeError) as error:
+        return _refuse(error)
+    print(predicted)
+    return {FITS: SUCCEEDED, DOES_NOT_FIT: 3}.get(predicted.verdict(), 4) if gpu else SUCCEEDED
 
 
 def _refuse(reason: object) -> int:

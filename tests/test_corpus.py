@@ -1,4 +1,4 @@
-"""Tests of effgpu.corpus: its data is labelled right, split cleanly, the same each time, and made without a network."""
+"""The data has correct labels and clean splits, is the same each time, and needs no network."""
 
 import collections
 import functools
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effgpu import corpus
+from effgpu.course import corpus
 
 SPLITS = st.sampled_from(["train", "test"])
 
@@ -77,14 +77,14 @@ def test_text_is_the_same_in_another_process_and_no_import_but_torch_is_slow():
         import sys
         from types import SimpleNamespace as Stub
         sys.modules["torch"] = Stub(Tensor=object, utils=Stub(data=Stub(Dataset=object)))  # two seconds less
-        from effgpu import corpus
-        print(corpus._draw_texts(9, "test", 3), corpus.Glyphs(9).fonts)
+        from effgpu.course import corpus
+        print(corpus.draw_texts(9, "test", 3), corpus.Glyphs(9).fonts)
         slow = {"datasets", "matplotlib", "numpy", "pyarrow", "tokenizers", "torchvision", "transformers"}
         assert not slow & set(sys.modules), slow & set(sys.modules)"""
-    root = Path(corpus.__file__).parents[1]
+    root = Path(corpus.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"{corpus._draw_texts(9, 'test', 3)} {corpus.Glyphs(9).fonts}"
+    assert done.stdout.strip() == f"{corpus.draw_texts(9, 'test', 3)} {corpus.Glyphs(9).fonts}"
 
 
 def test_text_splits_share_no_line_and_windows_stay_within_a_file(sizes):
@@ -343,10 +343,10 @@ def test_a_bad_argument_of_one_function_is_named(make, arguments, error):
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_batches_are_signed_by_the_worker_that_put_them_together(start):
+def test_worker_ids_names_the_worker_that_made_a_batch(start):
     loader = torch.utils.data.DataLoader(
-        range(6), 2, num_workers=2, collate_fn=corpus.sign, multiprocessing_context=start
+        range(6), 2, num_workers=2, collate_fn=corpus.worker_ids, multiprocessing_context=start
     )
-    signatures = list(loader)
-    assert [worker for _, worker in signatures] == [0, 1, 0]
-    assert len({*signatures}) == 2 and os.getpid() not in {process for process, _ in signatures}
+    batches = list(loader)
+    assert [worker for _, worker in batches] == [0, 1, 0]
+    assert len({*batches}) == 2 and os.getpid() not in {process for process, _ in batches}

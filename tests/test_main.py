@@ -1,4 +1,4 @@
-"""The commands, as processes of their own."""
+"""The commands. Where signals, imports or standard error matter, they run in a process of their own."""
 
 import json
 import os
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from test_course import FAILING, compares, write_lesson
+from test_runner import FAILING, compares, write_lesson
 
 from effgpu import __main__ as main_module
-from effgpu import course, device, reference, timing
+from effgpu import device, results, timing
 from effgpu.__main__ import main
 from effgpu.comparison import MIME_TYPE, Comparison
+from effgpu.course import runner
 from effgpu.device import Device
 from effgpu.measurement import Measurement
 
@@ -53,91 +54,88 @@ def test_what_is_asked_for_at_once_loads_nothing_heavy(arguments, unwanted, tmp_
 def test_info_says_plainly_that_there_is_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "describe", lambda: Device("Abacus", "cpu", 2**30, 3, versions={"torch": "2.8.0"}))
     assert main(["info"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for text in ("Abacus (CPU, 3 cores)", "1.00 GiB", "2.8.0", "No GPU", "Every lesson still runs"):
-        assert text in told
-    assert "compute capability" not in told
+        assert text in printed
+    assert "compute capability" not in printed
 
 
 def test_info_says_what_the_gpu_supports(monkeypatch, capsys):
     gpu = Device("Tesla T4", "cuda", 2**34, 2, 40, (7, 5), "570.1", {"bf16": "emulated", "fp8": "no"}, {"cuda": "12.8"})
     monkeypatch.setattr(device, "describe", lambda: gpu)
     assert main(["info"]) == 0
-    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for line in ("device Tesla T4", "memory 16.0 GiB", "compute capability 7.5", "driver 570.1", "CPU cores 2"):
-        assert line in told
-    assert "bf16 emulated" in told and "fp8 no" in told and "cuda 12.8" in told
+        assert line in printed
+    assert "bf16 emulated" in printed and "fp8 no" in printed and "cuda 12.8" in printed
 
 
-def test_a_run_leaves_notebooks_results_and_a_page(tmp_path):
-    for name in ("01_one", "02_two"):
-        write_lesson(tmp_path / "notebooks", name, compares(name))
-    before = (tmp_path / "notebooks" / "01_one.ipynb").read_bytes()
-    answer = effgpu("run", cwd=tmp_path)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout == "2 of 2 lessons ran without an error: out/report.html\n"
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder to run commands in, in this process, which keeps its signals and its environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv(timing.CAP, "inf")
+    return tmp_path
+
+
+def test_a_run_leaves_notebooks_results_and_a_report_that_names_what_failed(here, capfd):
+    for name, cell in {"01_one": compares("one"), "02_bad": FAILING, "03_two": compares("two")}.items():
+        write_lesson(here / "notebooks", name, "1 + 1", cell)
+    before = (here / "notebooks" / "01_one.ipynb").read_bytes()
+    answer = effgpu("run", cwd=here)
+    assert answer.returncode == 1
+    assert answer.stdout == "2 of 3 lessons ran without an error: out/report.html\n"
     assert "01_one" in answer.stderr and "left" in answer.stderr and "WARNING" not in answer.stderr
-    made = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*"))
-    results = "results/cpu-pocket-calculator-1-cores.json"
-    assert made == ["notebooks/01_one.ipynb", "notebooks/02_two.ipynb", "report.html", results]
-    assert [comparison.name for comparison in reference.load(tmp_path / "out" / results)] == ["01_one", "02_two"]
-    assert (tmp_path / "notebooks" / "01_one.ipynb").read_bytes() == before
+    assert answer.stderr.splitlines()[-1] == "failed: 02_bad: cell [2] '# a comment': ArithmeticError: no such number"
+    made = sorted(str(path.relative_to(here / "out")) for path in (here / "out").rglob("*.*"))
+    calculator = "results/cpu-pocket-calculator-1-cores.json"
+    assert made == [*(f"notebooks/{name}.ipynb" for name in ("01_one", "02_bad", "03_two")), "report.html", calculator]
+    assert [comparison.name for comparison in results.load(here / "out" / calculator)] == ["one", "two"]
+    assert "no such number" in (here / "out" / "report.html").read_text()
+    assert (here / "notebooks" / "01_one.ipynb").read_bytes() == before
+    assert main(["run", "01"]) == 0
+    assert capfd.readouterr().out == "1 of 1 lessons ran without an error: out/report.html\n"
+    assert "no such number" in (here / "out" / "report.html").read_text(), "of a lesson that was not run again"
 
 
-def test_seconds_cap_every_measurement_of_a_run(tmp_path):
-    lesson = write_lesson(tmp_path, "01_one", "import effgpu; print(effgpu.timing.cap_seconds(2))")
-    assert effgpu("run", lesson, "--seconds", "0.5", cwd=tmp_path).returncode == 0
-    assert not list((tmp_path / "out").glob("*.html")), "a look must not replace results"
-    executed = nbformat.read(tmp_path / "out" / "look" / "notebooks" / "01_one.ipynb", as_version=4)
+def test_seconds_cap_every_measurement_of_a_run(here):
+    lesson = write_lesson(here, "01_one", f"import os; print(os.environ[{timing.CAP!r}])")
+    assert main(["run", str(lesson), "--seconds", "0.5"]) == 0
+    assert not list((here / "out").glob("*.html")), "a quick look must not replace results"
+    executed = nbformat.read(here / "out" / "look" / "notebooks" / "01_one.ipynb", as_version=4)
     assert executed.cells[-1].outputs[0].text == "0.5\n"
 
 
 def test_the_page_of_a_partial_run_keeps_this_machines_other_lessons(tmp_path):
     def compared(name, where):
-        return Comparison(name, tuple(Measurement(label, (1.0,) * 8, where) for label in ("slow", "fast")))
+        return Comparison(name, tuple(Measurement(label, ((1.0, 1.0),) * 8, where) for label in ("slow", "fast")))
 
     here = device.describe()
-    course.prepare(tmp_path)
+    runner.prepare(tmp_path)
     for name, where in {"01_here": here, "02_elsewhere": Device("Abacus", "cpu", 2**30, 3)}.items():
         data = {MIME_TYPE: compared(name, where).to_dict(), "text/plain": ""}
         cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data)])
         nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "notebooks" / f"{name}.ipynb")
-    now = course.Outcome("03_now", "03_now", (compared("03_now", here),))
-    page = main_module._keep([now], tmp_path).read_text()
+    now = runner.Outcome("03_now", "03_now", (compared("03_now", here),))
+    page = main_module._write_page([now], tmp_path).read_text()
     assert "01_here" in page and "03_now" in page and "02_elsewhere" not in page
 
 
-def test_a_failing_lesson_is_named_at_the_end_and_on_the_page(tmp_path):
-    write_lesson(tmp_path / "notebooks", "01_bad", "1 + 1", FAILING)
-    write_lesson(tmp_path / "notebooks", "02_good", "1 + 1")
-    answer = effgpu("run", "--out", "here", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert answer.stderr.splitlines()[-1] == "failed: 01_bad: cell [2] '# a comment': ArithmeticError: no such number"
-    assert "no such number" in (tmp_path / "here" / "report.html").read_text()
-    assert (tmp_path / "here" / "notebooks" / "02_good.ipynb").exists()
-    answer = effgpu("run", "02", "--out", "here", cwd=tmp_path)
-    assert answer.returncode == 0
-    assert "no such number" in (tmp_path / "here" / "report.html").read_text()  # it still stands as it was
+def test_whatever_stops_a_run_the_results_of_the_lessons_before_are_there(here, capsys):
+    """Here the second lesson removes the folder that it is to be written to."""
+    write_lesson(here / "notebooks", "01_done", compares("done"))
+    removes = "import shutil; shutil.rmtree('../out/notebooks'); open('../out/notebooks', 'w')"
+    write_lesson(here / "notebooks", "02_removes", removes)
+    assert main(["run"]) == 1
+    assert "failed: 02_removes: could not be written: " in capsys.readouterr().err
+    (stored,) = (here / "out" / "results").glob("*.json")
+    assert [comparison.name for comparison in results.load(stored)] == ["done"]
 
 
-def test_whatever_stops_a_run_the_results_of_the_lessons_before_are_there(tmp_path):
-    """Here: there is no folder any more to write the second lesson to."""
-    write_lesson(tmp_path / "notebooks", "01_done", compares("done"))
-    write_lesson(
-        tmp_path / "notebooks",
-        "02_removes",
-        "import shutil; shutil.rmtree('../out/notebooks'); open('../out/notebooks', 'w')",
-    )
-    (tmp_path / "out").mkdir()
-    answer = effgpu("run", cwd=tmp_path)
-    assert answer.returncode == 1 and "failed: 02_removes: could not be written: " in answer.stderr, answer.stderr
-    (results,) = (tmp_path / "out" / "results").glob("*.json")
-    assert [comparison.name for comparison in reference.load(results)] == ["done"]
-
-
-def test_what_cannot_be_stored_ends_no_run(tmp_path, monkeypatch, capsys, make_measurement, make_gpu):
+def test_what_cannot_be_stored_ends_no_run(here, monkeypatch, capsys, make_measurement, make_gpu):
     def outcome(lesson, name, device):
-        return course.Outcome(lesson, lesson, (Comparison(name, (make_measurement("a", device=device),)),))
+        return runner.Outcome(lesson, lesson, (Comparison(name, (make_measurement("a", device=device),)),))
 
     def run(lessons, out, inplace):
         (out / "report.html").mkdir()
@@ -147,20 +145,35 @@ def test_what_cannot_be_stored_ends_no_run(tmp_path, monkeypatch, capsys, make_m
         yield outcome("c", "two", make_gpu())
         yield outcome("d", "three", make_gpu("NVIDIA Other"))
 
-    write_lesson(tmp_path / "notebooks", "a", "1 + 1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(course, "run", run)
+    write_lesson(here / "notebooks", "a", "1 + 1")
+    monkeypatch.setattr(runner, "run", run)
     assert main(["run"]) == 1
-    assert [comparison.name for comparison in reference.load("out/results/nvidia-other.json")] == ["three"]
+    assert [comparison.name for comparison in results.load("out/results/nvidia-other.json")] == ["three"]
     name, broken, page = capsys.readouterr().err.splitlines()
     assert name.startswith("failed: b: both a and b have a comparison called 'one'")
     assert broken.startswith("failed: c: results could not be stored: out/results/nvidia-test.json: expected")
-    assert page.startswith("failed: the page: out/report.html: expected a file that can be written")
+    assert page.startswith("failed: the report: out/report.html: expected a file that can be written")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, number):
+def test_a_killed_run_ends_as_an_interrupted_one(tmp_path, monkeypatch, capsys):
+    def run(lessons, out, inplace):
+        yield runner.Outcome("01_one", "One")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    write_lesson(tmp_path / "notebooks", "01_one", "1 + 1")
+    write_lesson(tmp_path / "notebooks", "02_two", "1 + 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "run", run)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert main(["run"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "interrupted: 1 of 2 lessons were not run\n"
+
+
+def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path):
     write_lesson(tmp_path / "notebooks", "01_done", compares("done"))
     write_lesson(tmp_path / "notebooks", "02_endless", compares("begun"), ENDLESS)
     write_lesson(tmp_path / "notebooks", "03_never", "1 + 1")
@@ -171,30 +184,19 @@ def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(tmp_path, nu
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # ignored where tests run in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )
     pids = wait_for(tmp_path / "notebooks" / "pids").split()
-    run.send_signal(number)
-    _, told = run.communicate(timeout=300)
+    run.send_signal(signal.SIGINT)
+    _, printed = run.communicate(timeout=100)
     assert run.returncode == 130
     ending = "failed: 02_endless: interrupted\ninterrupted: 1 of 3 lessons were not run\n"
-    assert "Traceback" not in told and told.endswith(ending), told
+    assert "Traceback" not in printed and printed.endswith(ending), printed
     assert [pid for pid in pids if is_running(pid)] == []
     assert [path.name for path in (tmp_path / "out" / "notebooks").iterdir()] == ["01_done.ipynb"]
-    (results,) = (tmp_path / "out" / "results").iterdir()
-    assert [comparison.name for comparison in reference.load(results)] == ["done", "begun"]
+    (stored,) = (tmp_path / "out" / "results").iterdir()
+    assert [comparison.name for comparison in results.load(stored)] == ["done", "begun"]
     assert "begun" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_a_run_outlives_its_terminal_where_it_was_told_to(tmp_path, monkeypatch):
-    """As `nohup` does."""
-    handled = []
-    write_lesson(tmp_path / "notebooks", "01_one", "1 + 1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "getsignal", {signal.SIGHUP: signal.SIG_IGN}.get)
-    monkeypatch.setattr(signal, "signal", lambda number, _: handled.append(number))
-    monkeypatch.setattr(course, "run", lambda lessons, out, inplace: ())
-    assert main(["run"]) == 0 and handled == [signal.SIGTERM]
 
 
 def wait_for(path: Path) -> str:
@@ -211,34 +213,32 @@ def is_running(pid: str) -> bool:
 
 
 def test_what_cannot_be_run_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
-    def is_refused(*arguments, told):
+    def is_refused(*arguments, printed):
         code, answer = main([*arguments]), capsys.readouterr().err
         one_line = answer.startswith("effgpu: error: ") and answer.count("\n") == 1
-        return code == 2 and one_line and all(text in answer for text in told)
+        return code == 2 and one_line and all(text in answer for text in printed)
 
     monkeypatch.chdir(tmp_path)
     lesson = write_lesson(tmp_path / "notebooks", "01_one", "open('ran', 'w')")
     (tmp_path / "file").write_text("")
-    assert is_refused("run", "2", told=("'2'", "01_one"))
-    assert is_refused("run", "--out", "file/out", told=("file/out",))
+    assert is_refused("run", "2", printed=("'2'", "01_one"))
+    assert is_refused("run", "--out", "file/out", printed=("file/out",))
     with monkeypatch.context() as capped:
         capped.setenv(timing.CAP, "few")
-        assert is_refused("run", told=("'few'",))
+        assert is_refused("run", printed=("'few'",))
         capped.setenv(timing.CAP, "0.5")
-        assert is_refused("run", "--inplace", told=("--inplace", timing.CAP))
+        assert is_refused("run", "--inplace", printed=("--inplace", timing.CAP))
     (tmp_path / "out" / "results").mkdir(parents=True)
     (tmp_path / "out" / "results" / "mine.json").write_text("[]")
-    assert is_refused("run", told=("mine.json",))
+    assert is_refused("run", printed=("mine.json",))
     assert not (lesson.parent / "ran").exists() and not (tmp_path / "ran").exists()
 
 
-def test_inplace_reaches_the_run(tmp_path, monkeypatch):
-    write_lesson(tmp_path / "notebooks", "01_one", "1 + 1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+def test_inplace_reaches_the_run(here, monkeypatch):
+    write_lesson(here / "notebooks", "01_one", "1 + 1")
     asked = []
-    monkeypatch.setattr(course, "prepare", lambda out, *others: asked.append([*map(str, others)]))
-    monkeypatch.setattr(course, "run", lambda lessons, out, inplace: asked.append(inplace) or ())
+    monkeypatch.setattr(runner, "prepare", lambda out, *others: asked.append([*map(str, others)]))
+    monkeypatch.setattr(runner, "run", lambda lessons, out, inplace: asked.append(inplace) or ())
     assert main(["run"]) == main(["run", "--inplace"]) == 0
     assert asked == [[], False, ["notebooks"], True]
 
@@ -246,31 +246,31 @@ def test_inplace_reaches_the_run(tmp_path, monkeypatch):
 def test_a_report_goes_to_report_html_and_says_so(tmp_path, monkeypatch, capsys, make_measurement, make_gpu):
     monkeypatch.chdir(tmp_path)
     both = tuple(make_measurement(label, device=make_gpu()) for label in "ab")
-    assert main(["report", str(reference.save([Comparison("some", both)], tmp_path / "a.json"))]) == 0
+    assert main(["report", str(results.save([Comparison("some", both)], tmp_path / "a.json"))]) == 0
     assert capsys.readouterr().out == "report.html\n" and (tmp_path / "report.html").exists()
 
 
 def test_a_report_does_not_overwrite_the_results(tmp_path, monkeypatch, capsys, make_measurement):
     monkeypatch.chdir(tmp_path)
-    path = reference.save([Comparison("some", (make_measurement("a"),))], tmp_path / "a.json")
+    path = results.save([Comparison("some", (make_measurement("a"),))], tmp_path / "a.json")
     before = path.read_bytes()
     assert main(["report", "a.json", "--out", str(path)]) == 2
-    assert "--out: expected a file for the page" in capsys.readouterr().err and path.read_bytes() == before
+    assert "--out: expected a file for the report" in capsys.readouterr().err and path.read_bytes() == before
 
 
 def test_a_missing_runner_is_refused_with_what_installs_it(monkeypatch, capsys):
     monkeypatch.setattr("effgpu.__main__.find_spec", lambda name: None if name == "nbclient" else object())
     assert main(["run"]) == 2
-    assert capsys.readouterr().err == 'effgpu: error: running lessons takes nbclient: pip install "effgpu[lab]"\n'
+    assert capsys.readouterr().err == 'effgpu: error: running lessons needs nbclient: pip install "effgpu[lab]"\n'
 
 
-@pytest.mark.parametrize("content", ["", "{}", json.dumps(reference.FORMAT | {"comparisons": [{}]}), None])
+@pytest.mark.parametrize("content", ["", "{}", json.dumps(results.FORMAT | {"comparisons": [{}]}), None])
 def test_results_that_are_not_effgpus_are_refused(content, tmp_path, capsys):
     if content is not None:
         (tmp_path / "foreign.json").write_text(content)
     assert main(["report", str(tmp_path / "foreign.json"), "--out", str(tmp_path / "report.html")]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("effgpu: error: ") and "foreign.json" in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("effgpu: error: ") and "foreign.json" in printed and printed.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
 
 
@@ -287,19 +287,49 @@ def test_seconds_that_are_none_are_refused_by_the_name_they_were_given_by(capsys
         code = main(["run", "--seconds", seconds])
     except SystemExit as refused:
         code = refused.code
-    told = capsys.readouterr().err
-    assert code == 2 and told.count("\n") == 1 and expected in told
+    printed = capsys.readouterr().err
+    assert code == 2 and printed.count("\n") == 1 and expected in printed
 
 
 def test_results_without_a_comparison_are_refused(tmp_path, capsys):
-    empty = reference.save([], tmp_path / "empty.json")
+    empty = results.save([], tmp_path / "empty.json")
     assert main(["report", str(empty)]) == 2
-    assert "empty.json: no comparisons" in capsys.readouterr().err
+    assert "empty.json: expected comparisons, got none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--fast"], ["report"]])
 def test_a_wrong_command_line_is_refused_in_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as refused:
         main(arguments)
-    told = capsys.readouterr().err
-    assert refused.value.code == 2 and told.startswith("effgpu: error: ") and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert refused.value.code == 2 and printed.startswith("effgpu: error: ") and printed.count("\n") == 1
+
+
+STEP = """
+import torch
+
+def variant():
+    model = torch.nn.Linear({width}, {width})
+
+    def step():
+        model(torch.ones(4, {width})).sum().backward()
+
+    return step
+"""
+
+
+@pytest.mark.parametrize("width, gpu, code", [(64, "T4", 0), (60_000, "T4", 3), (64, None, 0)])
+def test_fit_says_by_its_exit_code_whether_a_step_fits(width, gpu, code, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(STEP.format(width=width))
+    asked = ["fit", f"{path}:variant", *(["--gpu", gpu] if gpu else [])]
+    assert main(asked) == code
+    assert "T4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked, why", [("train.py", "FILE.py:VARIANT"), ("{path}:other", "a function called other")])
+def test_fit_says_what_it_expected(asked, why, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(STEP.format(width=8))
+    assert main(["fit", asked.format(path=path)]) == 2
+    assert why in capsys.readouterr().err

@@ -1,18 +1,19 @@
-"""The page, as a real browser shows it."""
+"""The report, as a real browser shows it."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from effgpu import report
 from effgpu.__main__ import main
 from effgpu.comparison import Comparison
-from effgpu.course import Outcome
+from effgpu.course import report
+from effgpu.course.runner import Outcome
 from effgpu.device import Device
 from effgpu.measurement import OUT_OF_MEMORY, Measurement
-from effgpu.reference import save
+from effgpu.results import save
 
 GPU = Device(
     "NVIDIA H200",
@@ -30,21 +31,24 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def compare(device: Device, name: str = "mixed_precision") -> Comparison:
-    """One variant for every verdict, with energy where the device is a GPU."""
+    """One variant for each verdict, with a prediction and a guess, and with energy if the device is a GPU."""
 
     def measure(label: str, seconds: float, peak: int, wobble: float = 0.0) -> Measurement:
-        times = tuple(seconds * (1 + wobble * (-1) ** n * n / 8) for n in range(8))
-        energies = tuple(300 * time for time in times) if device.kind == "cuda" else ()
-        return Measurement(label, times, device, 32, "samples", peak, peak + 2**20, energies)
+        turns = tuple((seconds * (1 + wobble * (-1) ** n * n / 8),) * 2 for n in range(8))
+        joules = 300 * seconds if device.kind == "cuda" else None
+        return Measurement(label, turns, device, 32, "samples", peak, peak + 2**20, joules)
 
     rows = [
         measure("fp32", 0.0412, 9 * 2**30),
         measure("bf16", 0.0171, 5 * 2**30, 0.02),
         measure("tf32, and cudnn.benchmark", 0.0409, 9 * 2**30, 0.1),
         measure("fp64", 0.0899, 18 * 2**30, 0.01),
+        measure("fp32 again", 0.0412, 9 * 2**30),
         Measurement("fp128", (), device, 32, "samples", failed=OUT_OF_MEMORY),
     ]
-    return Comparison(name, tuple(rows))
+    predicted = {"bf16": {"time": 0.5, "memory": 0.55}, "fp64": {"energy": 2.0}}
+    guess = {"bf16": {"memory": 0.5}, "fp128": {"time": 4.0}}
+    return Comparison(name, tuple(rows), predicted, guess, other_training=("fp64",))
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +125,35 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, page_of_two_machines):
     page.close()
 
 
-def test_every_verdict_is_in_words_beside_its_numbers(browser, page_of_two_machines):
+def test_every_result_is_in_words_with_its_prediction_and_the_guess(browser, page_of_two_machines):
     page = browser.new_page()
     page.goto(page_of_two_machines.as_uri())
     rows = page.locator("section").first.locator("tbody").first.locator("tr").all_inner_texts()
-    cells = [[cell.strip() for cell in row.split("\t")] for row in rows]
-    assert cells[0] == ["mixed_precision"]
-    assert cells[1] == ["fp32", "41.2 ms", "· baseline", "9.00 GiB", "12.4 J"]
-    assert [row[0] for row in cells[2:]] == ["bf16", "tf32, and cudnn.benchmark", "fp64", "fp128"]
-    assert [row[2] for row in cells[2:]] == ["↓ faster", "≈ within noise", "↑ slower", "✕ out of memory"]
-    assert cells[2][1].startswith("0.41") and "[" in cells[2][1] and cells[2][3] == "0.556 ×"
-    assert cells[5][1] == cells[5][3] == cells[5][4] == "–"
+    heading, *rows = [[" ".join(cell.split()) for cell in row.split("\t")] for row in rows]
+    assert heading == ["mixed_precision"]
+    cells = {label: told for label, *told in rows}
+    assert cells["fp32"] == ["41.2 ms baseline", "9.00 GiB", "12.4 J"]
+    assert cells["fp64 not the same training"][1:] == ["+100 %", "+118 % predicted +100 %"]
+    assert cells["fp32 again"] == ["= same (within 1 %)", "0 %", "0 %"]
+    assert cells["fp128"] == ["✕ out of memory guess 4.00 × slower", "–", "–"]
+    time, memory, energy = cells["bf16"]
+    assert re.fullmatch(r"↓ 2\.4\d × faster \[2\.\d\d, 2\.\d\d\] predicted 2\.00 × faster", time)
+    assert (memory, energy) == ("−44 % predicted −45 %, guess −50 %", "−58 %")
+    assert re.fullmatch(r"\? inconclusive \(±[\d.]+ %\)", cells["tf32, and cudnn.benchmark"][0])
+    assert cells["fp64 not the same training"][0].startswith("↑ 2.1")
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_predictions_are_small_print_below_the_result(browser, page_of_two_machines, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto(page_of_two_machines.as_uri())
+    below = """e => {
+        const [own, result] = [e, e.closest('td').querySelector('b')];
+        return own.getBoundingClientRect().top >= result.getBoundingClientRect().bottom - 1
+            && parseFloat(getComputedStyle(own).fontSize) < parseFloat(getComputedStyle(result).fontSize);
+    }"""
+    assert [e.evaluate(below) for e in page.locator(".expected").all()] == [True] * 14  # 4 of a GPU, 3 of a CPU, twice
     page.close()
 
 
@@ -148,7 +170,7 @@ def test_what_failed_is_named_and_nothing_in_it_is_markup(tmp_path):
     bad = Outcome("01_bad", "Bad", failure="cell [1] '<script>': ValueError: <b>")
     page = report.write(tmp_path / "report.html", [report.Section(GPU, (bad,))]).read_text()
     assert "01_bad" in page and "&lt;script&gt;" in page and "<script>" not in page and "ValueError: &lt;b&gt;" in page
-    assert "No lesson gave a comparison" in page
+    assert "There are no comparisons" in page
 
 
 def test_a_lesson_that_leads_stands_first_and_the_rest_in_their_order(tmp_path):
@@ -158,13 +180,13 @@ def test_a_lesson_that_leads_stands_first_and_the_rest_in_their_order(tmp_path):
     assert sorted(names, key=page.index) == ["16_all", "01_one", "02_two"]
 
 
-def test_variants_that_disturbed_each_other_are_named(tmp_path):
-    quiet, times = compare(CPU), (1.0, 2.0) * 8
-    loud = replace(quiet, measurements=tuple(replace(m, times=times) for m in quiet))
+def test_variants_with_order_effects_are_named(tmp_path):
+    quiet, turns = compare(CPU), ((1.0, 2.0),) * 8
+    loud = replace(quiet, measurements=tuple(replace(m, turns=turns) for m in quiet))
     for comparison in (quiet, loud):
         section = report.Section(CPU, (Outcome("a", "A", (comparison,)),))
         page = report.write(tmp_path / "report.html", [section]).read_text()
-        assert ("disturbed by what ran just before: fp32, " in page) == (comparison is loud)
+        assert ("the time depends on which variant ran before: fp32, " in page) == (comparison is loud)
 
 
 def test_versions_that_differ_between_results_are_all_named(tmp_path):

@@ -1,7 +1,7 @@
-"""Text and images to train on, with nothing to download: Python's own source, and letters in the fonts of matplotlib.
+"""Text and images to train on, without a download: Python's own source, and letters in the fonts of matplotlib.
 
-Both have what random tensors lack: lengths that differ, a task that can be learned, a held-out split that means
-something, and real work for the CPU per item. No call here opens a connection.
+Unlike random tensors, they have items of different lengths, a task that can be learned, a held-out split, and real
+work for the CPU per item. Nothing here opens a network connection.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ if TYPE_CHECKING:  # imported where they are used: each takes a second or more
     from torchvision.transforms.v2 import Transform
     from transformers import PreTrainedTokenizerFast
 
-# The classes of load_text: every CPython from 3.11 on ships these packages with their source.
+# The classes of load_text. Every CPython from 3.11 on ships the source of these packages.
 PACKAGES = (
     *("asyncio", "concurrent", "email", "encodings", "html", "http", "importlib", "logging"),
     *("multiprocessing", "re", "unittest", "urllib", "xml", "xmlrpc"),
 )
 TRAIN_SHARE = 0.8  # of the lines of each file, from its top
-LOG_LINES, SPREAD_LINES = math.log(7), 0.9  # of the lines of a window: mean and deviation of their logarithm
-MOST_LINES = 120
+LOG_LINES, SPREAD_LINES = math.log(7), 0.9  # mean and standard deviation of the logarithm of a window's lines
+MOST_LINES = 120  # of a window
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "cls_token": "<cls>", "eos_token": "<eos>", "mask_token": "<mask>"}
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)  # every byte has a token of its own
 MOST_TOKENS = 512  # the positions of a BERT
-TOKENIZER_TEXTS = 20_000  # windows a tokenizer is trained on: each line of the train split about twice
+TOKENIZER_TEXTS = 20_000  # windows to train a tokenizer on; they hold each line of the train split about twice
 
-# The text fonts that every matplotlib from 3.9 on ships; the others draw symbols, boxes or nothing. The held-out fonts
-# are a whole family, because a bold or slanted cut of a font seen in training would hardly be unseen.
+# The text fonts that every matplotlib from 3.9 on ships. Its other fonts draw symbols, boxes or nothing. A whole family
+# is held out, because the bold or italic cut of a font seen in training is too similar to it.
 FONTS = {
     "train": (
         *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
@@ -56,39 +56,39 @@ SMALLEST_IMAGE = 16  # pixels a side
 def load_text(count: int = 10_000, *, split: str = "train", seed: int = 0) -> "Dataset":
     """Return `count` windows of the standard library's source, each labelled with the package it is from.
 
-    A window is a run of whole lines of one file. The package is drawn uniformly, then the first line (one that is not
-    blank), then the number of lines: lognormal with median 7, at most 120, and cut where the file's part ends. So the
-    lengths spread as those of real texts do. As windows overlap, "train" is cut from the first 80 % of the lines of
-    each file and "test" from the rest: no line of a file is in both.
+    A window is a run of whole lines of one file. The package and the first line, which is not blank, are drawn
+    uniformly. The number of lines is lognormal with median 7, and at most 120. So lengths spread as those of real texts
+    do. "train" uses the first 80 % of the lines of each file and "test" the rest: no line of a file is in both.
 
-    The same installed Python, split and seed give the same rows; a larger `count` appends to them. Texts repeat a
-    little, as short runs of lines do in source: 1 % of 10,000, 11 % of 150,000.
+    The same installed Python, split and seed give the same rows. A larger `count` appends to them. Of 10,000 texts 1 %
+    occur more than once, of 150,000 texts 11 %.
 
     Returns a `datasets.Dataset` of `count` rows with the columns "text" (str, never blank) and "label" (ClassLabel,
-    named by PACKAGES). Raises TypeError or ValueError for a bad argument, and FileNotFoundError where a package has no
-    source on this machine.
+    named by PACKAGES). Raises TypeError or ValueError for a bad argument, and FileNotFoundError if the source of a
+    package is not installed.
     """
-    _check_int("count", count, least=1)
-    _check_split(split)
-    _check_int("seed", seed)
+    check_int("count", count, least=1)
+    check_split(split)
+    check_int("seed", seed)
     with _quiet_imports():
         import pyarrow
         from datasets import ClassLabel, Dataset, Features, Value
 
-    texts, labels = _draw_texts(count, split, seed)
+    texts, labels = draw_texts(count, split, seed)
     features = Features({"text": Value("string"), "label": ClassLabel(names=list(PACKAGES))})
     return Dataset.from_dict({"text": pyarrow.array(texts), "label": pyarrow.array(labels)}, features)
 
 
 @contextlib.contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """In a notebook without ipywidgets, tqdm.auto warns of that when a library imports it."""
+    """Silence tqdm.auto, which warns on import if a notebook has no ipywidgets."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")
         yield
 
 
-def _draw_texts(count: int, split: str, seed: int) -> tuple[list[str], list[int]]:
+def draw_texts(count: int, split: str, seed: int) -> tuple[list[str], list[int]]:
+    """Return the texts and labels of `load_text` as lists, without importing datasets."""
     parts = [_read_part(package, split) for package in PACKAGES]
     labels = random.Random(f"labels {split} {seed}").choices(range(len(parts)), k=count)
     draw = random.Random(f"windows {split} {seed}")
@@ -96,7 +96,7 @@ def _draw_texts(count: int, split: str, seed: int) -> tuple[list[str], list[int]
 
 
 def _cut_window(lines: list[str], ends: list[int], starts: list[int], draw: random.Random) -> str:
-    """One text from the part of a package that `_read_part` returns."""
+    """Cut one window from what `_read_part` returns."""
     start = draw.choice(starts)
     length = max(1, min(round(draw.lognormvariate(LOG_LINES, SPREAD_LINES)), MOST_LINES))
     return "\n".join(lines[start : min(start + length, ends[start])])
@@ -104,7 +104,7 @@ def _cut_window(lines: list[str], ends: list[int], starts: list[int], draw: rand
 
 @cache
 def _read_part(package: str, split: str) -> tuple[list[str], list[int], list[int]]:
-    """A package's lines of one split, for each line where its file's part ends, and the indices of those not blank."""
+    """Return a package's lines of one split, the end of its file for each line, and the indices of non-blank lines."""
     lines, ends = [], []
     for path in _find_sources(package):
         file = path.read_text(encoding="utf-8").splitlines()
@@ -116,7 +116,7 @@ def _read_part(package: str, split: str) -> tuple[list[str], list[int], list[int
 
 
 def _find_sources(package: str) -> list[Path]:
-    """The source files of an installed package without its tests, in an order that is the same on every system."""
+    """Return the source files of a package, without its tests, in the same order on every system."""
     spec = importlib.util.find_spec(package)
     folders = (spec and spec.submodule_search_locations) or ()
     paths = {path.relative_to(folder).as_posix(): path for folder in folders for path in Path(folder).rglob("*.py")}
@@ -127,22 +127,23 @@ def _find_sources(package: str) -> list[Path]:
 
 
 def train_tokenizer(*, vocab_size: int = 8192, seed: int = 0) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE tokenizer of `vocab_size` tokens, trained on windows of the train split in seconds.
+    """Return a byte-level BPE tokenizer of `vocab_size` tokens, trained on the train split. It takes seconds.
 
-    It puts <cls> before a text and <eos> after it, pads with <pad> (id 0) and has <mask>; no token is unknown, since
-    every byte has one, and decoding with `skip_special_tokens=True` gives back the very text, unless it spells one of
-    these four. `model_max_length` is 512. It returns input_ids and attention_mask and no token types, so that
+    It puts <cls> before a text and <eos> after it, pads with <pad> (id 0) and has <mask>. Every byte has a token, so no
+    text is unknown, and decoding with `skip_special_tokens=True` gives the text back, unless it contains one of these
+    four. `model_max_length` is 512. It returns input_ids and attention_mask but no token types, so
     `model(**tokenizer(texts, padding="longest", truncation=True, return_tensors="pt"))` fits DistilBERT and GPT-2.
 
-    Raises TypeError or ValueError for a bad argument: below 260 tokens, or above the 26,000 or so that the texts hold.
+    Raises TypeError or ValueError for a bad argument. `vocab_size` is at least 260, and at most the 26,000 or so tokens
+    that the texts can fill.
     Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2.
     """
-    _check_int("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
-    _check_int("seed", seed)
+    check_int("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+    check_int("seed", seed)
     with _quiet_imports():
         from transformers import PreTrainedTokenizerFast
 
-    bpe = _train_bpe(_draw_texts(TOKENIZER_TEXTS, "train", seed)[0], vocab_size)
+    bpe = _train_bpe(draw_texts(TOKENIZER_TEXTS, "train", seed)[0], vocab_size)
     if bpe.get_vocab_size() < vocab_size:
         raise ValueError(f"vocab_size: expected at most {bpe.get_vocab_size()}, all the texts hold, got {vocab_size}")
     return PreTrainedTokenizerFast(
@@ -172,17 +173,17 @@ def _train_bpe(texts: list[str], vocab_size: int) -> "Tokenizer":
 
 
 class Glyphs(torch.utils.data.Dataset):
-    """Letters and digits in many fonts: `count` images, each drawn when it is asked for, as a photograph is decoded.
+    """A dataset of `count` images of letters and digits in many fonts. Each is drawn when it is accessed.
 
-    Item i is (image, label): a float32 tensor of shape [1, size, size], where 0 is ground and 1 ink, and the index into
-    `Glyphs.classes`, an int from 0 to 61. Character, font, height (0.70 to 0.80 of `size`) and place (within 0.04 of
-    `size`) follow from split, seed and i alone, so an item is the same at every access and in every worker process.
-    "test" uses a family of fonts that "train" never shows. `transform`, if given, is called on the image: `augment`
-    makes one.
+    Item i is (image, label). The image is a float32 tensor [1, size, size]: 0 is background, 1 is ink. The label is the
+    index into `Glyphs.classes`, an int from 0 to 61. Character, font, height (0.70 to 0.80 of `size`) and position
+    (within 0.04 of `size`) depend only on split, seed and i, so an item is the same at every access and in every worker
+    process. "test" uses a font family that "train" never shows. `transform`, if given, is applied to the image. See
+    `augment`.
 
-    Drawing takes about a quarter of a millisecond of one core. Instances can be pickled, so DataLoader workers can use
-    them under any start method. Raises TypeError or ValueError for a bad argument, FileNotFoundError where matplotlib's
-    fonts are missing, and IndexError past the last item.
+    Drawing takes about 0.25 ms on one core. Instances can be pickled, so DataLoader workers can use them with any start
+    method. Raises TypeError or ValueError for a bad argument, FileNotFoundError if matplotlib's fonts are missing, and
+    IndexError past the last item.
     """
 
     classes = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
@@ -196,10 +197,10 @@ class Glyphs(torch.utils.data.Dataset):
         seed: int = 0,
         transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        _check_int("count", count, least=1)
-        _check_split(split)
-        _check_int("size", size, least=SMALLEST_IMAGE)
-        _check_int("seed", seed)
+        check_int("count", count, least=1)
+        check_split(split)
+        check_int("size", size, least=SMALLEST_IMAGE)
+        check_int("seed", seed)
         if transform is not None and not callable(transform):
             raise TypeError(f"transform: expected None or a function of an image, got {transform!r}")
         self.count, self.split, self.size, self.seed, self.transform = count, split, size, seed, transform
@@ -218,7 +219,7 @@ class Glyphs(torch.utils.data.Dataset):
 
 
 def _find_font(name: str) -> str:
-    """The file of one of matplotlib's fonts, found without importing matplotlib: that is for figures.py alone."""
+    """Return the file of one of matplotlib's fonts, without the slow import of matplotlib."""
     spec = importlib.util.find_spec("matplotlib")
     if not spec or not spec.submodule_search_locations:
         raise FileNotFoundError("no matplotlib: Glyphs draws with the fonts that it installs")
@@ -231,7 +232,7 @@ def _find_font(name: str) -> str:
 def _draw_glyph(
     character: str, font: str, size: int, height: float = 0.75, across: float = 0.0, down: float = 0.0
 ) -> torch.Tensor:
-    """A float32 image [1, size, size]; the font's height and the shifts from the middle are shares of `size`."""
+    """Return a float32 image [1, size, size]. Height and shifts from the centre are shares of `size`."""
     from PIL import Image, ImageDraw, ImageFont
 
     face = ImageFont.truetype(font, height * size, layout_engine=ImageFont.Layout.BASIC)
@@ -242,15 +243,14 @@ def _draw_glyph(
 
 
 def augment(size: int = 48) -> "Transform":
-    """Return a training-time augmentation of images of `size` pixels a side: a random transform, new at every call.
+    """Return a random augmentation for images of `size` pixels a side, as a torchvision v2 transform.
 
-    It turns, shifts, scales, shears, tilts, warps, blurs and adds noise, in three to four milliseconds of one core at
-    48 pixels, growing with their number: enough for DataLoader workers to matter. A torchvision v2 transform
-    from a float32 tensor [..., size, size] with values from 0 to 1 to one of the same shape and range. It draws from
-    torch's global generator, so `torch.manual_seed` repeats it; a DataLoader seeds each of its workers differently.
-    Raises TypeError or ValueError for a bad `size`.
+    It rotates, shifts, scales, shears, tilts, warps and blurs an image, and adds noise. This takes 3 to 4 ms on one
+    core at 48 pixels, enough for DataLoader workers to matter. Input and output are float32 tensors [..., size, size]
+    with values from 0 to 1. Random numbers come from torch's global generator, so `torch.manual_seed` repeats them. A
+    DataLoader seeds each of its workers differently. Raises TypeError or ValueError for a bad `size`.
     """
-    _check_int("size", size, least=SMALLEST_IMAGE)
+    check_int("size", size, least=SMALLEST_IMAGE)
     from torchvision.transforms import v2
 
     smooth = v2.InterpolationMode.BILINEAR
@@ -270,27 +270,29 @@ def load_images(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the items of `Glyphs` in memory: images, float32 [count, 1, size, size], and labels, int64 [count].
 
-    About a quarter of a millisecond and, at 48 pixels, 9 KiB an image. Arguments and errors are those of `Glyphs`.
+    An image takes about 0.25 ms and, at 48 pixels, 9 KiB. Arguments and errors are those of `Glyphs`.
     """
     images, labels = zip(*Glyphs(count, split=split, size=size, seed=seed))
     return torch.stack(images), torch.tensor(labels)
 
 
-def sign(samples: Sequence) -> tuple[int, int]:
-    """Who put a batch together, in place of it: the process's number and the worker's, as a DataLoader's collate_fn.
+def worker_ids(samples: Sequence) -> tuple[int, int]:
+    """A collate function that returns (process id, worker id) instead of a batch.
 
-    It stands here and not in a notebook because workers that are spawned can import it.
+    It is not in a notebook, because spawned DataLoader workers cannot import from one.
     """
     return os.getpid(), torch.utils.data.get_worker_info().id
 
 
-def _check_int(name: str, value: int, least: int | None = None) -> None:
+def check_int(name: str, value: int, least: int | None = None) -> None:
+    """Raise TypeError unless `value` is an int, and ValueError if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
-def _check_split(split: str) -> None:
+def check_split(split: str) -> None:
+    """Raise ValueError unless `split` is "train" or "test"."""
     if split not in ("train", "test"):
         raise ValueError(f"split: expected 'train' or 'test', got {split!r}")

@@ -1,4 +1,4 @@
-"""Run the lessons headless, each in a kernel of its own, and collect the results that they carry."""
+"""Run the lessons without a browser, each in its own kernel, and collect the results in their outputs."""
 
 import asyncio
 import itertools
@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from tqdm import tqdm
 
-from effgpu import reference
+from effgpu import results
 from effgpu.comparison import MIME_TYPE, Comparison
 
-LESSONS = Path(__file__).parent.parent / "notebooks"  # of a clone
+LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds
 INTERRUPTED = "interrupted"
-_STABLE_METADATA = {  # what a kernel reports of itself differs from machine to machine
+_STABLE_METADATA = {  # instead of what the kernel reports, which differs between machines
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
@@ -27,7 +27,7 @@ _STABLE_METADATA = {  # what a kernel reports of itself differs from machine to 
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot of a lesson: the PNG in base64, and what it shows in words."""
+    """A plot of a lesson: the PNG in base64, and its alternative text."""
 
     png: str
     alt: str
@@ -35,9 +35,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a lesson gave. `name` is its file's, `title` its heading; `failure` says in one line why it stopped.
+    """The results of a lesson. `name` is its file name without .ipynb, `title` its heading.
 
-    With `leads` it stands first in a report: one of its cells has the tag "leads".
+    `failure` says in one line why it failed. A lesson that `leads` comes first in a report: a cell has the tag "leads".
     """
 
     name: str
@@ -49,10 +49,10 @@ class Outcome:
 
 
 def find_lessons(names: Sequence[str] = ()) -> list[Path]:
-    """The lessons meant by `names` (a path, `02_dataloader.ipynb`, `02_dataloader`, `02` or `dataloader`), or all.
+    """Return the paths of lessons given as a path, `02_dataloader.ipynb`, `02_dataloader`, `02` or `dataloader`.
 
-    They are looked for in ./notebooks, else beside the package, as in a clone. Raises ValueError for an unknown name,
-    and where there are no lessons at all.
+    Without names, returns all. Looks in ./notebooks, else in the clone that the package is from. Raises ValueError for
+    an unknown name, for two lessons of the same name, and if there are no lessons.
     """
     here = sorted(Path("notebooks").glob("*.ipynb")) or sorted(LESSONS.glob("*.ipynb"))
     known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
@@ -61,27 +61,27 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     found = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
     stems = [path.stem for path in found]
     if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
-        raise ValueError(f"expected lessons with a name each, as their results go by it, got two called {twice!r}")
+        raise ValueError(f"expected lessons with different names, as results are stored by name, got two {twice!r}")
     return found
 
 
 def prepare(out: Path, *others: Path) -> None:
-    """Make the folders of a run, before anything is run.
+    """Create the folders of a run, so that problems show before the first lesson runs.
 
-    Raises OSError where they, or `others`, cannot be written to, ValueError for results that are not effgpu's.
+    Raises OSError if they, or `others`, cannot be written to, and ValueError if a results file cannot be read.
     """
     for folder in (out, out / "notebooks", out / "results", *others):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     for path in (out / "results").glob("*.json"):
-        reference.load(path)
+        results.load(path)
 
 
 def run(lessons: Sequence[Path], out: Path, *, inplace: bool = False) -> Iterator[Outcome]:
-    """Run lessons one after another, with a progress bar, and yield each outcome; a failure does not stop the rest.
+    """Run lessons one after another, with a progress bar, and yield each outcome. A failure does not stop the rest.
 
-    Executed lessons go to `out`/notebooks and, with `inplace`, over those lessons that succeeded. Ctrl-C ends the
-    running kernel, yields what its lesson had found until then, and raises KeyboardInterrupt.
+    Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten. Ctrl-C
+    stops the running kernel, yields the results of its lesson so far, and raises KeyboardInterrupt.
     """
     width = max(len(path.stem) for path in lessons)
     with tqdm(total=len(lessons), leave=False, bar_format="{desc} |{bar:30}| {remaining} left") as bar:
@@ -96,16 +96,16 @@ def run(lessons: Sequence[Path], out: Path, *, inplace: bool = False) -> Iterato
 def run_lesson(
     path: Path, folder: Path, *, inplace: bool = False, progress: Callable[[float], None] = lambda share: None
 ) -> Outcome:
-    """Run one lesson in its own kernel and folder, and write it, executed, into `folder`, unless Ctrl-C ends it.
+    """Run one lesson in its own kernel, in the lesson's folder. Write the executed lesson into `folder`.
 
-    `progress` is told the share of the cells that are done, from 0 to 1.
+    Ctrl-C stops it, and nothing is written. `progress` is called with the share of the cells that are done, 0 to 1.
     """
     import nbformat
 
     progress(0)
     try:
         notebook = nbformat.read(path, as_version=4)
-    except Exception as error:  # nbformat raises whatever the broken content leads to
+    except Exception as error:  # nbformat raises errors of many types
         return Outcome(path.stem, path.stem, failure=f"not a notebook: {type(error).__name__}: {_first_line(error)}")
     _clear(notebook)
     try:
@@ -116,41 +116,41 @@ def run_lesson(
     outcome = _outcome(path.stem, notebook)
     try:
         _write(notebook, path, folder, inplace=inplace and not outcome.failure)
-    except OSError as error:  # a full disk, say: its results may fit
+    except OSError as error:  # for example a full disk
         outcome = replace(outcome, failure=outcome.failure or f"could not be written: {error}")
     return outcome
 
 
 def _write(notebook, path: Path, folder: Path, *, inplace: bool) -> None:
-    """Write an executed lesson into `folder` and, with `inplace`, over the lesson."""
+    """Write an executed lesson into `folder` and, with `inplace`, also over the lesson at `path`."""
     import nbformat
 
     if inplace:
-        reference.write_whole(path, nbformat.writes(notebook) + "\n")
+        results.write_atomic(path, nbformat.writes(notebook) + "\n")
     beside = quote(Path(os.path.relpath(path.resolve().parent.parent, folder.resolve())).as_posix())
     for cell in notebook.cells:
-        if cell.cell_type == "markdown":  # the drawings are not copied
+        if cell.cell_type == "markdown":  # the images are not copied
             cell.source = cell.source.replace("](../", f"]({beside}/")
-    reference.write_whole(folder / path.name, nbformat.writes(notebook) + "\n")
+    results.write_atomic(folder / path.name, nbformat.writes(notebook) + "\n")
 
 
 def read_lessons(folder: Path) -> list[Outcome]:
-    """What the executed lessons in a folder hold, without running them; those of another format are passed over."""
+    """Return the outcomes of the executed lessons in a folder. Files that are not notebooks are skipped."""
     import nbformat
 
     outcomes = []
     for path in sorted(folder.glob("*.ipynb")):
         try:
             outcomes.append(_outcome(path.stem, nbformat.read(path, as_version=4)))
-        except Exception:  # nbformat raises whatever the broken content leads to
+        except Exception:  # nbformat raises errors of many types
             continue
     return outcomes
 
 
 def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Outcome:
-    """Write a lesson's results into one file a machine; its outcome, with a failure for what could not be stored.
+    """Add a lesson's results to the results file of its machine. Returns the outcome, with a failure if that failed.
 
-    Results of an earlier run stay, unless they have the same name; those of the run's `earlier` lessons stay anyway.
+    Results of an earlier run with the same name are replaced, those of `earlier` lessons of this run are not.
     """
     owners = {_key(comparison): other.name for other in reversed(earlier) for comparison in other.comparisons}
     fresh: dict[str, dict[str, Comparison]] = {}
@@ -165,15 +165,15 @@ def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Ou
     for slug, named in fresh.items():
         path = folder / f"{slug}.json"
         try:
-            before = {comparison.name: comparison for comparison in reference.load(path)} if path.exists() else {}
-            reference.save((before | named).values(), path)
-        except (OSError, ValueError) as error:  # a full disk; a file that was broken meanwhile
+            before = {comparison.name: comparison for comparison in results.load(path)} if path.exists() else {}
+            results.save((before | named).values(), path)
+        except (OSError, ValueError) as error:  # for example a full disk
             failures.append(f"results could not be stored: {error}")
     return replace(outcome, failure="; ".join(failures) or None)
 
 
 def _key(comparison: Comparison) -> tuple[str, str]:
-    """What its results go by: the file's name, and its own."""
+    """What a comparison is stored under: the name of the file, and its own name in it."""
     return comparison.device.slug, comparison.name
 
 
@@ -192,7 +192,7 @@ def _show(bar: tqdm, number: int, share: float) -> None:
 
 
 def _clear(notebook) -> None:
-    """Forget an earlier execution, so that nothing of it can pass for this one's."""
+    """Remove all outputs of an earlier execution."""
     notebook.metadata.update(_STABLE_METADATA)
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
@@ -202,7 +202,7 @@ def _clear(notebook) -> None:
 
 
 def _execute(notebook, folder: Path, progress: Callable[[float], None]) -> None:
-    """Run the cells up to the first one that fails. Whatever stopped them stands in that cell's output as an error."""
+    """Run the cells up to the first that fails. Its output then holds the error."""
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
@@ -211,14 +211,14 @@ def _execute(notebook, folder: Path, progress: Callable[[float], None]) -> None:
         asyncio.run(_execute_cells(notebook, waiting, folder, progress))
     except CellExecutionError:
         pass
-    except Exception as error:  # the kernel died or did not start, a cell ran out of time
-        told = {"ename": type(error).__name__, "evalue": str(error), "traceback": [str(error)]}
+    except Exception as error:  # the kernel died or did not start, or a cell took too long
+        fields = {"ename": type(error).__name__, "evalue": str(error), "traceback": [str(error)]}
         for cell in _code_cells(cell for _, cell in waiting)[:1]:
-            cell.outputs.append(nbformat.v4.new_output("error", **told))
+            cell.outputs.append(nbformat.v4.new_output("error", **fields))
 
 
 async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callable[[float], None]) -> None:
-    """As nbclient's own `execute`, but for signals: its handlers would swallow a Ctrl-C, asyncio's cancel this task."""
+    """Like nbclient's `execute`, which would swallow a Ctrl-C. Here asyncio cancels this task at one."""
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
 
@@ -234,7 +234,7 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
             del waiting[0]
             progress((index + 1) / len(notebook.cells))
     except DeadKernelError as error:
-        if asyncio.current_task().cancelling():  # which nbclient takes for the kernel's death
+        if asyncio.current_task().cancelling():  # by Ctrl-C, not a dead kernel
             raise asyncio.CancelledError from error
         raise
     finally:
@@ -244,7 +244,7 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
 
 
 def _drop_blank_output(notebook) -> None:
-    """A progress bar that wiped itself out leaves blanks behind."""
+    """Remove the blanks that a progress bar leaves when it erases itself."""
     for cell in _code_cells(notebook.cells):
         for stream in (out for out in cell.outputs if out.output_type == "stream"):
             stream.text = re.sub(r" *\r\Z", "", stream.text)
@@ -259,7 +259,7 @@ def _outcome(name: str, notebook) -> Outcome:
     for cell in _code_cells(notebook.cells):
         data = [output.data for output in cell.outputs if "data" in output]
         try:
-            shown = [reference.revive(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
+            shown = [results.comparison_from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             shown, failure = [], failure or f"a comparison cannot be read: {error}"
         for comparison in shown:
@@ -272,7 +272,7 @@ def _outcome(name: str, notebook) -> Outcome:
 
 
 def _free_name(comparison: Comparison, taken: Mapping[str, Comparison]) -> str:
-    """Its own name, or that with a number, where another comparison has it: neither is lost."""
+    """Return the comparison's name, with a number if another comparison of the lesson has that name."""
     names = itertools.chain([comparison.name], (f"{comparison.name}-{number}" for number in itertools.count(2)))
     return next(name for name in names if name not in taken or taken[name].measurements == comparison.measurements)
 

@@ -1,4 +1,4 @@
-"""Lessons run in real kernels here: tiny notebooks, written for the purpose."""
+"""Tiny notebooks run in real kernels."""
 
 import re
 import tempfile
@@ -7,19 +7,14 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from effgpu import course, reference
+from effgpu import results
 from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison
-
-COMPARISON = """\
-from effgpu.comparison import Comparison
+from effgpu.course import runner
 from effgpu.device import Device
 from effgpu.measurement import Measurement
 
-cpu = Device("Pocket calculator", "cpu", 2**30, 1, versions={{"torch": "2.8.0"}})
-slow = Measurement("slow", (0.2,) * 8, cpu, peak_allocated=2000)
-fast = Measurement("fast", ({seconds},) * 8, cpu, peak_allocated=1000)
-Comparison("{name}", (slow, fast))"""
+CALCULATOR = Device("Pocket calculator", "cpu", 2**30, 1, versions={"torch": "2.8.0"})
 PICTURE = """\
 from IPython.display import display
 display({"image/png": "aGVsbG8=\\n", "text/plain": "Figure"}, raw=True)"""
@@ -43,13 +38,16 @@ def write_lesson(folder: Path, name: str, *sources: str) -> Path:
 
 
 def compares(name: str, seconds: float = 0.1) -> str:
-    """The source of a cell whose value is a comparison."""
-    return COMPARISON.format(name=name, seconds=seconds)
+    """The source of a cell that shows a comparison, without importing torch in its kernel."""
+    slow = Measurement("slow", ((0.2, 0.2),) * 8, CALCULATOR, peak_allocated=2000)
+    fast = Measurement("fast", ((seconds, seconds),) * 8, CALCULATOR, peak_allocated=1000)
+    shown = {MIME_TYPE: Comparison(name, (slow, fast)).to_dict(), "text/plain": ""}
+    return f"from IPython.display import display\ndisplay({shown}, raw=True)"
 
 
 @pytest.fixture
 def out(tmp_path) -> Path:
-    course.prepare(tmp_path / "out")
+    runner.prepare(tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -59,77 +57,78 @@ def lessons(tmp_path, monkeypatch) -> Path:
     for name in ("01_anatomy", "02_dataloader", "03_pinned_memory"):
         write_lesson(tmp_path / "notebooks", name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(course, "LESSONS", tmp_path / "nowhere")
+    monkeypatch.setattr(runner, "LESSONS", tmp_path / "nowhere")
     return tmp_path / "notebooks"
 
 
 def test_a_lesson_may_be_named_in_five_ways(lessons):
     for name in ("02", "02_dataloader", "dataloader", "02_dataloader.ipynb", str(lessons / "02_dataloader.ipynb")):
-        assert [path.resolve() for path in course.find_lessons([name])] == [lessons / "02_dataloader.ipynb"]
+        assert [path.resolve() for path in runner.find_lessons([name])] == [lessons / "02_dataloader.ipynb"]
 
 
 def test_all_lessons_in_reading_order_unless_some_are_named(lessons):
-    assert [path.stem for path in course.find_lessons()] == ["01_anatomy", "02_dataloader", "03_pinned_memory"]
-    assert [path.stem for path in course.find_lessons(["03", "pinned_memory", "01"])] == [
+    assert [path.stem for path in runner.find_lessons()] == ["01_anatomy", "02_dataloader", "03_pinned_memory"]
+    assert [path.stem for path in runner.find_lessons(["03", "pinned_memory", "01"])] == [
         "03_pinned_memory",
         "01_anatomy",
     ]
 
 
-def test_an_unknown_lesson_is_told_with_the_known_ones(lessons):
+def test_the_error_for_an_unknown_lesson_lists_the_known_ones(lessons):
     with pytest.raises(ValueError, match=r"'02_dataloder'.*01_anatomy, 02_dataloader, 03_pinned_memory"):
-        course.find_lessons(["02_dataloder"])
+        runner.find_lessons(["02_dataloder"])
 
 
 def test_two_lessons_of_one_name_are_refused(lessons, tmp_path):
     other = write_lesson(tmp_path / "other", "02_dataloader")
-    with pytest.raises(ValueError, match=r"expected lessons with a name each, .* got two called '02_dataloader'"):
-        course.find_lessons(["02", str(other)])
+    with pytest.raises(ValueError, match=r"expected lessons with different names, .* got two '02_dataloader'"):
+        runner.find_lessons(["02", str(other)])
 
 
 def test_lessons_beside_the_package_are_found_from_anywhere(lessons, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="no lessons"):
-        course.find_lessons()
-    monkeypatch.setattr(course, "LESSONS", lessons)
-    assert len(course.find_lessons()) == 3
+        runner.find_lessons()
+    monkeypatch.setattr(runner, "LESSONS", lessons)
+    assert len(runner.find_lessons()) == 3
 
 
 def test_an_executed_lesson_carries_what_it_measured(tmp_path, out):
     lesson = write_lesson(tmp_path, "05_good", f"{PICTURE}\n{compares('good')}", PICTURE, WIPED_BAR, "1 + 1")
     shares = []
-    outcome = course.run_lesson(lesson, out / "notebooks", progress=shares.append)
+    outcome = runner.run_lesson(lesson, out / "notebooks", progress=shares.append)
     assert (outcome.name, outcome.title, outcome.failure) == ("05_good", "The 05_good lesson", None)
     assert outcome.comparisons[0].verdict("fast") == "faster"
     assert [picture.png for picture in outcome.pictures] == ["aGVsbG8=", "aGVsbG8="]
-    assert outcome.pictures[0].alt == "Plot of good on Pocket calculator (CPU, 1 cores). slow: baseline, fast: faster"
+    assert outcome.pictures[0].alt == outcome.comparisons[0].alt_text()
+    assert "fast: 2.00 × faster" in outcome.pictures[0].alt
     assert outcome.pictures[1].alt == "Plot of the lesson The 05_good lesson"
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
-    assert course.read_lessons(out / "notebooks") == [outcome]
+    assert runner.read_lessons(out / "notebooks") == [outcome]
 
 
 def test_no_comparison_is_lost_to_another_of_its_name(tmp_path, out):
     cells = compares("same"), compares("same", 0.2), compares("same"), compares("other")
-    outcome = course.run_lesson(write_lesson(tmp_path, "05_names", *cells), out / "notebooks")
+    outcome = runner.run_lesson(write_lesson(tmp_path, "05_names", *cells), out / "notebooks")
     found = {comparison.name: comparison["fast"].times[0] for comparison in outcome.comparisons}
     assert found == {"same": 0.1, "same-2": 0.2, "other": 0.1}
 
 
 def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, out):
-    spoilt = compares("spoilt").replace("peak_allocated=2000", "peak_allocated=-1")
+    spoilt = compares("spoilt").replace("'peak_allocated': 2000", "'peak_allocated': -1")
     lesson = write_lesson(tmp_path, "05_spoilt", spoilt, compares("good"))
-    outcome = course.run_lesson(lesson, out / "notebooks")
+    outcome = runner.run_lesson(lesson, out / "notebooks")
     assert outcome.failure.startswith("a comparison cannot be read: peak_allocated of 'slow': expected int")
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
 def test_an_ablation_stays_one_beside_its_combinations(tmp_path, make_measurement):
     ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    shown = [{MIME_TYPE: told.to_dict()} for told in (ablation, ablation.combinations)]
+    shown = [{MIME_TYPE: comparison.to_dict()} for comparison in (ablation, ablation.combinations)]
     cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data) for data in shown])
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "16_all.ipynb")
-    assert [outcome.comparisons for outcome in course.read_lessons(tmp_path)] == [(ablation, ablation.combinations)]
+    assert [outcome.comparisons for outcome in runner.read_lessons(tmp_path)] == [(ablation, ablation.combinations)]
 
 
 def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):
@@ -137,33 +136,34 @@ def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, 
         raise OSError("no space left on device")
 
     lesson = write_lesson(tmp_path, "05_good", compares("good"))
-    monkeypatch.setattr(reference, "write_whole", fail)
-    outcome = course.run_lesson(lesson, out / "notebooks")
+    monkeypatch.setattr(results, "write_atomic", fail)
+    outcome = runner.run_lesson(lesson, out / "notebooks")
     assert outcome.failure == "could not be written: no space left on device"
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
-    after_words = "print('told')\n" + WIPED_BAR.replace("stderr", "stdout")
+    after_words = "print('words')\n" + WIPED_BAR.replace("stderr", "stdout")
     lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, after_words)
-    course.run_lesson(lesson, out / "notebooks")
+    runner.run_lesson(lesson, out / "notebooks")
     first = (out / "notebooks" / "stable.ipynb").read_bytes()
     notebook = nbformat.reads(first.decode(), as_version=4)
     assert notebook.metadata.language_info == {"name": "python"}
     assert notebook.metadata.kernelspec.name == "python3" and "widgets" not in notebook.metadata
     assert all(not cell.metadata for cell in notebook.cells)
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
-    assert notebook.cells[2].outputs == [] and notebook.cells[3].outputs[0].text == "told\n"  # nothing of the bar
-    course.run_lesson(out / "notebooks" / "stable.ipynb", out / "notebooks")
+    assert notebook.cells[2].outputs == [] and notebook.cells[3].outputs[0].text == "words\n"  # nothing of the bar
+    runner.run_lesson(out / "notebooks" / "stable.ipynb", out / "notebooks")
     assert (out / "notebooks" / "stable.ipynb").read_bytes() == first
 
 
-def test_a_failing_lesson_is_told_and_does_not_stop_the_others(tmp_path, out):
+def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritten(tmp_path, out):
     failing = write_lesson(tmp_path, "01_failing", compares("before"), "", FAILING, "print('never')")
     broken = tmp_path / "02_broken.ipynb"
     broken.write_text("{")
     good = write_lesson(tmp_path, "03_good", "1 + 1")
-    first, second, third = course.run([failing, broken, good], out)
+    before = failing.read_bytes()
+    first, second, third = runner.run([failing, broken, good], out, inplace=True)
     assert first.failure == "cell [2] '# a comment': ArithmeticError: no such number"
     assert [comparison.name for comparison in first.comparisons] == ["before"]
     assert second.failure.startswith("not a notebook: ")
@@ -171,6 +171,8 @@ def test_a_failing_lesson_is_told_and_does_not_stop_the_others(tmp_path, out):
     executed = nbformat.read(out / "notebooks" / "01_failing.ipynb", as_version=4)
     assert "stale" not in str(executed.cells)
     assert executed.cells[-1].execution_count is None
+    assert failing.read_bytes() == before and broken.read_text() == "{"
+    assert good.read_bytes() == (out / "notebooks" / "03_good.ipynb").read_bytes()
 
 
 def test_a_lesson_says_by_a_tag_that_it_leads_the_report(tmp_path, out):
@@ -178,8 +180,8 @@ def test_a_lesson_says_by_a_tag_that_it_leads_the_report(tmp_path, out):
     notebook.cells[1].metadata.tags = ["leads"]
     nbformat.write(notebook, out / "notebooks" / "16_all.ipynb")
     write_lesson(out / "notebooks", "01_one", compares("one"))
-    told = {outcome.name: outcome.leads for outcome in course.read_lessons(out / "notebooks")}
-    assert told == {"01_one": False, "16_all": True}
+    leads = {outcome.name: outcome.leads for outcome in runner.read_lessons(out / "notebooks")}
+    assert leads == {"01_one": False, "16_all": True}
 
 
 FOREIGN = ["", "{", "[]", "{}", '{"nbformat": 9, "nbformat_minor": 0, "cells": [], "metadata": {}}']
@@ -190,23 +192,23 @@ FOREIGN += ['{"nbformat": 4, "nbformat_minor": 5, "cells": [{"cell_type": "code"
 def test_executed_lessons_of_another_format_are_passed_over(tmp_path, content):
     write_lesson(tmp_path, "01_good", "1 + 1")
     (tmp_path / "02_foreign.ipynb").write_text(content)
-    assert [outcome.name for outcome in course.read_lessons(tmp_path)] == ["01_good"]
+    assert [outcome.name for outcome in runner.read_lessons(tmp_path)] == ["01_good"]
 
 
 def test_a_dead_kernel_is_noticed_at_once(tmp_path, out, monkeypatch):
-    assert course.CELL_TIMEOUT >= 1800
-    monkeypatch.setattr(course, "CELL_TIMEOUT", 300)  # not noticed, it would be a CellTimeoutError
+    assert runner.CELL_TIMEOUT >= 1800
+    monkeypatch.setattr(runner, "CELL_TIMEOUT", 300)  # not noticed, it would be a CellTimeoutError
     lesson = write_lesson(tmp_path, "dying", compares("before"), DYING, "1 + 1")
-    outcome = course.run_lesson(lesson, out / "notebooks")
+    outcome = runner.run_lesson(lesson, out / "notebooks")
     assert outcome.failure == "cell [2] 'import os': DeadKernelError: Kernel died"
     assert [comparison.name for comparison in outcome.comparisons] == ["before"]
-    assert course.read_lessons(out / "notebooks") == [outcome]
+    assert runner.read_lessons(out / "notebooks") == [outcome]
 
 
 def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
-    monkeypatch.setattr(course, "CELL_TIMEOUT", 5)
+    monkeypatch.setattr(runner, "CELL_TIMEOUT", 1)
     slow = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    outcome = course.run_lesson(write_lesson(tmp_path, "sleepy", slow), out / "notebooks")
+    outcome = runner.run_lesson(write_lesson(tmp_path, "sleepy", slow), out / "notebooks")
     assert outcome.failure.startswith("cell [1] 'import os, time': CellTimeoutError")
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
@@ -214,7 +216,7 @@ def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
 def test_each_lesson_runs_in_its_own_folder_and_kernel(tmp_path, out):
     first = write_lesson(tmp_path / "a", "first", "import os\nleft = 1\nprint(os.getcwd())")
     second = write_lesson(tmp_path / "b", "second", "import os\nassert 'left' not in globals()\nprint(os.getcwd())")
-    assert [outcome.failure for outcome in course.run([first, second], out)] == [None, None]
+    assert [outcome.failure for outcome in runner.run([first, second], out)] == [None, None]
     for folder, lesson in {"a": first, "b": second}.items():
         executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
         assert executed.cells[1].outputs[0].text.strip() == str(tmp_path / folder)
@@ -226,7 +228,7 @@ def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch
     notebook.cells[0].source += "\n![a drawing](../images/a.svg)"
     nbformat.write(notebook, lesson)
     monkeypatch.chdir(lesson.parent)
-    course.run_lesson(Path(lesson.name), out / "notebooks", inplace=True)
+    runner.run_lesson(Path(lesson.name), out / "notebooks", inplace=True)
     executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
     assert "](../../course/images/a.svg)" in executed.cells[0].source
     assert "](../images/a.svg)" in lesson.read_text()
@@ -237,21 +239,9 @@ def test_a_folder_may_be_called_anything(tmp_path):
     lesson = write_lesson(folder / "notebooks", "drawn", "1 + 1")
     notebook = nbformat.read(lesson, as_version=4)
     notebook.cells[0].source += "\n![a drawing](../images/a.svg)"
-    nbformat.write(notebook, lesson)
-    course.prepare(tmp_path / "out")
-    course.run_lesson(lesson, tmp_path / "out" / "notebooks")
+    runner._write(notebook, lesson, tmp_path / "out" / "notebooks", inplace=False)
     executed = nbformat.read(tmp_path / "out" / "notebooks" / lesson.name, as_version=4)
     assert "](../../my%20%22best%22%20course/images/a.svg)" in executed.cells[0].source
-
-
-def test_inplace_overwrites_only_the_lessons_that_succeeded(tmp_path, out):
-    good, bad = write_lesson(tmp_path, "good", "1 + 1"), write_lesson(tmp_path, "bad", FAILING)
-    before = bad.read_bytes()
-    list(course.run([good, bad], out))
-    assert "stale" in good.read_text()
-    list(course.run([good, bad], out, inplace=True))
-    assert good.read_bytes() == (out / "notebooks" / "good.ipynb").read_bytes()
-    assert bad.read_bytes() == before
 
 
 @pytest.fixture
@@ -260,51 +250,51 @@ def make_outcome(make_measurement):
 
     def make(lesson, *named, seconds=0.01, failure=None):
         rows = make_measurement("slow", 0.02), make_measurement("fast", seconds)
-        return course.Outcome(lesson, lesson, tuple(Comparison(name, rows) for name in named), failure=failure)
+        return runner.Outcome(lesson, lesson, tuple(Comparison(name, rows) for name in named), failure=failure)
 
     return make
 
 
 def stored_verdicts(folder: Path) -> dict[str, str]:
-    results = reference.load(folder / "cpu-test-cpu-2-cores.json")
-    return {comparison.name: comparison.verdict("fast") for comparison in results}
+    stored = results.load(folder / "cpu-test-cpu-2-cores.json")
+    return {comparison.name: comparison.verdict("fast") for comparison in stored}
 
 
 def test_the_results_of_a_partial_run_join_those_in_the_folder(tmp_path, make_outcome):
     for outcome in (make_outcome("01", "first"), make_outcome("02", "second")):
-        assert course.store(outcome, tmp_path) == outcome
-    course.store(make_outcome("02", "second", "third", seconds=0.04), tmp_path)
+        assert runner.store(outcome, tmp_path) == outcome
+    runner.store(make_outcome("02", "second", "third", seconds=0.04), tmp_path)
     assert stored_verdicts(tmp_path) == {"first": "faster", "second": "slower", "third": "slower"}
 
 
 def test_no_results_are_lost_to_another_lesson_of_the_run(tmp_path, make_outcome):
     first, second = make_outcome("a", "same"), make_outcome("b", "same", "other", seconds=0.04)
-    course.store(first, tmp_path)
-    told = course.store(second, tmp_path, [first]).failure
-    assert told.startswith("both a and b have a comparison called 'same', and a's is stored: give this one a name")
-    assert course.store(make_outcome("c", "same"), tmp_path, [first, second]).failure.startswith("both a and c")
+    runner.store(first, tmp_path)
+    failure = runner.store(second, tmp_path, [first]).failure
+    assert failure.startswith("both a and b have a comparison called 'same', and a's is stored: give this one a name")
+    assert runner.store(make_outcome("c", "same"), tmp_path, [first, second]).failure.startswith("both a and c")
     assert stored_verdicts(tmp_path) == {"same": "faster", "other": "slower"}
 
 
 def test_what_could_not_be_stored_is_a_failure_beside_the_lessons_own(tmp_path, make_outcome):
     (tmp_path / "cpu-test-cpu-2-cores.json").write_text("{")
-    told = "results could not be stored: .*cpu-test-cpu-2-cores.json: expected a results file"
-    assert re.match(told, course.store(make_outcome("01", "first"), tmp_path).failure)
-    assert re.match(f"cell 3; {told}", course.store(make_outcome("01", "first", failure="cell 3"), tmp_path).failure)
+    failure = "results could not be stored: .*cpu-test-cpu-2-cores.json: expected a results file"
+    assert re.match(failure, runner.store(make_outcome("01", "first"), tmp_path).failure)
+    assert re.match(f"cell 3; {failure}", runner.store(make_outcome("01", "first", failure="cell 3"), tmp_path).failure)
     (tmp_path / "file").write_text("")
-    told = "results could not be stored: .*file/cpu-test-cpu-2-cores.json: expected a file that can be written"
-    assert re.match(told, course.store(make_outcome("01", "first"), tmp_path / "file").failure)
+    failure = "results could not be stored: .*file/cpu-test-cpu-2-cores.json: expected a file that can be written"
+    assert re.match(failure, runner.store(make_outcome("01", "first"), tmp_path / "file").failure)
 
 
 def test_a_run_prepares_before_it_runs(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        course.prepare(tmp_path / "file" / "out")
+        runner.prepare(tmp_path / "file" / "out")
     with pytest.raises(OSError):
-        course.prepare(tmp_path / "out", tmp_path / "file")
+        runner.prepare(tmp_path / "out", tmp_path / "file")
     (tmp_path / "out" / "results" / "foreign.json").write_text("{}")
     with pytest.raises(ValueError, match=r"foreign\.json"):
-        course.prepare(tmp_path / "out")
+        runner.prepare(tmp_path / "out")
 
 
 def test_a_run_needs_folders_that_it_can_write_to(tmp_path, monkeypatch):
@@ -313,4 +303,4 @@ def test_a_run_needs_folders_that_it_can_write_to(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(PermissionError):
-        course.prepare(tmp_path / "out")
+        runner.prepare(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The page of what a run found: one file that asks nothing of the network, for phone and desktop, light and dark."""
+"""The report of a run: one HTML file that loads nothing else, for phone and desktop, light and dark."""
 
 import base64
 import html
@@ -6,14 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from effgpu import reference, units
-from effgpu.comparison import BASELINE, FASTER, SLOWER, WITHIN_NOISE, Comparison, Ratio
-from effgpu.course import Outcome, Picture
+from effgpu import results, units
+from effgpu.comparison import BASELINE, FASTER, INCONCLUSIVE, SAME, SLOWER, Comparison
+from effgpu.course.runner import Outcome, Picture
 from effgpu.device import Device
 from effgpu.measurement import Measurement
 
 STYLE = Path(__file__).with_name("report.css")
-_MARKS = {FASTER: ("↓", "faster"), SLOWER: ("↑", "slower"), WITHIN_NOISE: ("≈", "noise"), BASELINE: ("·", "baseline")}
+_MARKS = {  # of a verdict: a sign and a class of the style sheet
+    FASTER: ("↓", "faster"),
+    SLOWER: ("↑", "slower"),
+    SAME: ("=", "same"),
+    INCONCLUSIVE: ("?", "same"),
+    BASELINE: ("·", "same"),
+}
 _ICON = (
     "%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
     "%3Cpath fill='%230072b2' d='M2 14V2h3v12zm5 0V8h3v6zm5 0v-3h2v3z'/%3E%3C/svg%3E"
@@ -22,14 +28,14 @@ _ICON = (
 
 @dataclass(frozen=True)
 class Section:
-    """A machine, and what its lessons gave."""
+    """A machine and the outcomes of its lessons."""
 
     device: Device
     outcomes: tuple[Outcome, ...]
 
 
 def from_results(comparisons: Sequence[Comparison]) -> Section:
-    """A section from the stored results of one machine, its plots drawn anew."""
+    """Return a section for the stored results of one machine. Their plots are drawn again."""
     from effgpu import figures
 
     outcomes = []
@@ -41,7 +47,7 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
 
 
 def write(path: str | Path, sections: Iterable[Section]) -> Path:
-    """Write the page, all of it or nothing. Returns the path; raises OSError where it cannot be written."""
+    """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written."""
     body = "\n".join(_section(section) for section in sections)
     page = f"""<!DOCTYPE html>
 <html lang="en">
@@ -57,14 +63,15 @@ def write(path: str | Path, sections: Iterable[Section]) -> Path:
 <body>
 <main>
 <h1>What each technique did</h1>
-<p class="lead">Every variant against its baseline, measured in alternating rounds. A ratio below 1 is less than the
-baseline took; in brackets its 99&nbsp;% interval. A difference that lies within the noise is called that.</p>
+<p class="lead">Each variant against the first one, the baseline. They take turns while they are measured.
+“2&nbsp;×&nbsp;slower” takes twice as long; brackets hold the 99&nbsp;% interval. “Same” means that any difference is
+too small to matter, “inconclusive” that the measurements do not show which is faster.</p>
 {body}
 </main>
 </body>
 </html>
 """
-    return reference.write_whole(path, page)
+    return results.write_atomic(path, page)
 
 
 def _section(section: Section) -> str:
@@ -83,13 +90,13 @@ def _machine(section: Section) -> str:
         "CPU cores": str(device.cores),
         "Versions": ", ".join(f"{name} {version}" for name, version in _versions(section).items()),
     }
-    rows = "".join(f"<div><dt>{name}</dt><dd>{html.escape(told)}</dd></div>\n" for name, told in facts.items() if told)
-    note = '<p class="note">There was no GPU: every time is this CPU’s, not a GPU’s.</p>\n' * (device.kind == "cpu")
+    rows = "".join(f"<div><dt>{name}</dt><dd>{html.escape(fact)}</dd></div>\n" for name, fact in facts.items() if fact)
+    note = '<p class="note">All times are this CPU’s, not a GPU’s.</p>\n' * (device.kind == "cpu")
     return f"<h2>{html.escape(device.label)}</h2>\n<dl>\n{rows}</dl>\n{note}"
 
 
 def _versions(section: Section) -> dict[str, str]:
-    """What the comparisons were measured with: results that were merged may come from several versions."""
+    """The versions of all comparisons. Merged results can come from several versions of a library."""
     devices = [comparison.device for outcome in section.outcomes for comparison in outcome.comparisons]
     seen: dict[str, dict[str, None]] = {}
     for device in devices or [section.device]:
@@ -110,12 +117,12 @@ def _failures(outcomes: Iterable[Outcome]) -> str:
 def _table(section: Section) -> str:
     comparisons = [(outcome, comparison) for outcome in section.outcomes for comparison in outcome.comparisons]
     if not comparisons:
-        return "<p>No lesson gave a comparison.</p>\n"
-    energy = any(measurement.energies for _, comparison in comparisons for measurement in comparison)
-    time = "Time" if section.device.kind == "cuda" else "Time on this CPU"
-    names = ["Lesson and variant", time, "Verdict on time", "Peak memory", *["Energy"] * energy]
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    bodies = "".join(_rows(outcome, comparison, energy) for outcome, comparison in comparisons)
+        return "<p>There are no comparisons.</p>\n"
+    columns = {"time": "Time" if section.device.kind == "cuda" else "Time on this CPU", "memory": "Peak memory"}
+    if any(measurement.joules is not None for _, comparison in comparisons for measurement in comparison):
+        columns["energy"] = "Energy"
+    head = "".join(f'<th scope="col">{name}</th>' for name in ["Lesson and variant", *columns.values()])
+    bodies = "".join(_rows(outcome, comparison, list(columns)) for outcome, comparison in comparisons)
     label = html.escape(section.device.label)
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="Results on {label}">\n'
@@ -123,38 +130,43 @@ def _table(section: Section) -> str:
     )
 
 
-def _rows(outcome: Outcome, comparison: Comparison, energy: bool) -> str:
+def _rows(outcome: Outcome, comparison: Comparison, quantities: Sequence[str]) -> str:
     lesson = html.escape(outcome.name)
     if comparison.name != outcome.name:
         lesson += f" <small>{html.escape(comparison.name)}</small>"
-    if disturbed := ", ".join(comparison.disturbed()):
-        lesson += f" <small>disturbed by what ran just before: {html.escape(disturbed)}</small>"
-    lines = [f'<tr><th scope="rowgroup" colspan="{4 + energy}">{lesson}</th></tr>\n']
+    if order := ", ".join(comparison.order_effects()):
+        lesson += f" <small>the time depends on which variant ran before: {html.escape(order)}</small>"
+    lines = [f'<tr><th scope="rowgroup" colspan="{1 + len(quantities)}">{lesson}</th></tr>\n']
     for measurement in comparison:
-        cells = "".join(f"<td>{cell}</td>" for cell in _cells(comparison, measurement, energy))
-        lines.append(f'<tr><th scope="row">{html.escape(measurement.label)}</th>{cells}</tr>\n')
+        label = html.escape(measurement.label)
+        if measurement.label in comparison.other_training:
+            label += " <small>not the same training</small>"
+        cells = "".join(f"<td>{_cell(comparison, measurement, quantity)}</td>" for quantity in quantities)
+        lines.append(f'<tr><th scope="row">{label}</th>{cells}</tr>\n')
     return f"<tbody>\n{''.join(lines)}</tbody>\n"
 
 
-def _cells(comparison: Comparison, measurement: Measurement, energy: bool) -> list[str]:
-    """The baseline's own values, the others' ratios to it."""
-    if measurement is comparison.baseline:
-        time, memory = units.format_seconds(measurement.median), units.format_bytes(measurement.peak_allocated)
-        joules = units.format_joules(measurement.joules)
-    else:
-        ratios = (comparison.ratio(measurement.label, quantity) for quantity in ("time", "memory", "energy"))
-        time, memory, joules = map(_ratio, ratios)
-    return [time, _verdict(comparison.verdict(measurement.label)), memory, *[joules] * energy]
+def _cell(comparison: Comparison, measurement: Measurement, quantity: str) -> str:
+    """The value of the baseline; of another variant the change, with what was predicted and guessed."""
+    label = measurement.label
+    if label == comparison.baseline.label and not measurement.failed:
+        units_of = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
+        value = units_of[quantity](comparison.value(label, quantity))
+        return f"{value} <small>baseline</small>" if quantity == "time" else value
+    value, _, interval = html.escape(comparison.tell(label, quantity)).partition(" [")
+    cell = f"<b>{value}</b>" + (f" <small>[{interval}</small>" if interval else "")
+    if quantity == "time":
+        mark, kind = _MARKS.get(comparison.verdict(label), ("✕", "broken"))
+        cell = f'<span class="{kind}"><span aria-hidden="true">{mark}</span> {cell}</span>'
+    return cell + _expected(comparison, label, quantity)
 
 
-def _verdict(verdict: str) -> str:
-    mark, kind = _MARKS.get(verdict, ("✕", "broken"))
-    return f'<span class="{kind}"><span aria-hidden="true">{mark}</span> {html.escape(verdict)}</span>'
-
-
-def _ratio(ratio: Ratio | None) -> str:
-    value, _, interval = units.told(ratio).partition(" [")
-    return f"<b>{value}</b> <small>[{interval}</small>" if interval else f"<b>{value}</b>"
+def _expected(comparison: Comparison, label: str, quantity: str) -> str:
+    """What the lesson predicted and what the reader guessed, in small print."""
+    ratios = {"predicted": comparison.predicted, "guess": comparison.guess}
+    given = {name: of[label][quantity] for name, of in ratios.items() if quantity in of.get(label, {})}
+    text = ", ".join(f"{name} {html.escape(comparison.tell_ratio(ratio, quantity))}" for name, ratio in given.items())
+    return f' <small class="expected">{text}</small>' if text else ""
 
 
 def _plots(outcome: Outcome) -> str:

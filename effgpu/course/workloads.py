@@ -1,0 +1,377 @@
+"""The running example of the lessons: a model and one batch for it, on the device.
+
+Each function returns `(model, inputs, labels)`. The same arguments give the same weights and the same batch, and leave
+the caller's random state as it was. With no arguments, the sizes fit the device:
+
+- On a CPU they are fixed (`CPU_SIZES`), because a CPU's speed varies too much to measure: lessons keep their output.
+  A step takes about 50 ms on two cores, and about 70 ms for images.
+- On a GPU the model is fixed (`GPU_SIZES`). The batch is the power of two for which a training step in 16 bits comes
+  closest to 30 ms, and takes at most a third of the memory. It is measured once per process, unless `batch` is given.
+"""
+
+import contextlib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from effgpu.course import corpus
+from effgpu.course.corpus import check_int
+from effgpu.device import describe, find_device, is_out_of_memory, release_memory
+from effgpu.timing import time_steps
+
+CPU_SIZES = {
+    "text_classifier": {"batch": 16, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
+    "language_model": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
+    "image_classifier": {"batch": 16, "size": 32},
+}
+GPU_SIZES = {
+    "text_classifier": {"length": 256, "layers": 6, "width": 768, "heads": 12, "vocabulary": 16384},
+    "language_model": {"length": 256, "layers": 6, "width": 768, "heads": 12, "vocabulary": 16384},
+    "image_classifier": {"size": 96},
+}
+STEP_SECONDS = 0.03  # of a training step on a GPU
+MEMORY_SHARE = 1 / 3  # of the GPU
+SMALLEST_BATCH, LARGEST_BATCH = 2, 4096
+TIMED_STEPS = 5
+
+PADDING, UNKNOWN = 0, 1  # tokens
+VOCABULARY_TEXTS = 5_000  # windows of source that the vocabulary is counted on
+_TOKEN = re.compile(r"[A-Za-z]+|\d|\n|[^A-Za-z\d\s]")  # a word, a digit, the end of a line, or a sign
+
+
+class Transformer(nn.Module):
+    """A pre-norm transformer. `model(texts)` is `embed`, then each of `blocks`, then `classify`.
+
+    With `causal`, a token sees only the tokens before it, and `classify` gives logits for each token.
+    """
+
+    def __init__(self, classes, vocabulary, length, layers, width, heads, dropout=0.1, causal=False):
+        super().__init__()
+        self.width = width
+        self.embed = Embed(vocabulary, length, width, dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, causal) for _ in range(layers))
+        self.classify = Classify(width, classes, per_token=causal)
+
+    def forward(self, texts):  # texts: [batch, length]
+        x = self.embed(texts)  # [batch, length, width]
+        for block in self.blocks:
+            x = block(x)  # [batch, length, width]
+        return self.classify(x)  # [batch, classes], or [batch, length, classes] if causal
+
+
+class Embed(nn.Module):
+    """The sum of a vector for the token and a vector for its position."""
+
+    def __init__(self, vocabulary, length, width, dropout):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.dropout = nn.Dropout(dropout)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)  # as in GPT-2: learns faster than with PyTorch's std of 1
+
+    def forward(self, texts):  # texts: [batch, length]
+        positions = self.positions.weight[: texts.shape[1]]  # [length, width]
+        return self.dropout(self.tokens(texts) + positions)  # [batch, length, width]
+
+
+class Block(nn.Module):
+    """Attention mixes the tokens of a text. The MLP works on each token alone."""
+
+    def __init__(self, width, heads, dropout, causal):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):  # x: [batch, length, width]
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Attention(nn.Module):
+    """Self-attention with several heads."""
+
+    def __init__(self, width, heads, causal):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):  # x: [batch, length, width]
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [batch, length, 3, heads, width / heads]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width / heads]
+        x = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(x.transpose(1, 2).flatten(2))  # [batch, length, width]
+
+
+class Classify(nn.Module):
+    """Logits of a text, from the mean of its tokens, or of each token."""
+
+    def __init__(self, width, classes, per_token):
+        super().__init__()
+        self.per_token = per_token
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, classes)
+
+    def forward(self, x):  # x: [batch, length, width]
+        x = self.norm(x)
+        return self.logits(x if self.per_token else x.mean(1))
+
+
+def text_classifier(
+    batch: int | None = None,
+    length: int | None = None,
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+    dropout: float = 0.1,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[Transformer, torch.Tensor, torch.Tensor]:
+    """Return a transformer that names the package a window of Python source is from, with texts and labels.
+
+    texts: int64 [batch, length]; labels: int64 [batch]; the model gives logits [batch, 14]. Texts are those of
+    `load_texts`. Raises TypeError or ValueError for a bad argument.
+
+    >>> model, texts, labels = text_classifier()
+    >>> loss = cross_entropy(model(texts), labels)
+    """
+    given = dict(batch=batch, length=length, layers=layers, width=width, heads=heads, vocabulary=vocabulary)
+    device, sizes = _choose_sizes("text_classifier", device, given, dropout, seed)
+    batch = sizes.pop("batch")
+    texts, labels = load_texts(batch, length=sizes["length"], vocabulary=sizes["vocabulary"], seed=seed, device=device)
+    with _seeded(seed, device):
+        return Transformer(len(corpus.PACKAGES), **sizes, dropout=dropout), texts, labels
+
+
+def language_model(
+    batch: int | None = None,
+    length: int | None = None,
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+    dropout: float = 0.1,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[Transformer, torch.Tensor, torch.Tensor]:
+    """Return a causal transformer that predicts the next token of Python source, with texts and labels.
+
+    texts and labels: int64 [batch, length]; the label of a token is the token after it. Windows of source follow each
+    other without padding. The model gives logits [batch, length, vocabulary]. Raises TypeError or ValueError for a bad
+    argument.
+
+    >>> model, texts, labels = language_model()
+    >>> loss = cross_entropy(model(texts).flatten(0, 1), labels.flatten())
+    """
+    given = dict(batch=batch, length=length, layers=layers, width=width, heads=heads, vocabulary=vocabulary)
+    device, sizes = _choose_sizes("language_model", device, given, dropout, seed)
+    rows = _fill_rows(sizes.pop("batch"), sizes["length"] + 1, sizes["vocabulary"], seed)
+    tokens = torch.tensor(rows, device=device)  # [batch, length + 1]
+    with _seeded(seed, device):
+        model = Transformer(sizes["vocabulary"], **sizes, dropout=dropout, causal=True)
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def image_classifier(
+    batch: int | None = None, size: int | None = None, seed: int = 0, device: torch.device | str | None = None
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return torchvision's ResNet-18, which names the character in an image, with images and labels.
+
+    images: float32 [batch, 3, size, size], drawn by `corpus.Glyphs`, the same in all three channels; labels: int64
+    [batch]; the model gives logits [batch, 62]. Raises TypeError or ValueError for a bad argument.
+
+    >>> model, images, labels = image_classifier()
+    >>> loss = cross_entropy(model(images), labels)
+    """
+    device, sizes = _choose_sizes("image_classifier", device, dict(batch=batch, size=size), 0.0, seed)
+    pixels, labels = _draw_images(sizes["batch"], sizes["size"], seed)
+    images = torch.tensor(pixels, device=device).unsqueeze(1).expand(-1, 3, -1, -1).contiguous() / 255
+    with _seeded(seed, device):
+        return _resnet(), images, torch.tensor(labels, device=device)
+
+
+def autocast() -> torch.autocast:
+    """Return a context for the forward pass, as people train: bfloat16 on a GPU that has it, else no change.
+
+    A T4 has no bfloat16. Its float16 needs a gradient scaler, which lesson 08 adds.
+
+    >>> with autocast():
+    >>>     loss = cross_entropy(model(texts), labels)
+    """
+    on = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.autocast(find_device().type, torch.bfloat16, enabled=on)
+
+
+def load_texts(
+    count: int,
+    *,
+    split: str = "train",
+    length: int = 64,
+    vocabulary: int = 4096,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return texts as tokens, int64 [count, length], and the package each is from, int64 [count], on the device.
+
+    The texts are those of `corpus.load_text`, cut or padded with 0 at the end. A token is a word, a digit, the end of a
+    line or a sign: the most frequent of the train split. Token 1 stands for all others. Raises TypeError or ValueError
+    for a bad argument.
+    """
+    for name, value, least in (("count", count, 1), ("length", length, 1), ("vocabulary", vocabulary, 3)):
+        check_int(name, value, least)
+    check_int("seed", seed)
+    corpus.check_split(split)
+    device = find_device() if device is None else torch.device(device)
+    texts, labels = _tokenise(count, split, vocabulary, seed)
+    rows = [text[:length] + [PADDING] * (length - len(text)) for text in texts]
+    return torch.tensor(rows, device=device), torch.tensor(labels, device=device)
+
+
+def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> int:
+    """Return the batch, a power of two from 2 on, whose step comes closest to STEP_SECONDS.
+
+    `measure(batch)` returns the seconds and the peak bytes of a step. The peak stays within MEMORY_SHARE of `memory`
+    bytes. Running out of memory ends the search. The result is 2 even where that takes too much.
+    """
+    chosen = batch = SMALLEST_BATCH
+    while batch <= LARGEST_BATCH:
+        try:
+            seconds, peak = measure(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        if seconds > STEP_SECONDS * math.sqrt(2) or peak > MEMORY_SHARE * memory:
+            break
+        chosen = batch
+        if seconds >= STEP_SECONDS / math.sqrt(2):  # twice the batch would be farther off
+            break
+        batch *= 2
+    return chosen
+
+
+def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> tuple[torch.device, dict[str, int]]:
+    """The device, and the sizes as given or, where they are None, as they fit it. Raises TypeError or ValueError."""
+    device = find_device() if device is None else torch.device(device)
+    fitting = (GPU_SIZES if device.type == "cuda" else CPU_SIZES)[name]
+    sizes = {size: fitting.get(size) if value is None else value for size, value in given.items()}
+    for size, value in sizes.items():
+        if value is not None:
+            check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
+    if "heads" in sizes and sizes["width"] % sizes["heads"]:
+        raise ValueError(f"heads: expected a divisor of width ({sizes['width']}), got {sizes['heads']}")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        raise TypeError(f"dropout: expected a number, got {dropout!r}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected at least 0 and less than 1, got {dropout}")
+    check_int("seed", seed)
+    if sizes["batch"] is None:
+        sizes["batch"] = _measure_batch(name, device, tuple(sizes.items()))
+    return device, sizes
+
+
+@cache
+def _measure_batch(name: str, device: torch.device, sizes: tuple) -> int:
+    if not torch.cuda.is_available():
+        raise ValueError("batch: expected a number, as there is no GPU to measure it on")
+    sizes = {size: value for size, value in sizes if size != "batch"}
+    try:
+        with torch.cuda.device(device), _seeded(0, device):
+            return choose_batch(lambda batch: _measure_step(name, batch, sizes), describe().memory)
+    finally:
+        release_memory()
+
+
+def _measure_step(name: str, batch: int, sizes: dict[str, int]) -> tuple[float, int]:
+    """Seconds and peak bytes of a training step in 16 bits on the current GPU."""
+    before = torch.cuda.memory_allocated()
+    if name == "image_classifier":
+        model, inputs = _resnet(), torch.rand(batch, 3, sizes["size"], sizes["size"])
+    else:
+        causal = name == "language_model"
+        model = Transformer(sizes["vocabulary"] if causal else len(corpus.PACKAGES), **sizes, causal=causal)
+        inputs = torch.randint(sizes["vocabulary"], (batch, sizes["length"]))
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        with torch.autocast("cuda", dtype):
+            logits = model(inputs).flatten(0, -2)
+            loss = cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.cuda.reset_peak_memory_stats()
+    time_steps(step, 2)  # warm-up
+    seconds = sorted(time_steps(step, TIMED_STEPS))[TIMED_STEPS // 2]
+    return seconds, torch.cuda.max_memory_allocated() - before
+
+
+def _resnet() -> nn.Module:
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=len(corpus.Glyphs.classes))
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Make tensors on `device`, from random generators that start at `seed`, and put the generators back."""
+    generators = [torch.default_generator]
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:  # torch.manual_seed would seed every other GPU, too
+            generator.manual_seed(seed)
+        with device:
+            yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+
+
+@cache
+def _count_words() -> list[str]:
+    """The words of the train split, the most frequent first."""
+    texts, _ = corpus.draw_texts(VOCABULARY_TEXTS, "train", 0)
+    return [word for word, _ in Counter(chain.from_iterable(map(_TOKEN.findall, texts))).most_common()]
+
+
+@cache
+def _tokenise(count: int, split: str, vocabulary: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    tokens = {word: token for token, word in enumerate(_count_words()[: vocabulary - 2], start=2)}
+    texts, labels = corpus.draw_texts(count, split, seed)
+    return [[tokens.get(word, UNKNOWN) for word in _TOKEN.findall(text)] for text in texts], labels
+
+
+@cache
+def _fill_rows(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """`count` rows of `length` tokens, cut from texts that follow each other, with a 0 between two of them."""
+    texts = count * length // 50 + 1  # a text has about 95 tokens
+    stream: list[int] = []
+    while len(stream) < count * length:
+        stream = [token for text in _tokenise(texts, "train", vocabulary, seed)[0] for token in [*text, PADDING]]
+        texts *= 2
+    return [stream[start : start + length] for start in range(0, count * length, length)]
+
+
+@cache
+def _draw_images(count: int, size: int, seed: int) -> tuple:
+    """Images as uint8 [count, size, size], and labels, in NumPy's arrays."""
+    images, labels = corpus.load_images(count, size=size, seed=seed)
+    return (images[:, 0] * 255).round().byte().numpy(), labels.numpy()

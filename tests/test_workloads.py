@@ -1,0 +1,372 @@
+"""The running example: its parts, its batch, and that it learns and fits the device."""
+
+import math
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
+
+from effgpu.course import corpus, workloads
+
+SMALL = dict(batch=3, length=10, layers=2, width=16, heads=2, vocabulary=100)
+EVERY = [
+    (workloads.text_classifier, SMALL),
+    (workloads.language_model, SMALL),
+    (workloads.image_classifier, dict(batch=2, size=16)),
+]
+TRANSFORMERS = [workloads.text_classifier, workloads.language_model]
+each_workload = pytest.mark.parametrize("make, sizes", EVERY, ids=lambda value: getattr(value, "__name__", ""))
+each_transformer = pytest.mark.parametrize("make", TRANSFORMERS)
+
+
+def train(model, batches, lr=1e-3):
+    """The losses of one training step for each batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for inputs, labels in batches:
+        loss = cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# Shapes
+
+
+def test_a_text_classifier_gives_logits_for_each_package():
+    model, texts, labels = workloads.text_classifier(**SMALL)
+    assert texts.shape == (3, 10) and texts.dtype == labels.dtype == torch.int64
+    assert labels.shape == (3,) and 0 <= labels.min() <= labels.max() < len(corpus.PACKAGES)
+    assert texts.min() >= 0 and texts.max() < 100
+    assert model(texts).shape == (3, len(corpus.PACKAGES))
+
+
+def test_a_language_model_gives_logits_for_the_next_token():
+    model, texts, labels = workloads.language_model(**SMALL)
+    assert texts.shape == labels.shape == (3, 10) and texts.is_contiguous() and labels.is_contiguous()
+    assert torch.equal(texts[:, 1:], labels[:, :-1])
+    assert model(texts).shape == (3, 10, 100)
+
+
+def test_a_language_model_does_not_see_the_tokens_to_come():
+    model, texts, _ = workloads.language_model(**SMALL, dropout=0.0)
+    changed = texts.clone()
+    changed[:, 6:] = 7
+    before, after = model(texts), model(changed)
+    assert_close(before[:, :6], after[:, :6])
+    assert not torch.allclose(before[:, 6:], after[:, 6:])
+
+
+def test_an_image_classifier_is_a_resnet_on_glyphs():
+    model, images, labels = workloads.image_classifier(batch=2, size=20)
+    assert images.shape == (2, 3, 20, 20) and images.dtype == torch.float32
+    assert model(images).shape == (2, 62) and type(model).__name__ == "ResNet"
+    drawn, expected = corpus.load_images(2, size=20)
+    assert_close(images, drawn.expand(-1, 3, -1, -1), atol=1 / 255, rtol=0)
+    assert torch.equal(labels, expected)
+
+
+@pytest.mark.parametrize("name", workloads.CPU_SIZES)
+def test_on_a_cpu_the_default_sizes_are_fixed(name, monkeypatch):
+    monkeypatch.setattr(workloads, "_measure_batch", lambda *_: pytest.fail("measured a CPU"))
+    sizes = workloads.CPU_SIZES[name]
+    _, inputs, _ = getattr(workloads, name)()
+    assert len(inputs) == sizes["batch"] and inputs.shape[-1] == sizes.get("length", sizes.get("size"))
+
+
+def test_sizes_can_be_chosen():
+    model, texts, _ = workloads.text_classifier(batch=5, length=7, layers=3, width=12, heads=3, vocabulary=50)
+    assert texts.shape == (5, 7) and len(model.blocks) == 3 and model.width == 12
+    assert model.embed.tokens.weight.shape == (50, 12) and model.blocks[0].attention.heads == 3
+    model, _, _ = workloads.text_classifier(**SMALL, dropout=0.25)
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
+
+
+# The model can be opened
+
+
+@each_transformer
+def test_the_parts_one_after_the_other_are_the_model(make):
+    model, texts, _ = make(**SMALL)
+    model.eval()
+    x = model.embed(texts)
+    assert x.shape == (3, 10, model.width)
+    for block in model.blocks:
+        x = block(x)
+        assert x.shape == (3, 10, model.width)
+    assert torch.equal(model.classify(x), model(texts))
+    assert [name for name, _ in model.named_children()] == ["embed", "blocks", "classify"]
+
+
+def test_attention_is_the_textbooks():
+    model, _, _ = workloads.text_classifier(**SMALL)
+    attention, x = model.blocks[0].attention, torch.randn(2, 5, 16)
+    q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in attention.qkv(x).chunk(3, -1))
+    mixed = (q @ k.transpose(-2, -1) / math.sqrt(8)).softmax(-1) @ v
+    assert_close(attention(x), attention.out(mixed.transpose(1, 2).reshape(2, 5, 16)))
+
+
+def test_a_block_adds_to_its_input():
+    """Where its two last layers give 0, a block changes nothing: the residual path is open."""
+    model, texts, _ = workloads.text_classifier(**SMALL)
+    block, x = model.blocks[0], model.embed(texts)
+    for layer in (block.attention.out, block.mlp[-1]):
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+    assert torch.equal(block(x), x)
+
+
+def test_a_text_may_be_shorter_than_the_model_allows():
+    model, texts, _ = workloads.text_classifier(**SMALL)
+    assert model(texts[:, :4]).shape == (3, len(corpus.PACKAGES))
+
+
+# The same again
+
+
+@each_workload
+def test_the_same_arguments_give_the_same_weights_and_batch(make, sizes):
+    (one, *batch), (two, *again) = make(**sizes), make(**sizes)
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+    assert all(map(torch.equal, batch, again))
+    assert batch[0].data_ptr() != again[0].data_ptr(), "a lesson that changes its batch would change the next one's"
+
+
+@each_workload
+def test_another_seed_gives_other_weights_and_another_batch(make, sizes):
+    (one, *batch), (two, *other) = make(**sizes), make(**sizes, seed=1)
+    assert not torch.equal(next(one.parameters()), next(two.parameters()))
+    assert not torch.equal(batch[0], other[0]) and not torch.equal(batch[1], other[1])
+
+
+@each_workload
+def test_the_callers_random_state_and_default_device_stay(make, sizes):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make(**sizes)
+    assert torch.equal(torch.rand(3), expected)
+    with torch.device("meta"):
+        model, inputs, _ = make(**sizes, device="cpu")
+        assert torch.empty(0).device.type == "meta"
+    assert {inputs.device.type, *(p.device.type for p in model.parameters())} == {"cpu"}
+
+
+@each_workload
+def test_the_device_can_be_chosen(make, sizes):
+    model, inputs, labels = make(**sizes, device="meta")
+    assert {t.device.type for t in (inputs, labels, *model.parameters(), *model.buffers())} == {"meta"}
+
+
+@each_transformer
+def test_a_build_is_fast_once_the_text_is_read(make):
+    """A variant builds its workload each time. Here with room for a busy machine: it takes 10 ms."""
+    make()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        make()
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1
+
+
+# Text
+
+
+def test_texts_are_cut_or_padded_and_a_larger_count_appends():
+    texts, labels = workloads.load_texts(40, length=100)
+    words, again = corpus.draw_texts(40, "train", 0)
+    assert labels.tolist() == again
+    for text, word in zip(texts, words):
+        length = min(len(workloads._TOKEN.findall(word)), 100)
+        assert (text[:length] > 0).all() and (text[length:] == workloads.PADDING).all()
+    assert (texts[:, -1] == 0).any() and (texts[:, -1] > 0).any()
+    assert torch.equal(workloads.load_texts(60, length=100)[0][:40], texts)
+    assert torch.equal(workloads.load_texts(40, length=5)[0], texts[:, :5])
+
+
+def test_a_token_is_a_frequent_word_and_all_others_are_unknown():
+    words = workloads._count_words()[:6]
+    assert "\n" in words and "self" in workloads._count_words()[:20]
+    texts, _ = corpus.draw_texts(1, "train", 0)
+    expected = [words.index(word) + 2 if word in words else 1 for word in workloads._TOKEN.findall(texts[0])]
+    assert workloads.load_texts(1, length=len(expected), vocabulary=8)[0].tolist() == [expected]
+    assert (workloads.load_texts(500)[0] == workloads.UNKNOWN).float().mean() < 0.05
+
+
+def test_test_texts_are_other_texts():
+    train, test = (workloads.load_texts(50, split=split)[0] for split in ("train", "test"))
+    assert not torch.equal(train, test)
+
+
+# Learning
+
+
+@each_workload
+def test_a_fixed_batch_is_learned(make, sizes):
+    model, inputs, labels = make(**sizes)
+    losses = train(model, [(inputs, labels)] * 40, lr=3e-3)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_held_out_texts_are_named_far_better_than_by_chance():
+    """Chance is 1 in 14."""
+    model, _, _ = workloads.text_classifier(layers=2)
+    texts, labels = workloads.load_texts(100 * 16)
+    train(model, zip(texts.split(16), labels.split(16)))
+    texts, labels = workloads.load_texts(500, split="test")
+    model.eval()
+    with torch.no_grad():
+        accuracy = (model(texts).argmax(1) == labels).float().mean()
+    assert accuracy > 2 / 14
+
+
+# The batch that fits a GPU
+
+
+def simulate(seconds_per_item, bytes_per_item, overhead=0.0):
+    """A device on which the time and the memory of a step grow with the batch, and what was asked of it."""
+    asked = []
+
+    def measure(batch):
+        asked.append(batch)
+        return overhead + seconds_per_item * batch, int(bytes_per_item * batch)
+
+    return measure, asked
+
+
+@pytest.mark.parametrize(
+    ("milliseconds_per_item", "expected"),
+    [
+        (10, 4),
+        (7.6, 4),
+        (7.4, 4),
+        (1, 32),
+        (0.2, 128),
+        (0.25, 128),
+        (0.02, 2048),
+        (0.022, 1024),
+        (1e-4, 4096),
+        (100, 2),
+    ],
+)
+def test_the_batch_fills_thirty_milliseconds(milliseconds_per_item, expected):
+    measure, asked = simulate(milliseconds_per_item / 1000, 1)
+    assert workloads.choose_batch(measure, memory=1e12) == expected
+    assert asked[0] == 2 and all(after == 2 * before for before, after in pairwise(asked))
+    seconds = milliseconds_per_item / 1000 * expected
+    if 2 < expected < 4096:
+        assert 1 / math.sqrt(2) <= seconds / workloads.STEP_SECONDS <= math.sqrt(2)
+
+
+def test_a_step_that_grows_faster_than_the_batch_stays_below_twice_thirty_milliseconds():
+    assert workloads.choose_batch(lambda batch: (0.001 * batch**2, 0), memory=1e12) == 4  # 16 ms, and 64 ms for 8
+
+
+def test_the_batch_takes_at_most_a_third_of_the_memory():
+    measure, _ = simulate(1e-5, 1000)
+    assert workloads.choose_batch(measure, memory=3 * 64_000) == 64
+    assert workloads.choose_batch(measure, memory=3 * 63_999) == 32
+
+
+def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
+    def measure(batch):
+        if batch > 16:
+            raise error
+        return 1e-4, 0
+
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    assert workloads.choose_batch(measure, memory=1e12) == 16
+    error = RuntimeError("an illegal instruction")
+    with pytest.raises(RuntimeError, match="illegal"):
+        workloads.choose_batch(measure, memory=1e12)
+
+
+def test_a_batch_is_measured_once_for_each_model_and_not_if_it_is_given(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(workloads, "find_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(workloads, "_measure_batch", lambda *arguments: asked.append(arguments) or 64)
+    given = dict.fromkeys(("batch", "length", "layers", "width", "heads", "vocabulary"))
+    device, sizes = workloads._choose_sizes("text_classifier", None, given, 0.1, 0)
+    assert device.type == "cuda" and sizes == workloads.GPU_SIZES["text_classifier"] | {"batch": 64}
+    workloads._choose_sizes("text_classifier", None, given | {"layers": 2}, 0.1, 0)
+    assert asked[0] != asked[1]
+    _, sizes = workloads._choose_sizes("text_classifier", None, given | {"batch": 5}, 0.1, 0)
+    assert sizes["batch"] == 5 and len(asked) == 2
+
+
+def test_without_a_gpu_to_measure_the_batch_has_to_be_given():
+    with pytest.raises(ValueError, match="batch: expected a number, as there is no GPU"):
+        workloads.text_classifier(device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", workloads.GPU_SIZES)
+def test_a_default_step_fills_a_gpu_and_fits(name):
+    make = getattr(workloads, name)
+    state = torch.cuda.get_rng_state()
+    _, inputs, _ = make()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert len(make()[1]) == len(inputs) and math.log2(len(inputs)).is_integer()
+    with torch.device("cuda"):
+        seconds, peak = workloads._measure_step(name, len(inputs), workloads.GPU_SIZES[name])
+    assert seconds < 2 * workloads.STEP_SECONDS
+    assert peak < workloads.MEMORY_SHARE * 1.1 * torch.cuda.get_device_properties().total_memory
+
+
+# Errors
+
+
+@each_workload
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("batch", 0, ValueError), ("batch", 2.5, TypeError), ("batch", True, TypeError), ("seed", "0", TypeError)],
+)
+def test_a_bad_argument_is_named(make, sizes, name, value, error):
+    with pytest.raises(error, match=f"^{name}: expected"):
+        make(**sizes | {name: value})
+
+
+@each_transformer
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("length", 0, ValueError),
+        ("layers", -1, ValueError),
+        ("width", 8.0, TypeError),
+        ("heads", 3, ValueError),
+        ("vocabulary", 2, ValueError),
+        ("dropout", 1.0, ValueError),
+        ("dropout", -0.1, ValueError),
+        ("dropout", None, TypeError),
+    ],
+)
+def test_a_bad_argument_of_a_transformer_is_named(make, name, value, error):
+    with pytest.raises(error, match=f"^{name}: expected"):
+        make(**SMALL | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"count": 0}, ValueError),
+        ({"split": "dev"}, ValueError),
+        ({"length": 0}, ValueError),
+        ({"seed": 0.5}, TypeError),
+    ],
+)
+def test_a_bad_argument_of_load_texts_is_named(arguments, error):
+    with pytest.raises(error, match=f"^{next(iter(arguments))}: expected"):
+        workloads.load_texts(**{"count": 1} | arguments)
+
+
+def test_an_image_has_sixteen_pixels_or_more():
+    with pytest.raises(ValueError, match="size: expected at least 16, got 15"):
+        workloads.image_classifier(size=15)
