@@ -1,0 +1,146 @@
+"""Allocations and frees of a step, and what PyTorch's caching allocator makes of them.
+
+The constants and the order of choices are those of c10/cuda/CUDACachingAllocator.cpp (c10/core/AllocatorConfig.h from
+PyTorch 2.9 on) in their defaults: no expandable segments, no max_split_size, one stream.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+KiB, MiB = 2**10, 2**20
+ROUNDED_TO = 512  # kMinBlockSize: every size is rounded up to it
+SMALL = MiB  # kSmallSize: blocks up to it come from the small pool
+SMALL_SEGMENT = 2 * MiB  # kSmallBuffer: what a segment of the small pool takes
+LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: what a segment takes for a block that is not small, below MIN_LARGE
+MIN_LARGE = 10 * MiB  # kMinLargeAlloc: a block from here on gets a segment of its own size,
+ROUND_LARGE = 2 * MiB  # kRoundLarge: rounded up to this
+
+
+@dataclass
+class Block:
+    """A storage: its rounded size, the events at which it was allocated and freed, and whose it is."""
+
+    size: int
+    born: int
+    owner: str = "other"
+    died: float = inf
+
+
+def round_size(size: int) -> int:
+    """The bytes that the allocator hands out for a request."""
+    return max(ROUNDED_TO, -(-size // ROUNDED_TO) * ROUNDED_TO)
+
+
+def segment_size(size: int) -> int:
+    """The bytes that the allocator asks the GPU for, to hand out a rounded size."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def find_peak(blocks: Sequence[Block], first: int = 0) -> tuple[int, int]:
+    """The most bytes alive at any event from `first` on, and the first event at which they are."""
+    alive, most, at = 0, -1, first
+    changes = _changes(blocks)
+    for event in sorted(changes):
+        if event > first and most < 0:
+            most, at = alive, first
+        alive += changes[event]
+        if event >= first and alive > most:
+            most, at = alive, event
+    return max(0, most if most >= 0 else alive), at
+
+
+def _changes(blocks: Sequence[Block]) -> dict[int, int]:
+    changes: dict[int, int] = {}
+    for block in blocks:
+        changes[block.born] = changes.get(block.born, 0) + block.size
+        if block.died < inf:
+            changes[int(block.died)] = changes.get(int(block.died), 0) - block.size
+    return changes
+
+
+def count_reserved(blocks: Sequence[Block]) -> int:
+    """The bytes that the allocator holds after these allocations and frees, in the order of their events."""
+    pool = Pool()
+    events = [(block.born, 1, number) for number, block in enumerate(blocks)]
+    events += [(block.died, 0, number) for number, block in enumerate(blocks) if block.died < inf]
+    held = {}
+    for _, allocate, number in sorted(events):
+        if allocate:
+            held[number] = pool.allocate(blocks[number].size)
+        else:
+            pool.free(held.pop(number))
+    return pool.reserved
+
+
+class _Piece:
+    """A part of a segment, handed out or free, with its neighbours."""
+
+    __slots__ = ("address", "after", "before", "is_free", "size", "small")
+
+    def __init__(self, address: int, size: int, small: bool):
+        self.address, self.size, self.small = address, size, small
+        self.before = self.after = None
+        self.is_free = False
+
+
+class Pool:
+    """The caching allocator: `reserved` bytes in segments, cut into pieces that are handed out and joined again."""
+
+    def __init__(self):
+        self.reserved = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted
+        self._at: dict[int, _Piece] = {}
+
+    def allocate(self, size: int) -> _Piece:
+        """A piece of the rounded size: the smallest free one that is large enough, or of a new segment."""
+        size = round_size(size)
+        small = size <= SMALL
+        free = self._free[small]
+        found = bisect_left(free, (size, -1))
+        if found < len(free):
+            piece = self._at[free.pop(found)[1]]
+        else:
+            piece = _Piece(self.reserved, segment_size(size), small)
+            self._at[piece.address] = piece
+            self.reserved += piece.size
+        piece.is_free = False
+        rest = piece.size - size
+        # should_split: a rest of the small pool is kept from 512 bytes on, one of the large pool from above 1 MiB
+        if rest >= ROUNDED_TO if small else rest > SMALL:
+            self._split(piece, size)
+        return piece
+
+    def free(self, piece: _Piece) -> None:
+        """Give a piece back, joined with the free pieces beside it."""
+        for neighbour in (piece.before, piece.after):
+            if neighbour is not None and neighbour.is_free:
+                self._forget(neighbour)
+                first, second = sorted((neighbour, piece), key=lambda part: part.address)
+                first.size += second.size
+                first.after = second.after
+                if second.after is not None:
+                    second.after.before = first
+                del self._at[second.address]
+                piece = first
+        self._offer(piece)
+
+    def _split(self, piece: _Piece, size: int) -> None:
+        rest = _Piece(piece.address + size, piece.size - size, piece.small)
+        rest.before, rest.after = piece, piece.after
+        if rest.after is not None:
+            rest.after.before = rest
+        piece.after, piece.size = rest, size
+        self._at[rest.address] = rest
+        self._offer(rest)
+
+    def _offer(self, piece: _Piece) -> None:
+        piece.is_free = True
+        insort(self._free[piece.small], (piece.size, piece.address))
+
+    def _forget(self, piece: _Piece) -> None:
+        free = self._free[piece.small]
+        del free[bisect_left(free, (piece.size, piece.address))]

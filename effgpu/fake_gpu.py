@@ -1,0 +1,569 @@
+"""A step on fake tensors, as if on a GPU: what it allocates is recorded, and a GPU's rules stand in for a CPU's.
+
+The fake tensors are on the CPU, because autograd's engine asks for a real CUDA context where they are on a GPU
+(pytorch/pytorch#92627). What a GPU would do differently is answered by rule. Each rule names its source in PyTorch.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from effgpu.allocator import Block, round_size
+from effgpu.units import GiB, MiB
+
+aten = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent)
+_HALF = (torch.float16, torch.bfloat16)
+
+# at/autocast_mode.h, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: what
+# autocast runs in fp32 on a GPU, and not on a CPU.
+_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"""
+_WITH_DTYPE = ("sum", "sum.dim_IntList")  # fp32 by their own argument: no copy of the input
+# AT_FORALL_LOWER_PRECISION_FP, where the CPU's list has them not
+_HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
+# in the CPU's list only: a GPU leaves them to the types of their arguments
+_LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sampler_2d grid_sampler_3d
+cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+replication_pad3d"""
+_PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
+_KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
+_READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
+
+
+class Recorder(TorchDispatchMode):
+    """Every storage that operations create, as a `Block` with its owner, in order of events.
+
+    `capability` is that of the GPU that the step is to run on: it decides between attention's kernels. With None, the
+    step runs as on a CPU: without a GPU's rules, and sizes are not rounded.
+    """
+
+    def __init__(self, capability: tuple[int, int] | None):
+        super().__init__()
+        self.capability = capability
+        self.blocks: list[Block] = []
+        self.first = 0
+        self.assumptions: dict[str, None] = {}  # in the order of their appearance
+        self.unknown: dict[str, None] = {}
+        self.holds_from = (0, 0)  # the lowest capability that behaves the same
+        self.optimizing = 0
+        self._events = 0
+        self._started = False
+        self._blocks: dict[int, Block] = {}  # by storage
+        self._truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
+        self._zeros: set[int] = set()
+        self._modules: weakref.WeakSet = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet = weakref.WeakSet()
+        self._finalizers: list[weakref.finalize] = []  # of tensors that live on
+        self._convolved, self._multiplied = 0, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside: without PyTorch's wrapper, each of the many calls is cheaper."""
+        return False
+
+    def start(self) -> None:
+        """The variant is built: count from here on."""
+        self.name_owners()
+        self.first, self._started = self._events, True
+
+    def stop(self) -> None:
+        """The step has run: let go of what lives on."""
+        for finalizer in self._finalizers:
+            finalizer.detach()
+
+    def workspaces(self) -> tuple[int, int]:
+        """The least and the most bytes that cuBLAS and cuDNN take to work in, on any GPU.
+
+        aten/src/ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp, parseChosenWorkspaceSize: 8,320 KiB for a handle, or
+        32 MiB from compute capability 9.0 on; one handle for the forward thread, one for autograd's. cuDNN's
+        heuristics choose a convolution's workspace, and no rule tells which: `_convolve` gives a bound.
+        """
+        if not self.capability:
+            return 0, 0
+        least = int((32 if self.capability >= (9, 0) else 8.125) * MiB) * self._multiplied
+        return least, 2 * 32 * MiB * self._multiplied + self._convolved
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._read(func, args, kwargs)
+        for value in (*args, *kwargs.values()):
+            self._see_real(value)
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if name in _EXTRA and self.capability:
+            self._take_for_a_moment(_EXTRA[name](self, args, result))
+        self._see(result)
+        if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
+            truths = [self._truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self._truths]
+            if truths:
+                self._truths[result] = truths[0]
+        elif name == "logical_not" and args[0] in self._truths:
+            self._truths[result] = not self._truths[args[0]]
+        elif name == "_amp_foreach_non_finite_check_and_unscale_":
+            self._zeros.add(args[1].untyped_storage()._cdata)
+        elif name in ("mm", "bmm", "addmm", "baddbmm"):
+            self._multiplied = True
+        return result
+
+    def _see(self, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor):
+                self._add(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._see(item)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._blocks:
+            return
+        size = storage.nbytes()
+        if not size:
+            return
+        self._events += 1
+        owner = "activations" if self._started and not self.optimizing and not _in_backward() else "other"
+        block = Block(round_size(size) if self.capability else size, self._events, owner)
+        self.blocks.append(block)
+        self._blocks[storage._cdata] = block
+        finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
+        if not isinstance(tensor, FakeTensor):
+            self._finalizers.append(finalizer)
+
+    def _drop(self, key: int, block: Block) -> None:
+        self._events += 1
+        block.died = self._events
+        if self._blocks.get(key) is block:
+            del self._blocks[key]
+            self._zeros.discard(key)
+
+    def _see_real(self, value: object) -> None:
+        """Count, once, a tensor that was built outside of the variant."""
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                self._see_real(item)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta":
+            if value.requires_grad and value.is_leaf:
+                raise RuntimeError(
+                    "fit: the step uses parameters that were built outside of the variant: build the model inside of it"
+                )
+            if value.dim():
+                self._add(value)
+                self.assumptions["tensors from outside of the variant are on the GPU, too"] = None
+
+    def _take_for_a_moment(self, size: int) -> None:
+        if size > 0:
+            self._events += 1
+            block = Block(round_size(size), self._events)
+            self._events += 1
+            block.died = self._events
+            self.blocks.append(block)
+
+    def _read(self, func, args, kwargs):
+        """The number that a tensor is read as: no fake tensor has one, but for constants."""
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return func(*args, **kwargs)
+        where, inside = _reader()
+        quiet = any(part in inside for part in _READS_WITHOUT_EFFECT)
+        if tensor.dtype is torch.bool:
+            if tensor in self._truths:
+                return self._truths[tensor]
+            if not quiet:
+                self.unknown[f"{where} decides by a value, taken as False"] = None
+            return False
+        if tensor.is_floating_point():
+            value = 0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0
+            if not quiet:
+                self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+            return value
+        if not quiet:
+            self.unknown[f"{where} reads a whole number, taken as 1: no size may depend on it"] = None
+        return 1 if not tensor.is_complex() else 1 + 0j
+
+    def note_truth(self, tensor: torch.Tensor, value: bool) -> None:
+        """Take all elements of a tensor of truth values to be this one."""
+        self._truths[tensor] = value
+
+    def read_array(self, tensor: torch.Tensor):
+        """The NumPy array that a tensor is read as: zeros."""
+        import numpy
+
+        where, inside = _reader()
+        if not any(part in inside for part in _READS_WITHOUT_EFFECT):
+            self.assumptions[f"{where} reads an array, taken as zeros"] = None
+        return numpy.zeros(tuple(tensor.shape), numpy.dtype(str(tensor.dtype).removeprefix("torch.")))
+
+    def note_module(self, module: torch.nn.Module, *_: object) -> None:
+        """A hook for every parameter and buffer that a module registers."""
+        self._modules.add(module)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """A hook before every optimizer's step."""
+        self.optimizing += 1
+        self._optimizers.add(optimizer)
+        for group in optimizer.param_groups:
+            # torch/optim/optimizer.py, _default_to_fused_or_foreach: on a GPU, foreach is the default
+            if self.capability and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+            self._name((parameter.grad for parameter in group["params"]), "gradients")
+            self._name(group["params"], "weights")
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """A hook after every optimizer's step."""
+        self.optimizing -= 1
+        self._name_state(optimizer)
+
+    def name_owners(self) -> None:
+        """Say of all storages alive whose they are."""
+        for module in list(self._modules):
+            parameters = [p for p in module._parameters.values() if p is not None]
+            self._name(parameters, "weights")
+            self._name((parameter.grad for parameter in parameters), "gradients")
+        for optimizer in list(self._optimizers):
+            self._name_state(optimizer)
+
+    def _name_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                self._name(state.values(), "optimizer state")
+
+    def _name(self, tensors, owner: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                block = self._blocks.get(tensor.untyped_storage()._cdata)
+                if block is not None and block.owner in ("other", "activations"):
+                    block.owner = owner
+
+
+class _Translator(TorchFunctionMode):
+    """A GPU that is named is the CPU that stands for it, and its autocast is the CPU's, which has a GPU's rules."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
+                return self.__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
+            return args[0]
+        if name == "is_pinned":
+            return False
+        if name == "__format__" and args[1] and not args[0].dim():
+            return format(args[0].item(), args[1])
+        if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
+            return self._recorder.read_array(args[0])
+        args = tuple(map(_on_cpu, args))
+        kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
+        result = func(*args, **kwargs)
+        if name in _PREDICATES and isinstance(result, torch.Tensor):
+            self._recorder.note_truth(result, _PREDICATES[name])
+        return result
+
+
+def _on_cpu(value: object) -> object:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    return value
+
+
+@contextlib.contextmanager
+def as_gpu(recorder: Recorder) -> Iterator[None]:
+    """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    handles = [
+        module.register_module_parameter_registration_hook(recorder.note_module),
+        optimizer.register_optimizer_step_pre_hook(recorder.before_step),
+        optimizer.register_optimizer_step_post_hook(recorder.after_step),
+    ]
+    try:
+        with (
+            _registered(_kernels(recorder) if recorder.capability else {}),
+            _replaced(recorder),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            recorder,
+            _Translator(recorder),
+        ):
+            yield
+    finally:
+        recorder.stop()
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _registered(kernels: dict[tuple[str, str], Callable]) -> Iterator[None]:
+    """Operations have other kernels inside, and their own again after."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel of PyTorch's is replaced is what we want
+            for (name, key), kernel in kernels.items():
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def _replaced(recorder: Recorder) -> Iterator[None]:
+    """Replace what cannot run on fake tensors: torch.compile, a DataLoader's workers, autocast's look for a GPU, and
+    Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference.
+    """
+    from torch._dynamo import eval_frame
+    from torch.cuda.amp import common
+    from torch.utils.data import DataLoader, dataloader
+
+    def run_eagerly(model=None, **options):
+        if model is None:
+            return functools.partial(run_eagerly, **options)
+        recorder.unknown["compiled code: it was counted as it runs without torch.compile"] = None
+        return model
+
+    def load_here(loader):
+        workers, loader.num_workers = loader.num_workers, 0
+        try:
+            if workers:
+                recorder.assumptions["a DataLoader's workers do not run: batches are loaded by the step itself"] = None
+            return dataloader._SingleProcessDataLoaderIter(loader)
+        finally:
+            loader.num_workers = workers
+
+    def run_uncompiled(callback):
+        if callback:
+            run_eagerly(torch)
+        return None
+
+    replaced = [
+        (torch, "compile", run_eagerly),
+        (eval_frame, "_callback_from_stance", run_uncompiled),
+        (torch.nn.Module, "_apply", _apply),
+        (DataLoader, "_get_iterator", load_here),
+        (common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda including_emulation=True: _has_bf16(recorder, including_emulation)),
+    ]
+    replaced = [(owner, name, value) for owner, name, value in replaced if hasattr(owner, name)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
+    """nn.Module._apply, by which a module changes its device or dtype: the parameters stay, their data change."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            if (applied := function(parameter)) is not parameter:
+                parameter.data = applied.detach()
+            if parameter.grad is not None:
+                parameter.grad = function(parameter.grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = function(buffer)
+    return module
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
+    """(operation, dispatch key) -> what a GPU does."""
+    kernels: dict[tuple[str, str], Callable] = {}
+    for name in _FP32.split():
+        kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), torch.float32)
+    for name in _HALVED.split():
+        kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), None)
+    for name in _WITH_DTYPE:
+        kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
+    for name in _LEFT.split():
+        kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
+    for name in ("softmax", "log_softmax"):
+        kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
+    for name in ("prod", "prod.dim_int"):
+        kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
+    kernels["dropout", "AutogradCPU"] = _dropout
+    kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(_attention, recorder)
+    return kernels
+
+
+def _find(name: str):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
+    """at/autocast_mode.cpp, cached_cast: floating-point arguments but doubles, to fp32 or the lower precision."""
+    wanted = dtype or torch.get_autocast_dtype("cpu")
+
+    def cast(value):
+        if isinstance(value, torch.Tensor):
+            castable = value.is_floating_point() and value.dtype not in (torch.float64, wanted)
+            return value.to(wanted) if castable else value
+        return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
+
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+
+def _with_dtype(func, *args, dtype=None, **kwargs):
+    """CastPolicy::fp32_set_opt_dtype: the kernel reads 16 bits and writes fp32."""
+    if dtype is None and args[0].dtype in _HALF:
+        dtype = torch.float32
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return func(*args, dtype=dtype, **kwargs)
+
+
+def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
+    """aten/src/ATen/native/SoftMax.cpp: on a GPU, 16 bits in and fp32 out is one kernel (half_to_float)."""
+    to_float = dtype in (None, torch.float32) and tensor.dtype in _HALF
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        if to_float:
+            return getattr(aten, f"_{name}").default(tensor, dim, True)
+        if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+            dtype = torch.float32
+        return getattr(aten, name).int(tensor, dim, dtype)
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool):
+    """aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable: a GPU keeps a mask of one byte an element."""
+    if not train or p == 0 or not tensor.numel():
+        return tensor.clone() if tensor.numel() == 0 else tensor
+    if p == 1:
+        return tensor * torch.zeros_like(tensor)
+    return aten.native_dropout.default(tensor, p, True)[0]
+
+
+def _attention(
+    recorder, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    """aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: which kernel a GPU would choose."""
+    options = {"scale": scale}
+    width, half = query.shape[-1], query.dtype in _HALF
+    four = query.dim() == 4 and key.dim() == 4
+    square = width == value.shape[-1] == key.shape[-1]
+    flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
+        recorder.holds_from = (8, 0)
+    if four and square and flash and recorder.capability >= (8, 0):
+        if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
+            options["scale"] = scale or width**-0.5
+            query, key, value = (torch.nn.functional.pad(t, (0, pad)) for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, False, **options
+        )[0]
+        return out[..., :width] if pad else out
+    aligned = width % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
+    same_heads = four and query.shape[1] == key.shape[1] == value.shape[1]
+    efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32)
+    if query.dtype is torch.bfloat16 and recorder.capability < (8, 0):
+        efficient = False
+    if four and efficient and aligned and same_heads:
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype is torch.bool:  # convert_boolean_attn_mask
+                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+            if pad := -bias.shape[-1] % 16:  # pad_bias
+                length = bias.shape[-1]
+                bias = torch.nn.functional.pad(bias, (0, pad))[..., :length]
+            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
+        )[0]
+    options["enable_gqa"] = enable_gqa
+    return aten._scaled_dot_product_attention_math.default(
+        query, key, value, attn_mask, dropout_p, is_causal, None, **options
+    )[0]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flash_backward(recorder: Recorder, args, result) -> int:
+    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32."""
+    query = args[1]
+    batch, heads, length, width = query.shape
+    rounded = -(-length // 128) * 128
+    wide = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    return 4 * batch * heads * rounded * (wide + 1)
+
+
+def _efficient_backward(recorder: Recorder, args, result) -> int:
+    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32."""
+    query = args[1]
+    batch, heads, length, width = query.shape
+    accumulated = width if query.dtype in _HALF and width > 64 else 0
+    return 4 * batch * heads * length * (1 + accumulated)
+
+
+def _convolve(recorder: Recorder, args, result) -> int:
+    """The most that a convolution may take: the spectra of an FFT, cuDNN's largest way, and not above 1 GiB."""
+    image, weight = (args[1], args[2]) if isinstance(result, (tuple, list)) else args[:2]
+    planes = image.shape[0] * image.shape[1] + image.shape[0] * weight.shape[0] + weight.shape[0] * weight.shape[1]
+    points = math.prod(size + kernel for size, kernel in zip(image.shape[2:], weight.shape[2:]))
+    recorder._convolved = max(recorder._convolved, min(4 * planes * points, GiB))
+    return 0
+
+
+_EXTRA: dict[str, Callable[[Recorder, tuple, object], int]] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::convolution": _convolve,
+    "aten::convolution_backward": _convolve,
+}
+
+
+def _has_bf16(recorder: Recorder, including_emulation: bool) -> bool:
+    return including_emulation or (recorder.capability or (8, 0)) >= (8, 0)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _reader() -> tuple[str, str]:
+    """The line outside of PyTorch that reads a value, and the files of PyTorch that lie in between."""
+    frame, inside = sys._getframe(2), []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_TORCH) and file != __file__:
+            return f"line {frame.f_lineno} of {Path(file).name}", " ".join(inside)
+        inside.append(file)
+        frame = frame.f_back
+    return "the step", " ".join(inside)
