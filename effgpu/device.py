@@ -1,4 +1,4 @@
-"""What this machine is, what it supports, and how much memory there is to use."""
+"""The machine: its name, what it supports, how much memory it has and how much of it is free."""
 
 import contextlib
 import gc
@@ -15,7 +15,7 @@ import torch
 
 from effgpu.units import GiB, check_positive, format_bytes
 
-LARGE_GPU = 36 * GiB  # the line between a gaming card or a T4 and a data-centre card
+LARGE_GPU = 36 * GiB  # data-centre cards have more, gaming cards and a T4 have less
 _CAPABILITY_OF = {
     "fp16 tensor cores": (7, 0),
     "torch.compile": (7, 0),
@@ -24,19 +24,22 @@ _CAPABILITY_OF = {
     "2:4 sparsity": (8, 0),
     "fp8": (8, 9),
 }
+_MEMINFO = Path("/proc/meminfo")
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
-_limit: int | None = None
+_limit: "_Limit | None" = None
 _fraction_before_limits = 1.0
-_sparing = False
+_frozen = False
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a result was measured on. `memory` in bytes; what does not apply to a CPU is None.
+    """The machine that a result was measured on. What does not apply to a CPU is None.
 
-    A GPU of which the process may take a part only (`PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`) has that
-    part as its memory, and its name says so.
+    `memory` is in bytes. If the process may use only a part of the GPU, as with
+    `PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`, `memory` is that part and the name says so. `context` is
+    the bytes in use on the GPU outside of PyTorch's allocator: the CUDA context, and everything that other processes
+    hold. It changes from run to run, so two devices that differ only in it are equal.
     """
 
     name: str
@@ -48,10 +51,11 @@ class Device:
     driver: str | None = None
     supports: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    context: int | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:
-        """The name as results carry it: a CPU is always called one."""
+        """The name as results show it. A CPU is always marked as one."""
         return self.name if self.kind == "cuda" else f"{self.name} (CPU, {self.cores} cores)"
 
     @property
@@ -62,12 +66,12 @@ class Device:
 
 
 def find_device() -> torch.device:
-    """The device that everything here measures: the current GPU, or the CPU where there is none."""
+    """The device that effgpu measures: the current GPU, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def describe() -> Device:
-    """This machine, as a value that results are stored with."""
+    """Describe this machine. Results are stored with this description."""
     versions = {"python": platform.python_version()} | {name: v for name in _VERSIONED if (v := _version(name))}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if find_device().type == "cpu":
@@ -85,35 +89,52 @@ def describe() -> Device:
         _driver(),
         {"bf16": _bf16()} | {name: "yes" if capability >= least else "no" for name, least in _CAPABILITY_OF.items()},
         versions | {"cuda": torch.version.cuda or "rocm"},
+        _context(),
     )
 
 
-def by_tier(*, cpu, small, large):
-    """The sizes that fit this machine: `cpu`, `small` (a GPU under 36 GiB: T4, gaming cards) or `large`.
+def pick_sizes(*, cpu, small, large):
+    """Return the sizes that fit this machine: `cpu`, `small` (a GPU under 36 GiB: T4, gaming cards) or `large`.
 
-    >>> batch, seq = by_tier(cpu=(8, 64), small=(32, 128), large=(128, 128))
+    >>> batch, seq = pick_sizes(cpu=(8, 64), small=(32, 128), large=(128, 128))
     """
     if find_device().type == "cpu":
         return cpu
     return large if _gpu_memory() >= LARGE_GPU else small
 
 
+def free_memory() -> int:
+    """Bytes that can be allocated now. A `memory_limit` counts.
+
+    On a GPU: free memory, plus the unused blocks in the allocator's cache, up to the process's own share of the GPU.
+    On a CPU: the memory that the operating system calls available, or the host's whole memory if it does not say.
+    """
+    if find_device().type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        allocated = torch.cuda.memory_allocated()
+        share = int(torch.cuda.get_per_process_memory_fraction() * total) - allocated
+        return max(0, min(free + torch.cuda.memory_reserved() - allocated, share))
+    available = _available_host_memory() or _total_host_memory() or 0
+    return available if _limit is None else min(available, _limit.bytes)
+
+
 @contextlib.contextmanager
 def memory_limit(limit: float) -> Iterator[None]:
-    """Let what is built inside take at most `limit` bytes, so that "does not fit" happens here as on a smaller card.
+    """Limit the memory of what is built and run inside to `limit` bytes, as on a smaller card.
 
-    On a GPU the caching allocator is capped (`torch.cuda.set_per_process_memory_fraction`) at so many bytes more than
-    it has in use. On a CPU a step whose recorded peak is above the limit counts as out of memory. Limits nest; the
-    tightest one holds.
+    A step is out of memory if its peak of allocated bytes is above the limit, on a CPU and on a GPU alike. What was
+    allocated before does not count, and neither does the CUDA context. On a GPU the caching allocator is capped at the
+    limit, too, so the allocation itself fails. As the cap counts reserved memory, fragmentation can make a step fail
+    slightly below the limit. Limits nest: the tightest one holds.
     """
     check_positive(limit=limit)
     global _limit, _fraction_before_limits
     before, gpu = _limit, torch.cuda.is_available()
     if gpu and before is None:
         _fraction_before_limits = torch.cuda.get_per_process_memory_fraction()
-    release_memory()  # blocks in the cache would be handed out without a look at the limit
-    total = int(limit) + (torch.cuda.memory_reserved() if gpu else 0)
-    _limit = total if before is None else min(total, before)
+    release_memory()  # the allocator would hand out cached blocks without checking the cap
+    wanted = _Limit(int(limit), int(limit) + (torch.cuda.memory_reserved() if gpu else 0))
+    _limit = wanted if before is None else _Limit(min(wanted.bytes, before.bytes), min(wanted.cap, before.cap))
     _cap_allocator()
     try:
         yield
@@ -123,66 +144,84 @@ def memory_limit(limit: float) -> Iterator[None]:
 
 
 def current_limit() -> int | None:
-    """The bytes that `memory_limit` lets the process hold at present, or None."""
-    return _limit
+    """The bytes that `memory_limit` allows a step at present, or None without a limit."""
+    return None if _limit is None else _limit.bytes
 
 
 def release_memory() -> None:
-    """Collect what nothing refers to any more, and give the allocator's cached blocks back to the device.
-
-    Among them cuBLAS's workspaces, or only the first model in a process would seem to need them.
-    """
+    """Collect garbage and return the allocator's cached blocks to the GPU, with cuBLAS's workspaces."""
     gc.collect()
     if torch.cuda.is_available():
-        getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()  # there is no public way: pytorch/pytorch#184084
+        # Without this, only the first model of a process would pay for the workspaces. There is no public
+        # function: pytorch/pytorch#184084.
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
         torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
-def older_objects_spared() -> Iterator[None]:
-    """Let the garbage collector pass over all that is older than the measuring: with a few libraries loaded, each
-    collection would take tenths of a second.
-    """
-    global _sparing
-    if _sparing:  # gc.get_freeze_count() does not tell: Python 3.12 and later keep objects of their own there
+def gc_frozen() -> Iterator[None]:
+    """Freeze existing objects so that gc.collect() stays fast."""
+    global _frozen
+    if _frozen:  # gc.get_freeze_count() does not say: Python 3.12 and later freeze objects of their own
         yield
         return
     release_memory()
     gc.freeze()
-    _sparing = True
+    _frozen = True
     try:
         yield
     finally:
-        _sparing = False
+        _frozen = False
         gc.unfreeze()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: PyTorch's own type, or one of the messages that have none."""
-    told = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
-    told += ("unable to find an engine",) * _is_limited()  # of cuDNN, where no algorithm has room to work in
+    """Whether an error means out of memory: by its type, or by its message if a library raised a plain RuntimeError."""
+    texts = (
+        "out of memory",
+        "can't allocate memory",
+        "not enough memory",
+        "_STATUS_ALLOC_FAILED",
+        "_ALLOCATION_FAILED",
+    )
+    texts += ("unable to find an engine",) * _is_limited()  # cuDNN, if no algorithm fits into the memory that is left
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if "NVML_SUCCESS ==" in str(error):  # the allocator, out of memory, found NVML out of order: pytorch/pytorch#112377
+    if "NVML_SUCCESS ==" in str(
+        error
+    ):  # the allocator ran out of memory, then failed to ask NVML: pytorch/pytorch#112377
         return "CUDACachingAllocator.cpp" in str(error)
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in told)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """`bytes` is what a step may allocate. `cap` adds what the allocator had reserved when the limit began."""
+
+    bytes: int
+    cap: int
 
 
 def _cap_allocator() -> None:
     if torch.cuda.is_available():
-        wanted = 1.0 if _limit is None else _limit / torch.cuda.get_device_properties().total_memory
+        wanted = 1.0 if _limit is None else _limit.cap / torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(min(_fraction_before_limits, wanted))
 
 
 def _is_limited() -> bool:
-    """Whether memory is cut short, by `memory_limit` or for the whole process."""
+    """Whether less than the whole memory may be used, by `memory_limit` or by a limit of the process."""
     return _limit is not None or (torch.cuda.is_available() and torch.cuda.get_per_process_memory_fraction() < 1)
 
 
 def _gpu_memory() -> int:
-    """Bytes of the current GPU that this process may take, whatever `memory_limit` holds at present."""
+    """Bytes of the current GPU that this process may use, without a `memory_limit`."""
     fraction = torch.cuda.get_per_process_memory_fraction() if _limit is None else _fraction_before_limits
     return int(fraction * torch.cuda.get_device_properties().total_memory)
+
+
+def _context() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved())
 
 
 def _version(distribution: str) -> str | None:
@@ -218,4 +257,11 @@ def _cpu_name() -> str:
 def _total_host_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _available_host_memory() -> int | None:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s*(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
     return None

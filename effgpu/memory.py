@@ -1,79 +1,107 @@
-"""Bytes: the trace of one step, its peak, and what autograd saves for backward. One mechanism for CPU and GPU."""
+"""Memory: the bytes of one step over its course, its peak, and what autograd saves. One mechanism for CPU and GPU."""
 
+import contextlib
+import ctypes
+import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from numbers import Integral
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 from torch.profiler import record_function
 
-from effgpu.device import current_limit, find_device, is_out_of_memory, older_objects_spared
+from effgpu.device import current_limit, find_device, gc_frozen, is_out_of_memory
 from effgpu.timing import check_step
-from effgpu.units import check_positive, format_bytes
-from effgpu.variants import Step, Variant, check_worked, use
+from effgpu.units import MiB, check_positive, format_bytes
+from effgpu.variants import Step, Variant, check_worked, run_variant
 
 _WINDOW = "effgpu::step"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """The bytes alive after each allocation and free of one step, above what was alive before the variant was built.
+    """The bytes allocated during one step, above what was allocated before the variant was built.
 
-    `bytes[0]` is what the step began with: parameters, optimizer state, inputs. `phases` names for each entry what was
-    running: "forward", "backward" or, after the last backward pass, "optimizer". `reserved` is the most that the
-    caching allocator held, above what it held before; None on a CPU. On a GPU, libraries take room to work in, which
-    counts: cuBLAS some 8 to 32 MiB, by GPU, for each of two threads all the time (PyTorch 2.11) or for each product
-    while it runs (2.15). So peaks of two versions differ by it. What a CUDA graph keeps for its replays counts, too.
+    `bytes` has an entry for the start of the step and one for each allocation and free. `phases` says for each entry
+    what was running: "forward", "backward" or, after the last backward pass, "optimizer". On a GPU, `reserved` is the
+    most that the caching allocator reserved and `allocated_peak` its own statistic of the peak; both are None on a CPU.
+
+    On a GPU the bytes include the memory of CUDA graphs and the workspaces of libraries. cuBLAS takes 8 to 32 MiB,
+    depending on the GPU: for each of two threads all the time (PyTorch 2.11), or only during a matrix product (2.15).
+    So the peaks of two PyTorch versions differ.
     """
 
     bytes: tuple[int, ...]
     phases: tuple[str, ...]
     reserved: int | None = None
+    allocated_peak: int | None = None
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at any moment of the step."""
+        """The most bytes allocated at any moment of the step: the allocator's statistic on a GPU, else the curve's."""
+        return self._highest if self.allocated_peak is None else self.allocated_peak
+
+    @property
+    def start(self) -> int:
+        """The bytes before the step: weights, optimizer state, inputs."""
+        return self.bytes[0]
+
+    @property
+    def difference(self) -> int | None:
+        """The peak of the recorded curve minus the allocator's statistic, which should agree; None on a CPU."""
+        return None if self.allocated_peak is None else self._highest - self.allocated_peak
+
+    @property
+    def _highest(self) -> int:
         return max(0, *self.bytes)
 
     def __repr__(self) -> str:
-        return (
-            f"Trace(peak={format_bytes(self.peak)}, start={format_bytes(self.bytes[0])}, events={len(self.bytes) - 1})"
-        )
+        parts = [
+            f"peak={format_bytes(self.peak)}",
+            f"start={format_bytes(self.start)}",
+            f"events={len(self.bytes) - 1}",
+        ]
+        if self.difference and abs(self.difference) > 0.01 * self.peak:
+            parts.append(f"difference={format_bytes(self.difference)}")
+        return f"Trace({', '.join(parts)})"
 
 
 def trace(variant: Variant, *, warmup: int = 2) -> Trace:
-    """Build the variant, warm it up, record every allocation of one more step, and free it all.
+    """Build the variant, warm it up, record every allocation of one more step, and free everything.
 
-    The events are the allocator's own, as it reports them to PyTorch's profiler: on a CPU the same step has the same
-    peak at every run. Seen are the thread that runs the step and autograd's, not threads or processes that the step
-    starts by itself. Raises torch.OutOfMemoryError where memory, or what `memory_limit` left of it, did not suffice,
-    whichever library said so; ValueError for a step that works on another GPU than the current one; RuntimeError where
-    another profiler runs, in the step or around it.
+    On a CPU, the same step has the same peak in every run. Python's garbage is collected before the step and not during
+    it. The trace covers the thread that runs the step and autograd's threads, but no other threads and processes that
+    the step starts. Compiled code is freed with its variant, so the peaks do not depend on the order of variants.
+
+    Raises torch.OutOfMemoryError if the step runs out of memory or its peak is above `memory_limit`, whichever library
+    reports it. Raises ValueError if the step runs on another GPU than the current one, and RuntimeError if another
+    profiler runs.
     """
     check_positive(Integral, warmup=warmup)
-    with older_objects_spared():
-        before = _held(torch.cuda.memory_reserved)
-        records, held = _record(variant, warmup, before)
-    levels, phases = _read(records)
-    levels = tuple(level + held.by_graphs - before.by_graphs for level in levels)
-    reserved = None if held.reserved is None else max(0, held.reserved - before.reserved, *levels)
-    recorded = Trace(levels, phases, reserved)
+    with gc_frozen(), _separate_large_blocks():
+        before = _held()
+        start, records, held = _record(variant, warmup, before)
+    graphs = held.by_graphs - before.by_graphs
+    levels, phases = _read(records, start + graphs)
+    recorded = Trace(levels, phases)
+    if held.reserved is not None:
+        recorded = Trace(levels, phases, held.reserved - before.reserved, held.allocated - before.allocated + graphs)
     limit = current_limit()
-    if limit is not None and find_device().type == "cpu" and recorded.peak > limit:
+    if limit is not None and recorded.peak > limit:
         needed, allowed = format_bytes(recorded.peak), format_bytes(limit)
         raise torch.OutOfMemoryError(f"out of memory: the step needs {needed}, the limit is {allowed}")
     return recorded
 
 
 def peak_bytes(variant: Variant, *, warmup: int = 2) -> int | None:
-    """The most bytes alive at any moment of the variant's step, as `trace` records them; None where memory ran out."""
+    """The peak of the variant's step in bytes, as in `trace`, or None if it runs out of memory."""
     try:
         return trace(variant, warmup=warmup).peak
     except torch.OutOfMemoryError:
@@ -81,18 +109,18 @@ def peak_bytes(variant: Variant, *, warmup: int = 2) -> int | None:
 
 
 def saved_bytes(forward: Callable[[], object]) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward`: each storage once, parameters not counted.
+    """Bytes that autograd saves for the backward pass of `forward`. Each storage counts once, parameters do not count.
 
-    Seen by torch.autograd.graph.saved_tensors_hooks; the same at every run. Devices differ where their kernels keep
-    other things: of a dropout mask, a GPU keeps a byte an element and a CPU four. `forward` returns its loss or output.
+    `forward` runs a forward pass and returns its loss or output. The result is the same in every run. Devices differ
+    if their kernels save different tensors: for a dropout mask, a GPU saves one byte per element and a CPU four.
     """
     check_step(forward=forward)
-    held: Counter[tuple[int, int]] = Counter()  # of each storage and its size, the saved tensors that keep it
+    held: Counter[tuple[int, int]] = Counter()  # (storage, bytes) -> number of saved tensors that use it
     most = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal most
-        saved = tensor.detach()  # an operation that saves its own output would keep its graph alive for ever
+        saved = tensor.detach()  # the original could keep its own graph alive: an operation may save its output
         root = tensor if tensor._base is None else tensor._base
         if not isinstance(root, torch.nn.Parameter) and not (root.is_leaf and root.requires_grad):
             storage = saved.untyped_storage()
@@ -107,84 +135,189 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return most
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Bytes on a GPU: reserved by the allocator, kept by CUDA graphs for their replays (though no tensor is in them),
-    and allocated on each of the machine's GPUs.
+class _Held(NamedTuple):
+    """Bytes on a GPU. `by_graphs` is what CUDA graphs keep for their replays although no tensor uses it. `on_each` is
+    the allocated bytes of every GPU in the machine. On a CPU all are None or empty.
     """
 
     reserved: int | None = None
+    allocated: int | None = None
     by_graphs: int = 0
-    allocated: tuple[int, ...] = ()
+    on_each: tuple[int, ...] = ()
 
 
-def _held(reserved: Callable[[], int]) -> _Held:
+def _held(*, peak: bool = False) -> _Held:
+    """What is held now; with `peak`, the most that was reserved and allocated since the statistics were reset."""
     here = find_device()
     if here.type == "cpu":
         return _Held()
-    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == here.index)
-    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
-    return _Held(
-        reserved(),
-        sum(segment["total_size"] - segment["allocated_size"] for segment in private),
-        tuple(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))),
-    )
+    reserved = torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
+    allocated = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    on_each = tuple(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
+    return _Held(reserved, allocated, _bytes_of_graphs(here.index), on_each)
 
 
-def _record(variant: Variant, warmup: int, before: _Held) -> tuple[list, _Held]:
-    """What the threads of the variant did, in the profiler's words, and what was held at the end of its step.
-
-    The profiler is PyTorch's older one. torch.profiler tells the same, but on a GPU it attaches CUPTI to the process,
-    which stays there and, as users report, slows what is launched and timed from then on (pytorch/pytorch#144455).
-    """
+def _bytes_of_graphs(gpu: int) -> int:
     try:
-        _enable_profiler_legacy(
-            ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        )
-        try:
-            held = use(variant, lambda step: _run(step, warmup, before))
-        finally:
-            records = _disable_profiler_legacy()
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # the backend cudaMallocAsync has no snapshot
+        return 0
+    private = [s for s in segments if s["device"] == gpu and tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+
+
+def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[list], _Held]:
+    """The bytes at the start of the step, the profiler's records of it, and what was held at its peak."""
+    on_gpu = find_device().type == "cuda"
+    profiler = _Profiler()
+
+    def action(step: Step) -> tuple[int, _Held]:
+        for _ in range(warmup):
+            check_worked(step())
+        if on_gpu:
+            torch.cuda.synchronize()
+        with _gc_paused():
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+                start = torch.cuda.memory_allocated() - before.allocated
+                profiler.start()
+            else:
+                start = _sum_changes(profiler.restart())
+            with record_function(_WINDOW):
+                step()
+            held = _held(peak=True)
+        _check_gpu(before, held)
+        return start, held
+
+    try:
+        with contextlib.closing(profiler):
+            if not on_gpu:  # a CPU has no statistics: add up what the build and the warm-up allocate and free
+                profiler.start()
+            start, held = run_variant(variant, action)
+            return start, profiler.stop(), held  # not earlier: PyTorch would remember the sizes of what is freed unseen
     except Exception as error:
         if "Profiler is already enabled" in str(error):
-            raise RuntimeError(
-                "trace: another profiler runs, and memory is recorded by one: only one can run"
-            ) from error
+            raise RuntimeError("trace: another profiler is running, and PyTorch can run only one") from error
         if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(str(error)) from None
         raise
-    return records, held
 
 
-def _run(step: Step, warmup: int, before: _Held) -> _Held:
-    for _ in range(warmup):
-        check_worked(step())
-    if find_device().type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    with record_function(_WINDOW):
-        step()
-    held = _held(torch.cuda.max_memory_reserved)
-    _check_gpu(before, held)
-    return held
+class _Profiler:
+    """PyTorch's older profiler, which records every operation, allocation and free of a thread and of autograd's.
+
+    torch.profiler records the same. But on a GPU it attaches CUPTI to the process, which stays there and, as users
+    report, slows all launches that are timed afterwards (pytorch/pytorch#144455).
+    """
+
+    def __init__(self):
+        self._running = False
+
+    def start(self) -> None:
+        enable, _, config = _find_profiler()
+        enable(config)
+        self._running = True
+
+    def stop(self) -> list[list]:
+        """End the session and return its records, a list for each thread."""
+        self._running = False
+        return _find_profiler()[1]()
+
+    def restart(self) -> list[list]:
+        """End a session and begin the next. PyTorch remembers the sizes of what the first allocated."""
+        records = self.stop()
+        self.start()
+        return records
+
+    def close(self) -> None:
+        if self._running:
+            self.stop()
+
+
+def _find_profiler() -> tuple[Callable, Callable, object]:
+    """The functions that start and stop the profiler, and its configuration. All of them are private to PyTorch."""
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+
+        config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    except (ImportError, AttributeError, TypeError) as error:
+        told = f"trace: PyTorch {torch.__version__} has no profiler that effgpu can record memory with: {error}"
+        raise RuntimeError(told) from error
+    return _enable_profiler_legacy, _disable_profiler_legacy, config
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Collect garbage, and then not again: when Python collects differs from run to run, and the peak must not.
+
+    A tensor that is collected between two of the profiler's sessions would also be missed by both.
+    """
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _separate_large_blocks() -> Iterator[None]:
+    """On a CPU with glibc, keep tensors and the profiler's records apart.
+
+    In one heap, small records come to lie between large tensors, and the freed space between them cannot be used
+    again. So blocks of a MiB and more get pages of their own. Later steps would pay for new pages at each allocation,
+    so at the end glibc's thresholds are set to the most that glibc itself would raise them to.
+    """
+    mallopt = _find_mallopt() if find_device().type == "cpu" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, MiB)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, 32 * MiB)
+        mallopt(_M_TRIM_THRESHOLD, 64 * MiB)
+
+
+def _find_mallopt() -> Callable[[int, int], int] | None:
+    """glibc's mallopt, or None with another C library."""
+    try:
+        libc = ctypes.CDLL(None)
+        return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
+    except (OSError, TypeError, AttributeError):
+        return None
 
 
 def _check_gpu(before: _Held, held: _Held) -> None:
     here = find_device().index
-    used = [gpu for gpu, (then, now) in enumerate(zip(before.allocated, held.allocated)) if now > then]
+    used = [gpu for gpu, (then, now) in enumerate(zip(before.on_each, held.on_each)) if now > then]
     if used and here not in used:
-        told = f"the step allocates on GPU {used[0]}, and only the current one ({here}) is measured"
+        told = f"the step allocates on GPU {used[0]}, but only the current one ({here}) is measured"
         raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")
 
 
-def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Bytes and phases over the window, from what the profiler recorded of each thread."""
-    moved = attrgetter(f"{find_device().type}_memory_usage")
+def _bytes_moved() -> Callable:
+    """How to read a record's allocated (positive) or freed (negative) bytes on this device."""
+    return attrgetter(f"{find_device().type}_memory_usage")
+
+
+def _sum_changes(threads: list[list]) -> int:
+    moved = _bytes_moved()
+    return sum(moved(record)() for record in chain.from_iterable(threads) if record.kind() == "memory_alloc")
+
+
+def _read(threads: list[list], alive: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Bytes and phases over the window, from the records of each thread. `alive` is the bytes before the first."""
+    moved = _bytes_moved()
     time = threads[0][0].cpu_elapsed_us  # since the first of all
     records = sorted(chain.from_iterable(threads), key=time)
     ends = {record.handle(): time(record) for record in records if record.kind() == "pop"}
     backward = [ends[record.handle()] for record in records if record.kind() == "push" and _is_backward(record.name())]
-    alive, phase, until, end, last = 0, "forward", 0.0, inf, inf
+    phase, until, end, last = "forward", 0.0, inf, inf
     levels: list[int] = []
     phases: list[str] = []
     for record in records:
@@ -197,10 +330,10 @@ def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
                 levels.append(alive)
                 phases.append(phase)
         elif name == _WINDOW:
-            levels, phases, phase, until, end = [alive], ["forward"], "forward", 0.0, ends[record.handle()]
+            levels, phases, end = [alive], ["forward"], ends[record.handle()]
             last = max((done for done in backward if start < done < end), default=inf)
         elif record.kind() == "push" and name.startswith("Optimizer.zero_grad"):
-            until = max(until, ends[record.handle()])  # of whatever phase comes before it, wherever it is called
+            until = max(until, ends[record.handle()])  # part of the phase before it, wherever it is called
         elif record.kind() == "push":
             between = None if start < until else "forward" if start < last else "optimizer"
             if (running := _phase(name, between)) is not None:
@@ -210,7 +343,7 @@ def _read(threads: list[list]) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _phase(name: str, between: str | None) -> str | None:
-    """The phase that an event begins; `between` is that of an operation outside of backward and optimizer events."""
+    """The phase that an event begins. `between` is the phase of an operation outside backward and optimizer events."""
     if _is_backward(name):
         return "backward"
     if name.startswith("Optimizer.step"):

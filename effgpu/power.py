@@ -1,4 +1,4 @@
-"""Utilisation, power and energy of the GPU, from NVML. Where NVML does not tell, the answer is None."""
+"""Utilisation, power, clock and energy of the GPU, from NVML. What NVML does not report is None."""
 
 import time
 from collections import deque
@@ -12,30 +12,48 @@ import torch
 from effgpu import units
 from effgpu.timing import cap_seconds, check_step, time_for
 
-_LONGEST_TICK = 0.5  # seconds: the counter moves every 20 to 100 ms; standing still for longer, it is of no use
-_POLL = 0.002  # seconds between two looks at the counter, so that asking does not slow short steps
-_AHEAD = 0.01  # seconds of work that wait for the GPU, so that it does not stand still while NVML answers
+_LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does not work; most change every 20 to 100 ms
+_POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps
+_AHEAD = 0.01  # seconds of queued work that keep the GPU busy while NVML answers
+_REASONS = {
+    0x001: "idle",
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "thermal",
+    0x040: "hardware thermal",
+    0x080: "power brake",
+    0x100: "display clocks",
+}  # nvmlClocksEventReason..., why the clock is below its maximum
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading of the board: the share of time in which any kernel ran (0 to 1), bytes in use by all processes,
-    watts now, joules since the driver was loaded.
+    """One reading of the board.
+
+    `utilisation` is the share of time in which any kernel ran (0 to 1), `memory_used` the bytes in use by all
+    processes, `watts` the power now, `joules` the energy since the driver was loaded. `sm_clock` is the clock of the
+    multiprocessors in MHz, and `throttled` says why it is below its maximum, such as "power cap", "thermal" or "idle".
     """
 
     utilisation: float | None
     memory_used: int | None
     watts: float | None
     joules: float | None
+    sm_clock: int | None = None
+    throttled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         busy = units.NOT_MEASURED if self.utilisation is None else f"{self.utilisation:.0%}"
         watts = units.NOT_MEASURED if self.watts is None else f"{self.watts:.0f} W"
-        return f"{busy} of the time busy, {units.format_bytes(self.memory_used)} in use, {watts}"
+        clock = "" if self.sm_clock is None else f", {self.sm_clock} MHz"
+        reasons = f" ({', '.join(self.throttled)})" if self.throttled else ""
+        return f"{busy} of the time busy, {units.format_bytes(self.memory_used)} in use, {watts}{clock}{reasons}"
 
 
 def sample() -> Sample | None:
-    """Read the current GPU once; None without a GPU or NVML."""
+    """Read the current GPU once. None without a GPU or NVML."""
     handle = _handle()
     if handle is None:
         return None
@@ -44,14 +62,26 @@ def sample() -> Sample | None:
         _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used),
         _ask(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
         _joules(handle),
+        _clock(handle),
+        _throttled(handle),
     )
 
 
-def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float | None:
-    """Joules per step of the whole board, over at least `seconds` of steps.
+def read_clock() -> tuple[int, tuple[str, ...]] | None:
+    """The current GPU's SM clock in MHz, and why it is below its maximum. None where NVML does not report the clock.
 
-    The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) moves in ticks, so a window is as exact as its
-    ends: both are laid on a tick, with the GPU at work. None where there is no such counter.
+    Two quick questions to NVML, which do not wait for the GPU: call it while kernels are queued.
+    """
+    handle = _handle()
+    clock = None if handle is None else _clock(handle)
+    return None if clock is None else (clock, _throttled(handle))
+
+
+def measure_energy(step: Callable[[], object], *, seconds: float = 3.0) -> float | None:
+    """Joules per step of the whole board, over one window of at least `seconds`. None without an energy counter.
+
+    The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) changes every 20 to 100 ms. So the window begins
+    and ends at such a change, with the GPU at work. A few seconds make the error of both ends small.
     """
     check_step(step=step)
     units.check_positive(seconds=seconds)
@@ -60,7 +90,7 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
         return None
     ahead = max(2, round(_AHEAD / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
     paced = _paced(step, ahead)
-    for _ in range(2 * ahead):  # from here on, what waits for the GPU mostly stays as much
+    for _ in range(2 * ahead):  # fill the queue; from here on its length hardly changes
         next(paced)
     begin, began = _next_tick(handle, paced), time.perf_counter()
     while begin and time.perf_counter() - began < seconds:
@@ -70,7 +100,7 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 0.5) -> float
 
 
 def _next_tick(handle, paced: Iterator[int]) -> tuple[int, float] | None:
-    """Run steps until the counter moves: how many are done by then, and joules. None where it does not, or fails."""
+    """Run steps until the counter changes. Return the number of finished steps and the joules, or None if it fails."""
     before = _joules(handle)
     polled = began = time.perf_counter()
     for done in paced:
@@ -84,7 +114,7 @@ def _next_tick(handle, paced: Iterator[int]) -> tuple[int, float] | None:
 
 
 def _paced(step: Callable[[], object], ahead: int) -> Iterator[int]:
-    """Run steps for ever, the CPU so many ahead of the GPU, so that overlaps stay; yields how many are done."""
+    """Run steps without end, the CPU at most `ahead` steps before the GPU. Yields the number of finished steps."""
     spare, waiting, done = [torch.cuda.Event() for _ in range(ahead + 1)], deque(), 0
     while True:
         step()
@@ -98,7 +128,7 @@ def _paced(step: Callable[[], object], ahead: int) -> Iterator[int]:
 
 
 def _handle():
-    """NVML's handle of CUDA's current device: by UUID, since the two number their devices differently."""
+    """NVML's handle of CUDA's current device, found by UUID: the two libraries number devices differently."""
     if not torch.cuda.is_available():
         return None
     uuid = str(torch.cuda.get_device_properties().uuid)
@@ -107,6 +137,17 @@ def _handle():
 
 def _joules(handle) -> float | None:
     return _ask(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
+
+
+def _clock(handle) -> int | None:
+    return _ask(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+
+
+def _throttled(handle) -> tuple[str, ...]:
+    older = getattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+    read = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", older)
+    bits = _ask(lambda: read(handle)) or 0
+    return tuple(reason for bit, reason in _REASONS.items() if bits & bit)
 
 
 def _ask(question: Callable[[], object]):

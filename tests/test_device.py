@@ -3,17 +3,25 @@
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pynvml
 import pytest
 import torch
 
 from effgpu import device, power
-from effgpu.device import Device, by_tier, current_limit, describe, is_out_of_memory, memory_limit
+from effgpu.device import Device, current_limit, describe, free_memory, is_out_of_memory, memory_limit, pick_sizes
 from effgpu.units import GiB, MiB
 
 T4 = {"name": "Tesla T4", "capability": (7, 5), "memory": 15 * GiB}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short():
+    with device.gc_frozen():
+        yield
+
+
 TIERS = {"cpu": "cpu", "small": "small", "large": "large"}
 
 
@@ -23,14 +31,14 @@ def test_find_device(simulate_gpu):
     assert device.find_device() == torch.device("cuda", 0)
 
 
-def test_by_tier_goes_by_the_memory_of_the_gpu(simulate_gpu):
-    assert by_tier(**TIERS) == "cpu"
+def test_pick_sizes_goes_by_the_memory_of_the_gpu(simulate_gpu):
+    assert pick_sizes(**TIERS) == "cpu"
     simulate_gpu(**T4)
-    assert by_tier(**TIERS) == "small"
+    assert pick_sizes(**TIERS) == "small"
     simulate_gpu(memory=36 * GiB - 1)
-    assert by_tier(**TIERS) == "small"
+    assert pick_sizes(**TIERS) == "small"
     simulate_gpu(memory=36 * GiB)
-    assert by_tier(**TIERS) == "large"
+    assert pick_sizes(**TIERS) == "large"
 
 
 def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gpu):
@@ -40,10 +48,10 @@ def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gp
     for limit in (64 * GiB, 2 * GiB):
         with memory_limit(limit):
             assert gpu.fraction == min(limit / (128 * GiB), 0.125)
-            assert by_tier(**TIERS) == "small"
+            assert pick_sizes(**TIERS) == "small"
             assert (describe().name, describe().memory) == ("NVIDIA H200, 16.0 GiB of it", 16 * GiB)
         assert gpu.fraction == 0.125
-    assert by_tier(**TIERS) == "small" and describe().slug == "nvidia-h200-16-0-gib-of-it"
+    assert pick_sizes(**TIERS) == "small" and describe().slug == "nvidia-h200-16-0-gib-of-it"
 
 
 def test_describe_on_a_cpu():
@@ -51,6 +59,7 @@ def test_describe_on_a_cpu():
     assert here.kind == "cpu" and here.name.strip()
     assert here.cores >= 1 and here.memory > 64 * MiB
     assert (here.multiprocessors, here.capability, here.driver, here.supports) == (None, None, None, {})
+    assert here.context is None
     assert {"python", "effgpu", "torch"} <= set(here.versions) and here.versions["torch"] in torch.__version__
     assert json.loads(json.dumps(asdict(here))) == asdict(here)
 
@@ -96,6 +105,17 @@ def test_a_driver_that_nvml_does_not_tell_is_none(simulate_gpu, monkeypatch):
     assert describe().driver is None
 
 
+def test_the_context_is_what_is_used_outside_of_the_allocator(simulate_gpu):
+    gpu = simulate_gpu()
+    gpu.reserved, gpu.elsewhere = 3 * GiB, 500 * MiB
+    here = describe()
+    assert here.context == 500 * MiB
+    assert here == replace(here, context=0), "it changes from run to run, and the device does not"
+    stored = json.loads(json.dumps(asdict(here)))
+    assert stored.pop("context") == 500 * MiB
+    assert Device(**stored).context is None, "as in results that were stored without it"
+
+
 def test_names_of_devices(cpu, make_gpu):
     assert cpu.label == "Test CPU (CPU, 2 cores)" and cpu.slug == "cpu-test-cpu-2-cores"
     assert make_gpu("NVIDIA H200").label == "NVIDIA H200" and make_gpu("NVIDIA H200").slug == "nvidia-h200"
@@ -122,6 +142,36 @@ def test_a_limit_is_for_what_comes_on_top_of_what_is_held(simulate_gpu, monkeypa
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(gpu, "reserved", 4 * GiB))
     with memory_limit(4 * GiB):
         assert gpu.fraction == 0.5
+
+        assert current_limit() == 4 * GiB, "what a step may take, whatever was there before"
+        gpu.reserved = 6 * GiB
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        with memory_limit(3 * GiB):
+            assert (current_limit(), gpu.fraction) == (3 * GiB, 0.5), "the outer cap holds as well"
+
+
+def test_free_memory_of_a_gpu_counts_the_cache_and_its_caps(simulate_gpu):
+    gpu = simulate_gpu(memory=16 * GiB)
+    gpu.reserved, gpu.allocated, gpu.elsewhere = 6 * GiB, 5 * GiB, 1 * GiB
+    assert free_memory() == 9 * GiB + 1 * GiB
+    gpu.fraction = 0.5
+    assert free_memory() == 8 * GiB - 5 * GiB
+    with memory_limit(1 * GiB):  # above the 6 GiB that are reserved, of which 1 GiB is unused
+        assert free_memory() == 2 * GiB
+    gpu.fraction = 0.25
+    assert free_memory() == 0
+
+
+def test_free_memory_of_a_cpu_is_what_is_available(monkeypatch, tmp_path):
+    assert 0 < free_memory() <= describe().memory
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:       24000000 kB\nMemFree:          100 kB\nMemAvailable:   12345678 kB\n")
+    monkeypatch.setattr(device, "_MEMINFO", told)
+    assert free_memory() == 12345678 * 1024
+    with memory_limit(1 * GiB):
+        assert free_memory() == 1 * GiB
+    monkeypatch.setattr(device, "_MEMINFO", tmp_path / "missing")
+    assert free_memory() == describe().memory
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -211,6 +261,19 @@ def test_a_part_of_this_gpu_is_left_as_it_was_by_a_limit():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert describe() == whole
+
+
+@pytest.mark.gpu
+def test_free_memory_and_context_of_this_gpu():
+    device.release_memory()
+    before = free_memory()
+    held = torch.empty(256 * MiB, dtype=torch.uint8, device="cuda")
+    assert before - free_memory() == pytest.approx(256 * MiB, abs=32 * MiB)
+    with memory_limit(512 * MiB):
+        assert free_memory() == pytest.approx(512 * MiB, abs=32 * MiB)
+    del held
+    assert free_memory() == pytest.approx(before, abs=32 * MiB), "what is cached can be allocated"
+    assert 50 * MiB < describe().context < describe().memory
 
 
 @pytest.mark.gpu

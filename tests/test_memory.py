@@ -1,6 +1,8 @@
-"""Tests of effgpu.memory: the trace against torch's own tracker and against arithmetic, phase by phase."""
+"""Tests of effgpu.memory: the trace against torch's tracker, the allocator's statistics and arithmetic, by phase."""
 
 import gc
+import importlib
+import os
 import subprocess
 import sys
 import weakref
@@ -13,9 +15,19 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from effgpu.device import find_device, memory_limit, release_memory
+import effgpu
+from effgpu import memory
+from effgpu.device import find_device, gc_frozen, memory_limit, release_memory
 from effgpu.memory import Trace, peak_bytes, saved_bytes, trace
 from effgpu.units import GiB, MiB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short():
+    for name in ("transformers.models.gpt2", "torchvision.models", "torch._dynamo"):
+        importlib.import_module(name)  # before existing objects are frozen
+    with gc_frozen():
+        yield
 
 
 def train(model, batch, compute_loss=lambda model, batch: model(batch).float().square().mean()):
@@ -54,9 +66,9 @@ def gpt2():
 
 
 def resnet():
-    from torchvision.models import resnet18
+    from torchvision.models.resnet import BasicBlock, ResNet
 
-    return train(resnet18(num_classes=10), torch.randn(2, 3, 64, 64))
+    return train(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), torch.randn(2, 3, 64, 64))
 
 
 def checkpointed():
@@ -102,7 +114,8 @@ def test_trace_agrees_with_torchs_tracker_repeats_itself_and_goes_forward_backwa
     assert first.peak == second.peak and first.bytes[0] == second.bytes[0]
     assert first.peak == pytest.approx(track(variant), rel=0.01)
     assert order(first.phases) == ["forward", "backward", "optimizer"]
-    assert len(first.phases) == len(first.bytes) and first.reserved is None
+    assert len(first.phases) == len(first.bytes)
+    assert (first.reserved, first.allocated_peak, first.difference) == (None, None, None)
 
 
 def test_trace_starts_with_parameters_optimizer_state_and_inputs():
@@ -122,7 +135,7 @@ def test_trace_starts_with_parameters_optimizer_state_and_inputs():
         return step
 
     recorded = trace(variant)
-    assert recorded.bytes[0] == recorded.bytes[-1] == sizes[-1] > sizes[0]
+    assert recorded.start == recorded.bytes[0] == recorded.bytes[-1] == sizes[-1] > sizes[0]
     assert min(recorded.bytes) >= sizes[-1]
 
 
@@ -135,6 +148,15 @@ def test_trace_of_one_allocation_is_exact():
     assert recorded.phases == ("forward",) * 3
     assert repr(recorded) == "Trace(peak=1000 B, start=0 B, events=2)"
     assert Trace((-8, -4), ("forward", "forward")).peak == 0  # it freed what was not its own
+
+
+def test_the_peak_is_the_allocators_where_it_has_one_and_a_difference_is_shown():
+    curve = (100, 1000, 100), ("forward",) * 3
+    agreeing, near, off = (Trace(*curve, 2000, peak) for peak in (1000, 1009, 900))
+    assert (agreeing.peak, agreeing.difference) == (1000, 0) and "difference" not in repr(agreeing)
+    assert (near.peak, near.difference) == (1009, -9) and "difference" not in repr(near)
+    assert (off.peak, off.difference) == (900, 100)
+    assert repr(off) == "Trace(peak=900 B, start=100 B, events=2, difference=100 B)"
 
 
 def test_trace_of_a_step_that_allocates_nothing():
@@ -175,6 +197,178 @@ def test_what_the_warm_up_holds_counts_but_what_it_frees_does_not():
     recorded = trace(variant, warmup=1)
     assert len(calls) == 2
     assert (recorded.bytes[0], recorded.peak) == (MiB, 2 * MiB)
+
+
+def test_what_is_built_before_the_step_and_freed_in_it_is_exact():
+    """Build and warm-up are recorded in a session of their own, of which only the sum is kept."""
+
+    def variant():
+        built, warm = [torch.empty(3 * MiB, dtype=torch.uint8)], []
+
+        def step():
+            if warm:
+                built.clear()
+                torch.empty(100, dtype=torch.uint8)
+                warm.clear()
+            else:
+                warm.append(torch.empty(2 * MiB, dtype=torch.uint8))
+
+        return step
+
+    assert trace(variant, warmup=1).bytes == (5 * MiB, 2 * MiB, 2 * MiB + 100, 2 * MiB, 0)
+
+
+def test_a_tensor_that_is_collected_between_the_sessions_is_not_lost(monkeypatch):
+    find = memory._find_profiler
+
+    def find_one_that_makes_garbage():
+        enable, disable, config = find()
+        return enable, lambda: (disable(), [[] for _ in range(100_000)])[0], config
+
+    def variant():
+        calls = []
+
+        def step():
+            calls.append([torch.empty(MiB, dtype=torch.uint8)])
+            calls[-1].append(calls[-1])  # a cycle
+            if len(calls) == 2:
+                calls.clear()
+                gc.collect()
+
+        return step
+
+    monkeypatch.setattr(memory, "_find_profiler", find_one_that_makes_garbage)
+    assert trace(variant, warmup=1).bytes == (MiB, 2 * MiB, MiB, 0)
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_before_the_step_and_not_in_it():
+    def variant():
+        calls = []
+
+        def step():
+            calls.append(1)
+            cycle = [torch.empty(MiB, dtype=torch.uint8)]
+            cycle.append(cycle)
+            del cycle
+            if len(calls) == 3:
+                [[] for _ in range(100_000)]  # so many that Python would collect
+
+        return step
+
+    assert trace(variant).bytes == (0, MiB)
+
+
+def test_the_records_of_the_warm_up_are_gone_when_the_step_runs(monkeypatch):
+    sizes, find = [], memory._find_profiler
+
+    def find_and_note():
+        enable, disable, config = find()
+        return enable, lambda: sizes.append(sum(map(len, told := disable()))) or told, config
+
+    def variant():
+        calls = []
+
+        def step():
+            calls.append(1)
+            torch.ones(4).add_(1) if len(calls) == 3 else [torch.ones(4) for _ in range(1000)]
+
+        return step
+
+    monkeypatch.setattr(memory, "_find_profiler", find_and_note)
+    trace(variant)
+    assert sizes[0] > 2000 > 50 > sizes[1]
+
+
+# The child holds ten tensors at a time, each time larger ones, and makes a thousand records between two of them.
+HEAP = """
+import resource, torch, effgpu.memory
+
+def variant():
+    small = torch.ones(8)
+
+    def step():
+        for size in (14, 18, 22, 26, 30):
+            kept = []
+            for _ in range(10):
+                kept.append(torch.ones(size * 2**18))
+                for _ in range(550):
+                    small.add_(small)
+
+    return step
+
+def most():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+effgpu.memory.trace(lambda: lambda: torch.ones(8))
+base = most()
+peak = effgpu.memory.trace(variant, warmup=1).peak
+print(peak, most() - base)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or memory._find_mallopt() is None, reason="needs glibc")
+def test_a_trace_on_a_cpu_needs_little_more_memory_than_it_measures():
+    told = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True).stdout
+    peak, grown = map(int, told.split())
+    assert peak == 10 * 30 * MiB + 32
+    assert grown < 1.5 * peak
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_glibcs_thresholds_are_raised_to_their_most_after_a_trace(monkeypatch, fails):
+    calls = []
+
+    def variant():
+        assert calls == [(-3, MiB)]
+        if fails:
+            raise OSError("a missing file")
+        return lambda: None
+
+    monkeypatch.setattr(memory, "_find_mallopt", lambda: lambda *call: calls.append(call))
+    with pytest.raises(OSError, match="a missing file") if fails else nullcontext():
+        trace(variant)
+    assert calls == [(-3, MiB), (-3, 32 * MiB), (-1, 64 * MiB)]
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    for library in (lambda name: object(), lambda name: 1 / 0 if name else (_ for _ in ()).throw(TypeError("Windows"))):
+        monkeypatch.setattr(memory.ctypes, "CDLL", library)
+        assert memory._find_mallopt() is None
+        assert trace(lambda: lambda: torch.ones(4)).peak == 16
+
+
+def test_a_pytorch_without_the_profiler_is_named_and_effgpu_can_be_imported(monkeypatch):
+    monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
+    monkeypatch.delattr(torch._C._profiler, "_ExperimentalConfig")
+    monkeypatch.setattr(effgpu, "memory", memory)
+    monkeypatch.delitem(sys.modules, "effgpu.memory")
+    anew = importlib.import_module("effgpu.memory")
+    assert anew is not memory and anew.saved_bytes(lambda: torch.ones(4)) == 0
+    with pytest.raises(RuntimeError, match=rf"^trace: PyTorch {torch.__version__.replace('+', '.')} has no profiler"):
+        anew.trace(lambda: lambda: torch.ones(4))
+
+
+def test_nothing_of_a_freed_compiled_variant_stays():
+    """With one that was compiled before, the second would run its graph, and hold what that holds."""
+    graphs, held = [], []
+
+    def backend(graph, _):
+        graphs.append(1)
+        constant = torch.ones(MiB)
+        held.append(weakref.ref(constant))
+        return lambda *inputs: (constant, graph(*inputs))[1]
+
+    def double(x):
+        return x * 2 + 1
+
+    def variant():
+        compiled, x = torch.compile(double, backend=backend), torch.ones(256)
+        return lambda: compiled(x)
+
+    first, second = trace(variant), trace(variant)
+    assert len(graphs) == 2 and [ref() for ref in held] == [None, None]
+    assert first == second and first.start == 4 * MiB + 1024
 
 
 def test_backward_in_a_checkpoint_is_backward():
@@ -252,9 +446,12 @@ def test_a_profiler_in_the_step_or_around_it_is_an_error_that_says_so():
         with torch.profiler.profile():
             pass
 
-    with pytest.raises(RuntimeError, match="trace: another profiler runs"):
+    with pytest.raises(RuntimeError, match="trace: another profiler is running"):
         trace(lambda: step)
-    with torch.autograd.profiler_legacy.profile(), pytest.raises(RuntimeError, match="trace: another profiler runs"):
+    with (
+        torch.autograd.profiler_legacy.profile(),
+        pytest.raises(RuntimeError, match="trace: another profiler is running"),
+    ):
         trace(transformer)
     assert trace(lambda: lambda: torch.ones(4)).peak == 16
 
@@ -281,17 +478,68 @@ def test_a_step_on_another_gpu_than_the_measured_one_is_refused(here, there, ref
         trace(variant)
 
 
+def gpu_variant(gpu, *, build=0, peak=0, most_reserved=0):
+    """A variant that holds `build` bytes of a simulated GPU; its step comes to a peak above that."""
+
+    def variant():
+        gpu.allocated += build
+
+        def step():
+            gpu.most_allocated = max(gpu.most_allocated, gpu.allocated + peak)
+            gpu.most_reserved = max(gpu.most_reserved, most_reserved)
+
+        return step
+
+    return variant
+
+
+def test_the_peak_on_a_gpu_is_the_allocators_and_starts_above_what_was_there(simulate_gpu):
+    gpu = simulate_gpu()
+    gpu.allocated, gpu.most_allocated = 5 * MiB, 900 * MiB  # an earlier variant's peak
+    recorded = trace(gpu_variant(gpu, build=3 * MiB, peak=40 * MiB))
+    assert (recorded.start, recorded.peak, recorded.bytes) == (3 * MiB, 43 * MiB, (3 * MiB,))
+    assert recorded.difference == -40 * MiB, "no allocation of a simulated GPU is recorded"
+    assert "difference=-40.0 MiB" in repr(recorded)
+
+
+def test_the_build_is_not_recorded_on_a_gpu(simulate_gpu, monkeypatch):
+    simulate_gpu()
+    running, start = [], memory._Profiler.start
+    monkeypatch.setattr(memory._Profiler, "start", lambda self: running.append(1) or start(self))
+    seen = []
+
+    def variant():
+        seen.append(len(running))
+        return lambda: seen.append(len(running))
+
+    trace(variant, warmup=2)
+    assert seen == [0, 0, 0, 1] and len(running) == 1
+
+
+def test_a_limit_on_a_gpu_means_the_same_as_on_a_cpu(simulate_gpu):
+    gpu = simulate_gpu()
+    gpu.allocated = gpu.reserved = 5 * MiB
+    variant = gpu_variant(gpu, peak=40 * MiB)
+    with memory_limit(40 * MiB):
+        assert trace(variant).peak == 40 * MiB
+    with memory_limit(40 * MiB - 1), pytest.raises(torch.OutOfMemoryError, match="out of memory: the step needs"):
+        trace(variant)
+
+
+def test_an_allocator_without_a_snapshot_has_no_graphs_but_a_peak(simulate_gpu, monkeypatch):
+    def refuse():
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    gpu = simulate_gpu()
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", refuse)
+    assert trace(gpu_variant(gpu, build=MiB, peak=2 * MiB)).peak == 3 * MiB
+
+
 def test_reserved_is_the_steps_own_whatever_was_reserved_before(simulate_gpu):
     gpu = simulate_gpu()
     gpu.allocated, gpu.reserved, gpu.most_reserved = 1 * GiB, 2 * GiB, 50 * GiB  # an earlier variant's peak
 
-    def variant():
-        def step():
-            gpu.most_reserved = max(gpu.most_reserved, 4 * GiB)
-
-        return step
-
-    assert trace(variant).reserved == 2 * GiB
+    assert trace(gpu_variant(gpu, most_reserved=4 * GiB)).reserved == 2 * GiB
 
 
 def test_what_a_cuda_graph_keeps_for_its_replays_counts(simulate_gpu):
@@ -307,7 +555,8 @@ def test_what_a_cuda_graph_keeps_for_its_replays_counts(simulate_gpu):
         gpu.segments = [*gpu.segments, segment(8, 8 * MiB, 3 * MiB), segment(8, 16 * MiB, device=1)]
         return lambda: None
 
-    assert trace(variant).bytes == (5 * MiB,)
+    recorded = trace(variant)
+    assert (recorded.bytes, recorded.peak) == ((5 * MiB,), 5 * MiB)
 
 
 # What autograd saves
@@ -393,20 +642,46 @@ def test_checkpoints_save_their_inputs_only():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", MODELS)
-def test_trace_agrees_with_the_allocators_own_statistics(variant, monkeypatch):
+def test_trace_agrees_with_the_allocators_own_statistics(variant):
     release_memory()
-    before, told, most_reserved = torch.cuda.memory_allocated(), [], torch.cuda.max_memory_reserved
-
-    def at_the_end_of_the_step():
-        told.append(torch.cuda.max_memory_allocated() - before)
-        return most_reserved()
-
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", at_the_end_of_the_step)
+    before = torch.cuda.memory_allocated()
     recorded = trace(variant)
-    assert told == [recorded.peak]
-    assert recorded.reserved >= recorded.peak > recorded.bytes[0] > 0
+    assert recorded.difference == 0
+    assert recorded.reserved >= recorded.peak > recorded.start > 0
     assert order(recorded.phases) == ["forward", "backward", "optimizer"]
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", ["backend:cudaMallocAsync", "expandable_segments:True"])
+def test_trace_works_with_every_allocator(config):
+    alone = """
+import torch, effgpu.memory
+weights = torch.ones(2**20, device="cuda")
+step = lambda: (torch.ones(2**20, device="cuda") + weights).sum().item()
+print(effgpu.memory.trace(lambda: step).peak)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", alone],
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": config},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert 8 * MiB <= int(told) < 9 * MiB
+
+
+@pytest.mark.gpu
+def test_the_peaks_of_compiled_variants_do_not_depend_on_their_order():
+    def graphed():
+        model, x = make_mlp(4).cuda(), torch.randn(256, 64, device="cuda")
+        compiled = torch.compile(model, mode="reduce-overhead")
+        return lambda: compiled(x).sum().backward()
+
+    first, between, second = (trace(variant, warmup=4) for variant in (graphed, transformer, graphed))
+    alone = trace(transformer)
+    assert first.peak == pytest.approx(second.peak, rel=0.02)
+    assert between.peak == pytest.approx(alone.peak, rel=0.02)
 
 
 @pytest.mark.gpu

@@ -167,6 +167,8 @@ QUESTIONS = {
     "memory_used": ("nvmlDeviceGetMemoryInfo", SimpleNamespace(used=2**30, total=2**34), 2**30),
     "watts": ("nvmlDeviceGetPowerUsage", 312_500, 312.5),
     "joules": ("nvmlDeviceGetTotalEnergyConsumption", 7_000, 7.0),
+    "sm_clock": ("nvmlDeviceGetClockInfo", 1410, 1410),
+    "throttled": ("nvmlDeviceGetCurrentClocksEventReasons", 0x4 | 0x20, ("power cap", "thermal")),
 }
 
 
@@ -174,14 +176,46 @@ QUESTIONS = {
 def test_a_sample_has_none_for_exactly_what_nvml_refuses(monkeypatch, missing):
     monkeypatch.setattr(power, "_handle", lambda: "handle")
     for field, (function, answer, _) in QUESTIONS.items():
-        monkeypatch.setattr(pynvml, function, refuse if field == missing else lambda handle, answer=answer: answer)
-    expected = {field: None if field == missing else value for field, (_, _, value) in QUESTIONS.items()}
+        reply = lambda handle, *_, answer=answer: answer
+        monkeypatch.setattr(pynvml, function, refuse if field == missing else reply, raising=False)
+    expected = {field: value for field, (_, _, value) in QUESTIONS.items()}
+    expected |= {missing: () if missing == "throttled" else None} if missing else {}
     assert power.sample() == power.Sample(**expected)
+
+
+def test_the_clock_is_read_with_the_reasons_for_it(monkeypatch):
+    assert power.read_clock() is None, "there is no GPU"
+    asked = []
+    monkeypatch.setattr(power, "_handle", lambda: "handle")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda *question: asked.append(question) or 1980)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 0x1 | 0x2 | 0x400, raising=False
+    )
+    assert power.read_clock() == (1980, ("idle", "application clocks"))
+    assert asked == [("handle", pynvml.NVML_CLOCK_SM)]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", refuse)
+    assert power.read_clock() is None
+
+
+def test_an_older_pynvml_calls_the_reasons_for_throttling_by_their_older_name(monkeypatch):
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 0x8, raising=False)
+    assert power._throttled("handle") == ("hardware slowdown",)
+
+
+def test_every_reason_has_nvmls_own_bit():
+    named = {name: bit for name, bit in vars(pynvml).items() if name.startswith("nvmlClocksThrottleReason")}
+    assert power._REASONS[named["nvmlClocksThrottleReasonSwPowerCap"]] == "power cap"
+    assert power._REASONS[named["nvmlClocksThrottleReasonSwThermalSlowdown"]] == "thermal"
+    assert power._REASONS[named["nvmlClocksThrottleReasonHwThermalSlowdown"]] == "hardware thermal"
+    assert set(power._REASONS) <= set(named.values())
 
 
 def test_a_sample_shows_itself_with_a_dash_for_what_is_missing():
     assert str(power.Sample(0.55, 2**30, 312.5, 7.0)) == "55% of the time busy, 1.00 GiB in use, 312 W"
     assert str(power.Sample(None, None, None, None)) == "– of the time busy, – in use, –"
+    throttled = power.Sample(1.0, 2**30, 700.0, 7.0, 1410, ("power cap", "thermal"))
+    assert str(throttled) == "100% of the time busy, 1.00 GiB in use, 700 W, 1410 MHz (power cap, thermal)"
 
 
 def test_short_steps_are_not_slowed_by_asking(monkeypatch):
@@ -220,6 +254,16 @@ def test_sample_is_plausible(energy_counter):
     if reading.memory_used is not None:
         assert 0 < reading.memory_used <= torch.cuda.get_device_properties().total_memory * 1.1
         assert power.sample().memory_used - reading.memory_used >= 0.9 * held.nbytes
+
+
+@pytest.mark.gpu
+def test_the_clock_of_this_gpu_is_read_while_it_is_busy(busy, energy_counter):
+    for _ in range(100):
+        busy()
+    told = power.read_clock()
+    torch.cuda.synchronize()
+    assert told is None or 100 < told[0] < 5000
+    assert told is None or "idle" not in told[1]
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
-"""How near the peak of a step that is traced on a CPU comes to the same step's on this machine's GPU.
+"""Compare the peak of a step on the CPU with the peak of the same step on this machine's GPU.
 
 Usage: python tests/benchmarks/peaks.py
 
-Without a GPU it prints the CPU's peaks alone, in bytes, as JSON.
+On a GPU it also prints how far the recorded curve is from the allocator's statistic, which should be 0. Without a GPU
+it prints the peaks on the CPU alone, in bytes, as JSON.
 """
 
 import json
@@ -14,12 +15,14 @@ from functools import partial
 import torch
 from torch import nn
 
-import effgpu
+from effgpu.device import describe, find_device
+from effgpu.memory import trace
+from effgpu.units import format_bytes
 
 
 def training(make_model, *shape):
     """An fp32 training step with AdamW on random data of a shape."""
-    with effgpu.find_device():
+    with find_device():
         model, x = make_model(), torch.randn(shape)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -32,13 +35,13 @@ def training(make_model, *shape):
 
 
 def transformer(width, layers):
-    """Encoder blocks without dropout, whose mask is of another type on a GPU."""
+    """Encoder blocks. No dropout: its mask has another type on a GPU."""
     shape = dict(nhead=8, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True)
     return nn.Sequential(*[nn.TransformerEncoderLayer(width, **shape) for _ in range(layers)])
 
 
 def convolutions(channels, layers):
-    """Convolutions, whose libraries take room to work in."""
+    """Convolutions, whose libraries use workspaces."""
     layer = partial(nn.Conv2d, channels, channels, 3, padding=1)
     return nn.Sequential(*[nn.Sequential(layer(), nn.ReLU()) for _ in range(layers)])
 
@@ -52,17 +55,18 @@ VARIANTS = {
 
 
 def main() -> None:
-    """Print the peaks of both devices, and how much larger the GPU's is."""
-    peaks = {name: effgpu.peak_bytes(variant) for name, variant in VARIANTS.items()}
-    if effgpu.find_device().type == "cpu":
-        print(json.dumps(peaks))
+    """Print the peaks on both devices, and by how much the GPU's is larger."""
+    traces = {name: trace(variant) for name, variant in VARIANTS.items()}
+    if find_device().type == "cpu":
+        print(json.dumps({name: recorded.peak for name, recorded in traces.items()}))
         return
     without = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     told = subprocess.run([sys.executable, __file__], env=without, capture_output=True, check=True, text=True).stdout
-    print(f"on {effgpu.describe().label}")
+    print(f"on {describe().label}")
     for name, on_cpu in json.loads(told).items():
-        here, there = effgpu.format_bytes(peaks[name]), effgpu.format_bytes(on_cpu)
-        print(f"{name:26}CPU {there:10} GPU {here:10} {peaks[name] / on_cpu - 1:+.2%}")
+        here, there = format_bytes(traces[name].peak), format_bytes(on_cpu)
+        change, difference = traces[name].peak / on_cpu - 1, traces[name].difference
+        print(f"{name:26}CPU {there:10} GPU {here:10} {change:+.2%}   curve - allocator: {difference} B")
 
 
 if __name__ == "__main__":
