@@ -3,21 +3,21 @@
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 
 from effgpu import units
-from effgpu.comparison import WITHIN_NOISE, Comparison, compare
-from effgpu.measurement import FEWEST_ROUNDS, Measurement, rank_interval
+from effgpu.comparison import BASELINE, BASELINE_FAILED, INCONCLUSIVE, MIN_EFFECT, SAME, Comparison, compare
+from effgpu.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval
 from effgpu.variants import Step, Variant, is_function
 
 NONE, PLUS, REST = "none", " + ", "the rest"
+AS_FAST = 1.02  # so much slower counts as equally fast when it takes fewer switches
 MOST_FOR_ALL = 5  # switches have 32 combinations; of more switches not all are measured
-LEAST = 0.01  # of the baseline: a smaller interaction is not named, be it ever so sure
-QUANTITIES: dict[str, Callable[[Measurement], list[float]]] = {  # a value a round; per item, where items were given
+SERIES: dict[str, Callable[[Measurement], list[float]]] = {  # of time a value a block; per item, where items were given
     "time": lambda m: [seconds / (m.items or 1) for seconds in m.times],
-    "memory": lambda m: [] if m.peak_allocated is None else [m.peak_allocated] * FEWEST_ROUNDS,  # counted, not sampled
-    "energy": lambda m: [joules / (m.items or 1) for joules in m.energies],
+    "memory": lambda m: [] if m.peak_allocated is None else [m.peak_allocated],
+    "energy": lambda m: [m.joules / (m.items or 1)] if m.joules else [],
 }
 
 
@@ -28,21 +28,26 @@ class Change:
     value: float
     low: float
     high: float
+    min_effect: float = MIN_EFFECT
 
     @property
-    def in_noise(self) -> bool:
-        """Whether it cannot be told from none; what is counted has no noise."""
-        return self.low <= 0 <= self.high and self.low < self.high
+    def verdict(self) -> str:
+        """ "same" if all of the interval is within `min_effect`, "inconclusive" if it covers none, else empty."""
+        if self.low == self.high:
+            return ""
+        if max(-self.low, self.high) <= self.min_effect:
+            return SAME
+        return INCONCLUSIVE if self.low <= 0 <= self.high else ""
 
     def __str__(self) -> str:
         low, high = (format_share(end).removesuffix(" %") for end in (self.low, self.high))
         interval = f" [{low}, {high}]" * (self.low < self.high)
-        return f"{format_share(self.value)}{interval}" + f" {WITHIN_NOISE}" * self.in_noise
+        return f"{format_share(self.value)}{interval} {self.verdict}".rstrip()
 
     @property
     def short(self) -> str:
         """The same without the interval, as a plot writes it."""
-        return format_share(self.value) + f"  {WITHIN_NOISE}" * self.in_noise
+        return f"{format_share(self.value)}  {self.verdict}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -121,50 +126,51 @@ class Ablation(Comparison):
         return self._change(quantity, [{switch, *others}], [others])
 
     def interactions(self) -> list[Interaction]:
-        """The switches that help less, or more, together than apart: outside the noise, and by 1 % of the baseline.
+        """The switches that help less, or more, together than apart: surely, and by `min_effect` of the baseline.
 
         What both change together, less what each changes alone. Of up to five switches every two are looked at, of
-        more each with all the rest. "Outside the noise" is the interval of each: of ten pairs that leave each
-        other alone, one is named in ten ablations.
+        more each with all the rest. "Surely" is at 99 % for each: of ten pairs that leave each other alone, one is
+        named in ten ablations.
         """
         found = []
-        for quantity in QUANTITIES:
+        for quantity in SERIES:
             for first, second, others in self._pairs():
                 change = self._change(quantity, [{first, *others}, ()], [{first}, others])
-                if change and not change.in_noise and abs(change.value) >= LEAST:
+                if change and not change.verdict and abs(change.value) >= self.min_effect:
                     found.append(Interaction(quantity, first, second, change))
         return found
 
     def fastest(self, memory: float | None = None) -> Measurement:
         """The combination to use: the fastest per item whose peak is at most `memory` bytes.
 
-        Of those within the noise of it, the one with the fewest switches: a switch is worth what it is seen to gain.
-        The peak is what the step allocates; the allocator and CUDA itself want some more. Raises ValueError where
-        nothing fits.
+        Of those that are as fast (all of the interval is at most 2 % above the fastest) the one with the fewest
+        switches. On a GPU a card must hold what the allocator reserves and CUDA's context, so both count. Raises
+        ValueError where nothing fits.
         """
         units.check_positive(memory=1 if memory is None else memory)
-        fitting = [m for m in self._fitted() if memory is None or m.peak_allocated <= memory]
+        fitting = [m for m in self._fitted() if memory is None or _needed(m) <= memory]
         if not fitting:
             raise ValueError(self._say_what_is_needed(memory))
-        best = min(fitting, key=_time_per_item)
-        equal = [m for m in fitting if Comparison(self.name, (best, m)).verdict(m.label) == WITHIN_NOISE]
-        return min([best, *equal], key=lambda m: (len(switches_on(m.label)), _time_per_item(m)))
+        best = min(fitting, key=self._time)
+        ratios = {m.label: Comparison(self.name, (best, m)).time_ratio(m.label) for m in fitting if m is not best}
+        equal = [m for m in fitting if (ratio := ratios.get(m.label)) and ratio.high <= AS_FAST]
+        return min([best, *equal], key=lambda m: (len(switches_on(m.label)), self._time(m)))
 
     def pareto(self) -> list[Measurement]:
         """The combinations that no other beats in time per item and in peak memory, from the smallest to the fastest.
 
-        By their medians, whatever the noise.
+        By the times that are shown, whatever the noise.
         """
         front: list[Measurement] = []
-        for m in sorted(self._fitted(), key=lambda m: (m.peak_allocated, _time_per_item(m))):
-            if not front or _time_per_item(m) < _time_per_item(front[-1]):
+        for m in sorted(self._fitted(), key=lambda m: (m.peak_allocated, self._time(m))):
+            if not front or self._time(m) < self._time(front[-1]):
                 front.append(m)
         return front
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each switch, in time, in memory and, where it was measured, in energy."""
         headings = ["change in", "switch", "alone", "in the stack", "on top of the rest"]
-        measured = [quantity for quantity, values in QUANTITIES.items() if any(map(values, self))]
+        measured = [quantity for quantity, values in SERIES.items() if any(map(values, self))]
         return headings, [row for quantity in measured for row in self._rows(quantity)]
 
     def caption(self) -> str:
@@ -188,27 +194,37 @@ class Ablation(Comparison):
 
     def _against_first(self, view: str, measurements: Iterable[Measurement]) -> Comparison:
         """Some of the measurements, under a name of their own, so that showing them does not replace the whole."""
-        return Comparison(f"{self.name}.{view}", tuple(measurements))
+        measurements = tuple(measurements)
+        labels = [m.label for m in measurements[1:]] if measurements[0] is self.baseline else []
+        shared = {"predicted": self.predicted, "guess": self.guess}
+        expected = {which: {k: v for k, v in given.items() if k in labels} for which, given in shared.items()}
+        other = tuple(m.label for m in measurements if m.label in self.other_training)
+        return Comparison(
+            f"{self.name}.{view}", measurements, **expected, min_effect=self.min_effect, other_training=other
+        )
 
     def _change(self, quantity: str, plus: Iterable[Iterable[str]], minus: Iterable[Iterable[str]]) -> Change | None:
-        """Some combinations less others over the whole, round by round, so that what slows one slows them all."""
-        if quantity not in QUANTITIES:
-            raise ValueError(f"quantity: expected one of {list(QUANTITIES)}, got {quantity!r}")
-        values = QUANTITIES[quantity]
+        """Some combinations less others over the whole, block by block, so that what slows one slows them all."""
+        if quantity not in SERIES:
+            raise ValueError(f"quantity: expected one of {list(SERIES)}, got {quantity!r}")
+        values = SERIES[quantity]
         added, taken = (zip(*(values(self.find(on)) for on in side)) for side in (plus, minus))
-        whole = self._whole_by_round(values)
+        whole = self._whole_by_block(values)
         shares = [(sum(a) - sum(t)) / level for a, t, level in zip(added, taken, whole) if level]
-        return Change(*rank_interval(shares)) if len(shares) >= FEWEST_ROUNDS else None
+        if quantity != "time":  # counted once, without an interval
+            return Change(*shares * 3, self.min_effect) if shares else None
+        enough = len(shares) >= FEWEST_BLOCKS
+        return Change(*hodges_lehmann_interval(shares), self.min_effect) if enough else None
 
-    def _whole_by_round(self, values: Callable[[Measurement], list[float]]) -> list[float]:
-        """The median of the whole, times what slowed all combinations in a round.
+    def _whole_by_block(self, values: Callable[[Measurement], list[float]]) -> list[float]:
+        """The median of the whole, times what slowed all combinations in a block.
 
-        Its own value of each round would do as a share's whole, but for its noise: that stands below the fraction as
-        well as above it, and made more of what takes longer than of what takes less.
+        A noisy denominator would bias shares upward, so the whole's own value of each block is not used.
         """
         measured = [series for series in map(values, self) if series and median(series)]
         paces = zip(*([value / median(series) for value in series] for series in measured))
-        return [median(values(self.whole)) * median(pace) for pace in paces]
+        level = values(self.whole)
+        return [median(level) * median(pace) for pace in paces] if level else []
 
     def _pairs(self) -> Iterator[tuple[str, str, set[str]]]:
         """Two that may interact: a switch, the name of the other side, and its switches."""
@@ -220,27 +236,32 @@ class Ablation(Comparison):
     def _fitted(self) -> list[Measurement]:
         return [m for m in self if m.times and m.peak_allocated is not None]
 
+    def _time(self, m: Measurement) -> float:
+        return self.value(m.label, "time")
+
     def _say_what_is_needed(self, memory: float | None) -> str:
         if not self._fitted():
             return "every combination ran out of memory: none can be recommended"
-        least = min(self._fitted(), key=lambda m: m.peak_allocated)
-        needed, allowed = units.format_bytes(least.peak_allocated), units.format_bytes(memory)
+        least = min(self._fitted(), key=_needed)
+        needed, allowed = units.format_bytes(_needed(least)), units.format_bytes(memory)
         return f"memory: expected at least {needed}, which {least.label!r} needs, the least of all, got {allowed}"
 
     def _say_which_is_fastest(self) -> str:
         best = self.fastest()
         facts = {
-            f"{units.format_seconds(best.median)} per step": self.time_ratio(best.label),
-            f"peak {units.format_bytes(best.peak_allocated)}": self.memory_ratio(best.label),
+            f"{units.format_seconds(self.value(best.label, 'time'))} per {self.per}": self.tell(best.label),
+            f"peak {units.format_bytes(best.peak_allocated)}": self.tell(best.label, "memory"),
         }
-        told = [fact + (f" ({ratio})" if ratio else "") for fact, ratio in facts.items()]
+        untold = (BASELINE, BASELINE_FAILED, units.NOT_MEASURED)
+        told = [fact + (f" ({how})" if how not in untold else "") for fact, how in facts.items()]
         return f"Fewest switches among the fastest: {best.label}, {', '.join(told)}."
 
     def _rows(self, quantity: str) -> Iterator[list[str]]:
         for place, switch in enumerate(self.switches):
             among = ((), self.switches[:place], self.switches)
-            yield [quantity, switch, *(units.told(self.effect(switch, others, quantity)) for others in among)]
-        yield [quantity, "all of them", "", units.told(self._change(quantity, [self.switches], [()])), ""]
+            effects = (self.effect(switch, others, quantity) for others in among)
+            yield [quantity, switch, *map(units.format_optional, effects)]
+        yield [quantity, "all of them", "", units.format_optional(self._change(quantity, [self.switches], [()])), ""]
 
     def _repr_html_(self) -> str:
         return super()._repr_html_().replace("\n", "<br>")
@@ -253,6 +274,7 @@ def ablate(
     name: str = "ablation",
     items: float | Callable[..., float] | None = None,
     flops: float | Callable[..., float] | None = None,
+    energy: bool = False,
     **options,
 ) -> Ablation:
     """Measure what switches of a training step do: each alone, stacked in their order, each left out of the full stack.
@@ -263,8 +285,8 @@ def ablate(
     combinations are measured, in the same alternating rounds.
 
     `items` and `flops` per step are a number or a function of the same keywords as `build`. `name` and the options are
-    those of `compare`: unit, seconds (for each combination), rounds, warmup, energy. Out of memory is a result. Raises
-    TypeError or ValueError for arguments that are not as expected.
+    those of `compare`: unit, seconds (for each combination), blocks, warmup, energy (off by default here). Out of
+    memory is a result. Raises TypeError or ValueError for bad arguments.
 
     >>> result = ablate(build, ["bf16", "fused", "checkpoint"], items=32, unit="samples")
     """
@@ -278,7 +300,8 @@ def ablate(
     if callable(flops):
         _check_call("flops", flops, values)
         flops = {label: flops(**keywords) for label, keywords in on.items()}
-    return Ablation(name, compare(variants, name=name, items=items, flops=flops, **options).measurements)
+    found = compare(variants, name=name, items=items, flops=flops, energy=energy, **options)
+    return Ablation(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 
 def format_share(share: float) -> str:
@@ -306,8 +329,9 @@ def _label(on: Iterable[str]) -> str:
     return PLUS.join(on) or NONE
 
 
-def _time_per_item(measurement: Measurement) -> float:
-    return measurement.median / (measurement.items or 1)
+def _needed(measurement: Measurement) -> int:
+    """Bytes that a card must hold: on a GPU what the allocator reserved, and CUDA's context."""
+    return (measurement.peak_reserved or measurement.peak_allocated) + (measurement.device.context or 0)
 
 
 def _variant(build: Callable[..., Step], on: Mapping[str, object]) -> Variant:

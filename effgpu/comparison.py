@@ -1,30 +1,27 @@
-"""Comparison: variants against the first of them, as ratios with an interval and a verdict within the evidence."""
+"""Comparison: variants against the first of them, with predictions, intervals and a verdict that the data bear out."""
 
 import html
 import math
 import re
 import reprlib
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
 from effgpu.device import Device
-from effgpu.measurement import FEWEST_ROUNDS, Measurement, measure_all, rank_interval
-from effgpu.variants import Variant
+from effgpu.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval, measure_all
+from effgpu.variants import Variant, check_variants
 
-FASTER, SLOWER, WITHIN_NOISE, BASELINE, BASELINE_FAILED = (
-    "faster",
-    "slower",
-    "within noise",
-    "baseline",
-    "baseline failed",
-)
-_BEYOND_CHANCE = statistics.NormalDist().inv_cdf(1 - 0.001 / 2)
+FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
+BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
+MIN_EFFECT = 0.01  # a smaller effect does not matter
+QUANTITIES = ("time", "memory", "energy")
+OTHER_TRAINING = " (not the same training)"
+_ORDER_EFFECT = 0.03  # a difference between forward and backward turns that is worth a word
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
@@ -36,29 +33,56 @@ class Ratio:
     low: float
     high: float
 
+    def verdict(self, min_effect: float = MIN_EFFECT) -> str:
+        """Same if all of the interval is within `min_effect` of 1, faster or slower if it excludes 1."""
+        if max(self.high, 1 / self.low) <= 1 + min_effect:
+            return SAME
+        return FASTER if self.high < 1 else SLOWER if self.low > 1 else INCONCLUSIVE
+
+    def tell(self, min_effect: float = MIN_EFFECT) -> str:
+        """In words: "1.86 × faster [1.71, 2.01]", "same (within 1 %)" or "inconclusive (±12 %)"."""
+        verdict = self.verdict(min_effect)
+        if verdict == SAME:
+            return f"{SAME} (within {100 * min_effect:g} %)"
+        if verdict == INCONCLUSIVE:
+            width = 100 * (math.sqrt(self.high / self.low) - 1)
+            return f"{INCONCLUSIVE} (±{width:.{0 if width >= 10 else 1}f} %)"
+        return units.format_speed(self.value, self.low, self.high)
+
     def __str__(self) -> str:
-        if self.low == self.high:
-            return units.format_ratio(self.value)
-        low, high = (units.format_ratio(end).removesuffix(" ×") for end in (self.low, self.high))
-        return f"{units.format_ratio(self.value)} [{low}, {high}]"
+        return self.tell()
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Measurements taken in the same rounds; the first one is the baseline. Shows itself as a table."""
+    """Measurements that took turns; the first one is the baseline. Shows itself as a table.
+
+    `predicted` and `guess` hold ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on
+    time below `min_effect` counts as none. `other_training` names the variants that do not train the same (other data,
+    other augmentation), so that their times are not mistaken for a speed-up of the same work.
+    """
 
     name: str
     measurements: tuple[Measurement, ...]
+    predicted: dict[str, dict[str, float]] = field(default_factory=dict)
+    guess: dict[str, dict[str, float]] = field(default_factory=dict)
+    min_effect: float = MIN_EFFECT
+    other_training: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> Measurement:
-        """The variant that the others are held against."""
+        """The variant that the others are compared with."""
         return self.measurements[0]
 
     @property
     def device(self) -> Device:
         """The device, with the versions, that all of it ran on."""
         return self.baseline.device
+
+    @property
+    def per(self) -> str:
+        """What times and energies are per: "step", or an item where the variants' steps differ in items."""
+        return self.baseline.unit.removesuffix("s") if len({m.items for m in self}) > 1 else "step"
 
     def __getitem__(self, label: str) -> Measurement:
         for measurement in self.measurements:
@@ -76,79 +100,156 @@ class Comparison:
         return any(measurement.label == label for measurement in self)
 
     def time_ratio(self, label: str) -> Ratio | None:
-        """Time per item (per step, where no items were given) over the baseline's; None where either has none."""
-        return self._round_by_round(label, lambda m: m.times)
+        """Time per item (per step without items) over the baseline's, block by block; None where either has none."""
+        ours, theirs = self[label], self.baseline
+        scale = (theirs.items or 1) / (ours.items or 1)
+        logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
+        return Ratio(*map(math.exp, hodges_lehmann_interval(logs))) if len(logs) >= FEWEST_BLOCKS else None
 
-    def energy_ratio(self, label: str) -> Ratio | None:
-        """Energy per item (per step, where no items were given) over the baseline's; None where none was measured."""
-        return self._round_by_round(label, lambda m: m.energies)
-
-    def memory_ratio(self, label: str) -> Ratio | None:
-        """Peak of allocated memory over the baseline's: counted, not sampled, so its interval is a point."""
+    def memory_ratio(self, label: str) -> float | None:
+        """Peak of allocated memory over the baseline's; None where either has none."""
         ours, theirs = self[label].peak_allocated, self.baseline.peak_allocated
-        return Ratio(ours / theirs, ours / theirs, ours / theirs) if ours is not None and theirs else None
+        return ours / theirs if ours is not None and theirs else None
 
-    def ratio(self, label: str, quantity: str) -> Ratio | None:
-        """What stands beside a value of "time", "memory" or "energy": its ratio; None for the baseline's own."""
-        ratios = {"time": self.time_ratio, "memory": self.memory_ratio, "energy": self.energy_ratio}
-        if quantity not in ratios:
-            raise ValueError(f"quantity: expected one of {list(ratios)}, got {quantity!r}")
-        return None if label == self.baseline.label else ratios[quantity](label)
+    def energy_ratio(self, label: str) -> float | None:
+        """Energy per item (per step without items) over the baseline's; None where either has none."""
+        ours, theirs = self[label], self.baseline
+        if not ours.joules or not theirs.joules:
+            return None
+        return ours.joules / theirs.joules * (theirs.items or 1) / (ours.items or 1)
+
+    def ratio(self, label: str, quantity: str) -> float | None:
+        """The ratio of "time", "memory" or "energy" to the baseline's, which has none itself."""
+        if quantity not in QUANTITIES:
+            raise ValueError(f"quantity: expected one of {list(QUANTITIES)}, got {quantity!r}")
+        if label == self.baseline.label:
+            return None
+        if quantity == "time":
+            return (ratio := self.time_ratio(label)) and ratio.value
+        return self.memory_ratio(label) if quantity == "memory" else self.energy_ratio(label)
+
+    def value(self, label: str, quantity: str) -> float | None:
+        """What is shown: seconds or joules per step (per item where items differ), or bytes.
+
+        The time of a variant is the baseline's times their ratio, so that a table never contradicts itself.
+        """
+        m, ratio = self[label], self.ratio(label, quantity)
+        if quantity == "memory":
+            return m.peak_allocated
+        of = self.baseline if quantity == "time" and ratio else m
+        own = of.median if quantity == "time" else of.joules
+        own = own and own / (of.items or 1 if self.per != "step" else 1)
+        return own and own * ratio if of is not m else own
 
     def verdict(self, label: str) -> str:
-        """Faster or slower only where the whole interval of the time ratio is on that side of 1."""
+        """ "faster", "slower", "same" or "inconclusive"; "baseline"; or why there is none, as "out of memory"."""
         if self[label].failed or label == self.baseline.label:
             return self[label].failed or BASELINE
         if self.baseline.failed:
             return BASELINE_FAILED
         ratio = self.time_ratio(label)
-        return WITHIN_NOISE if ratio is None or ratio.low <= 1 <= ratio.high else FASTER if ratio.high < 1 else SLOWER
+        return ratio.verdict(self.min_effect) if ratio else INCONCLUSIVE
 
-    def disturbed(self) -> list[str]:
-        """The variants whose time depends on which one ran just before: every other round runs in reverse.
+    def tell(self, label: str, quantity: str = "time") -> str:
+        """A variant against the baseline, in words: "1.44 × slower [1.42, 1.47]" or, of memory and energy, "−52 %"."""
+        if quantity == "time":
+            ratio = self.time_ratio(label) if label != self.baseline.label else None
+            return ratio.tell(self.min_effect) if ratio else self.verdict(label)
+        return units.format_optional(self.tell_ratio(self.ratio(label, quantity), quantity))
 
-        By the rank sums of the rounds of either order, at 99.9 %, which takes sixteen rounds (Hollander, Wolfe and
-        Chicken, chapter 4). Threads that a library leaves spinning between its calls are one cause.
+    @staticmethod
+    def tell_ratio(ratio: float | None, quantity: str) -> str:
+        """A plain ratio, such as a prediction, in the same words: "1.33 × slower", "−54 %"."""
+        return units.format_speed(ratio) if quantity == "time" else units.format_change(ratio)
+
+    def off(self, label: str, quantity: str = "time") -> float | None:
+        """The measured ratio over the predicted one: 1.08 is 8 % more than predicted. None where either is missing."""
+        measured, predicted = self.ratio(label, quantity), self.predicted.get(label, {}).get(quantity)
+        return measured / predicted if measured and predicted else None
+
+    def order_effects(self) -> list[str]:
+        """The variants whose time depends on which variant ran just before.
+
+        Their forward and backward turns, which have different variants before them, differ by more than 3 %, at 99 %.
+        Threads that a library leaves spinning between its calls are one cause.
         """
-        return [m.label for m in self if abs(_rank_sum_score(m.times[::2], m.times[1::2])) > _BEYOND_CHANCE]
+        found = []
+        for m in self:
+            logs = [math.log(forward / backward) for forward, backward in m.turns if forward > 0 < backward]
+            if len(self) > 1 and len(logs) >= FEWEST_BLOCKS:
+                _, low, high = hodges_lehmann_interval(logs)
+                if max(low, -high) > math.log(1 + _ORDER_EFFECT):
+                    found.append(m.label)
+        return found
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
-        columns = {
-            "variant": lambda m: m.label,
-            "time per step": lambda m: units.format_seconds(m.median),
-            "throughput": lambda m: units.format_count(m.throughput, f"{m.unit}/s"),
-            "FLOP rate": lambda m: units.format_count(m.flop_rate, "FLOP/s"),
-            "time": lambda m: units.told(self.ratio(m.label, "time")),
-            "peak memory": lambda m: units.format_bytes(m.peak_allocated),
-            "memory": lambda m: units.told(self.ratio(m.label, "memory")),
-            "energy per step": lambda m: units.format_joules(m.joules),
-            "energy": lambda m: units.told(self.ratio(m.label, "energy")),
-            "verdict": lambda m: self.verdict(m.label),
-        }
-        filled = {name: [cell(m) for m in self] for name, cell in columns.items()}
-        filled = {name: cells for name, cells in filled.items() if set(cells) != {units.NOT_MEASURED}}
-        return list(filled), [list(row) for row in zip(*filled.values())]
+
+        def given(ratios: Mapping, quantity: str) -> Callable[[Measurement], str]:
+            return lambda m: self.tell_ratio(ratios.get(m.label, {}).get(quantity), quantity)
+
+        def rate(m: Measurement, count: float | None, unit: str) -> str:
+            seconds = self.value(m.label, "time")
+            steps = (m.items if self.per != "step" else 1) or 1
+            return units.format_count(count / (seconds * steps) if count and seconds else None, unit)
+
+        columns = [
+            ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training)),
+            (f"time per {self.per}", lambda m: units.format_seconds(self.value(m.label, "time"))),
+            ("throughput", lambda m: rate(m, m.items, f"{m.unit}/s")),
+            ("FLOP rate", lambda m: rate(m, m.flops, "FLOP/s")),
+            ("against the baseline", lambda m: self.tell(m.label)),
+            ("predicted", given(self.predicted, "time")),
+            ("guess", given(self.guess, "time")),
+            ("peak memory", lambda m: units.format_bytes(m.peak_allocated)),
+            ("change", lambda m: self.tell(m.label, "memory")),
+            ("predicted", given(self.predicted, "memory")),
+            ("guess", given(self.guess, "memory")),
+            (f"energy per {self.per}", lambda m: units.format_joules(self.value(m.label, "energy"))),
+            ("change", lambda m: self.tell(m.label, "energy")),
+            ("predicted", given(self.predicted, "energy")),
+            ("guess", given(self.guess, "energy")),
+        ]
+        filled = [(name, [cell(m) for m in self]) for name, cell in columns]
+        filled = [(name, cells) for name, cells in filled if set(cells) != {units.NOT_MEASURED}]
+        return [name for name, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled))]
 
     def caption(self) -> str:
-        """Where it was measured, with the versions that made the kernels, and whether variants disturbed each other."""
+        """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
         versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
-        whose = "" if self.device.kind == "cuda" else "; times are this CPU's, not a GPU's"
-        per = f" per {self.baseline.unit.removesuffix('s')}" * (len({m.items for m in self}) > 1)
-        ratios = f" Ratios{per} to {self.baseline.label!r}, round by round, with 99 % intervals."
-        disturbed = ", ".join(self.disturbed())
-        disturbed = f" Disturbed by what ran just before: {disturbed}." if disturbed else ""
-        return f"{self.name} on {self.device.label}, {versions}{whose}.{ratios * (len(self) > 1)}{disturbed}"
+        whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
+        told = [f"{self.device.label}, {versions}{whose}."]
+        if len(self) > 1:
+            told.append("“2 × slower” takes twice as long; in brackets the 99 % interval.")
+        if off := self._say_how_far_off():
+            told.append(f"Against the prediction: {off}.")
+        if clocks := [m.sm_clock for m in self if m.sm_clock]:
+            reasons = ", ".join(sorted({reason for m in self for reason in m.throttled}))
+            told.append(
+                f"SM clock {min(clocks)} to {max(clocks)} MHz" + f", held down by {reasons}" * bool(reasons) + "."
+            )
+        if order := ", ".join(self.order_effects()):
+            told.append(f"Order effects: the time of {order} depends on which variant ran before.")
+        return " ".join(told)
+
+    def _say_how_far_off(self) -> str:
+        told = []
+        for label in self.predicted:
+            off = {quantity: self.off(label, quantity) for quantity in QUANTITIES}
+            if any(off.values()):
+                told.append(f"{label} " + ", ".join(f"{q} {units.format_change(o)}" for q, o in off.items() if o))
+        return "; ".join(told)
 
     def alt_text(self) -> str:
         """The verdicts in one line, for those who cannot see the plot."""
-        verdicts = ", ".join(f"{measurement.label}: {self.verdict(measurement.label)}" for measurement in self)
+        verdicts = ", ".join(f"{m.label}: {self.tell(m.label)}" for m in self)
         return f"Plot of {self.name} on {self.device.label}. {verdicts}"
 
     def to_dict(self) -> dict:
         """The comparison in JSON's types; `from_dict` reads it back."""
         rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
-        return {"name": self.name, "device": asdict(self.device), "measurements": rows}
+        shared = {name: getattr(self, name) for name in ("name", "predicted", "guess", "min_effect", "other_training")}
+        return shared | {"device": asdict(self.device), "measurements": rows}
 
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
@@ -160,14 +261,10 @@ class Comparison:
         labels = [m.label for m in measurements]
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
-        return cls(check_name(stored["name"]), measurements)
-
-    def _round_by_round(self, label: str, values: Callable[[Measurement], Sequence[float]]) -> Ratio | None:
-        """Each round's own ratio, so that what slows a round down slows both sides of it."""
-        ours, theirs = self[label], self.baseline
-        scale = (theirs.items or 1) / (ours.items or 1)
-        ratios = [math.log(a / b * scale) for a, b in zip(values(ours), values(theirs)) if a > 0 < b]
-        return Ratio(*map(math.exp, rank_interval(ratios))) if len(ratios) >= FEWEST_ROUNDS else None
+        expected = {name: check_expected(name, stored.get(name), labels) for name in ("predicted", "guess")}
+        min_effect = check_min_effect(stored.get("min_effect", MIN_EFFECT))
+        other = _check_labels("other_training", stored.get("other_training", ()), labels)
+        return cls(check_name(stored["name"]), measurements, **expected, min_effect=min_effect, other_training=other)
 
     def __repr__(self) -> str:
         headings, rows = self.table()
@@ -187,21 +284,77 @@ class Comparison:
         return {"text/plain": repr(self), "text/html": self._repr_html_(), MIME_TYPE: self.to_dict()}
 
 
-def compare(variants: Mapping[str, Variant], *, name: str = "comparison", **options) -> Comparison:
+def compare(
+    variants: Mapping[str, Variant],
+    *,
+    name: str = "comparison",
+    predicted: Mapping[str, Mapping[str, object]] | None = None,
+    guess: Mapping[str, Mapping[str, object]] | None = None,
+    min_effect: float = MIN_EFFECT,
+    other_training: Iterable[str] = (),
+    **options,
+) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
 
     A variant is a function that builds its own state and returns one training step. What it takes from outside (a model
     of the notebook) is not counted as its memory; what it sets in PyTorch for the whole process (TF32, threads, ...) is
-    set back before the next one. `name` is what the result is stored under. The options are those of
-    `effgpu.measurement.measure_all`: items, unit, flops, seconds, rounds (at least eight), min_steps, warmup, energy.
+    in force in its own turns only. `name` is what the result is stored under.
+
+    `predicted` and `guess` give ratios to the baseline, by label and quantity ("time", "memory", "energy"; any of
+    them), as numbers or as results are told: `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. A ratio of times within
+    `min_effect` of 1 counts as the same. `other_training` names variants that do not train the same. The options are
+    those of `effgpu.measurement.measure_all`: items, unit, flops, seconds, blocks (at least eight), min_steps, warmup,
+    energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
     """
     check_name(name)
-    rounds = options.get("rounds")
-    if isinstance(rounds, Integral) and 0 < rounds < FEWEST_ROUNDS:
-        raise ValueError(f"rounds: expected at least {FEWEST_ROUNDS}, as many as a verdict takes, got {rounds}")
-    return Comparison(name, tuple(measure_all(variants, **options)))
+    labels = list(check_variants(variants))
+    expected = {"predicted": predicted, "guess": guess}
+    expected = {which: check_expected(which, given, labels) for which, given in expected.items()}
+    other_training = _check_labels("other_training", other_training, labels)
+    check_min_effect(min_effect)
+    if (blocks := options.get("blocks")) is not None:
+        units.check_positive(Integral, blocks=blocks)
+    if blocks and blocks < FEWEST_BLOCKS:
+        raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
+    measurements = tuple(measure_all(variants, **options))
+    return Comparison(name, measurements, **expected, min_effect=min_effect, other_training=other_training)
+
+
+def check_expected(which: str, given: Mapping | None, labels: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Predictions or guesses as ratios. Raises TypeError or ValueError for unknown labels, quantities or no ratio."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{which}: expected a mapping of labels to quantities, got {type(given).__name__}")
+    for label, ratios in given.items():
+        if label not in labels[1:]:
+            raise ValueError(
+                f"{which}: expected labels out of {labels[1:]}, the variants but the baseline, got {label!r}"
+            )
+        if not isinstance(ratios, Mapping):
+            raise TypeError(f"{which}[{label!r}]: expected a mapping such as dict(time=0.5), got {ratios!r}")
+        if unknown := [quantity for quantity in ratios if quantity not in QUANTITIES]:
+            raise ValueError(f"{which}[{label!r}]: expected quantities out of {list(QUANTITIES)}, got {unknown[0]!r}")
+    return {
+        label: {quantity: units.read_ratio(f"{which}[{label!r}][{quantity!r}]", r) for quantity, r in ratios.items()}
+        for label, ratios in given.items()
+    }
+
+
+def check_min_effect(min_effect: float) -> float:
+    """The smallest effect that matters, as a share of 1. Raises ValueError for what is not between 0 and 1."""
+    units.check_positive(min_effect=min_effect)
+    if min_effect >= 1:
+        raise ValueError(f"min_effect: expected a share below 1, such as 0.01 for 1 %, got {min_effect}")
+    return min_effect
+
+
+def _check_labels(which: str, given: Iterable[str], labels: Sequence[str]) -> tuple[str, ...]:
+    given = (given,) if isinstance(given, str) else tuple(given)
+    if unknown := [label for label in given if label not in labels]:
+        raise ValueError(f"{which}: expected labels out of {list(labels)}, got {unknown[0]!r}")
+    return given
 
 
 def _read_fields(kind: type, stored: Mapping) -> dict:
@@ -212,7 +365,11 @@ def _read_fields(kind: type, stored: Mapping) -> dict:
             whose, expected = fields.get("label", fields.get("name")), getattr(hint, "__name__", hint)
             got = reprlib.repr(fields[name])
             raise ValueError(f"{name} of {whose!r}: expected {expected}, finite and not negative, got {got}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return {name: _tuples(value) for name, value in fields.items()}
+
+
+def _tuples(value: object) -> object:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _fits(value: object, hint: object) -> bool:
@@ -240,10 +397,3 @@ def check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ValueError(f"name: expected letters, digits, '_', '-' and '.' only, as in a file name, got {name!r}")
     return name
-
-
-def _rank_sum_score(first: Sequence[float], second: Sequence[float]) -> float:
-    """By how many standard deviations the one sample ranks higher in both than if they were alike."""
-    pairs = len(first) * len(second)
-    higher = sum((a > b) + (a == b) / 2 for a in first for b in second)
-    return (higher - pairs / 2) / math.sqrt(pairs * (len(first) + len(second) + 1) / 12) if pairs else 0.0

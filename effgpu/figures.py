@@ -1,9 +1,8 @@
-"""Every plot: time beside memory, the saw-tooth of a step, a sweep, an ablation. The only import of matplotlib."""
+"""Every plot: time and memory, the memory of a step, a sweep, an ablation. The only import of matplotlib."""
 
 import io
 import math
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
 from effgpu.ablation import NONE, Ablation, Change, format_share, switches_on
-from effgpu.comparison import Comparison
-from effgpu.measurement import FEWEST_ROUNDS, Measurement, rank_interval
+from effgpu.comparison import OTHER_TRAINING, Comparison
+from effgpu.measurement import Measurement
 from effgpu.memory import Trace
-from effgpu.reference import stored
+from effgpu.prediction import DOES_NOT_FIT, FITS, OWNERS, TOO_CLOSE, Fit
+from effgpu.results import stored
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -52,13 +52,17 @@ STYLE = {
     "xtick.color": "#222222",
     "ytick.color": "#222222",
 }
+OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, ORANGE, GREEN, PALE)))
+VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, TOO_CLOSE: GREY}
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
+LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
 NAME_HEIGHT = 0.19  # inches that a line of a name takes
 _ORIGINS = {
     Comparison: "what `compare` or `ablate` gave",
     Ablation: "what `ablate` gave",
     Trace: "what `trace` gave",
+    Fit: "what `fit` gave",
 }
 FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
 
@@ -66,26 +70,28 @@ FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy":
 def plot(comparison: Comparison) -> Figure:
     """Time, peak memory and, where measured, energy per step of every variant, with 99 % intervals and verdicts.
 
-    Reserved memory is outlined over allocated. Diamonds show the ratios that stored GPUs gave under the same name,
-    times this baseline. A CPU's times are hatched and said to be a CPU's.
+    A diamond marks what was predicted, a ring what was guessed. Reserved memory is outlined over allocated. Faint
+    triangles show the ratios that stored GPUs gave under the same name, times this baseline. A CPU's times are hatched
+    and said to be a CPU's.
     """
     _check("comparison", comparison, Comparison)
     others = _elsewhere(comparison)
     panels = [partial(_plot_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
-    return _plot_rows(comparison, [m.label for m in comparison], panels)
+    marks = {label: "\n" + OTHER_TRAINING.strip() for label in comparison.other_training}
+    return _plot_rows(comparison, [m.label + marks.get(m.label, "") for m in comparison], panels)
 
 
 def plot_ladder(ablation: Ablation) -> Figure:
     """The stack of an ablation, rung by rung from none of its switches to all: a waterfall of time, memory and energy.
 
     A floating bar spans what its switch changes on top of those above it, told as a share of the baseline: blue takes
-    less, orange more, and pale is within noise. Diamonds and hatches as in `plot`.
+    less, orange more, and pale is the same or inconclusive. Triangles and hatches as in `plot`.
     """
     _check("ablation", ablation, Ablation)
     labels = [NONE, *(f"+ {switch}" for switch in ablation.switches), "all"]
     others = _elsewhere(ablation)
     panels = [partial(_plot_rungs, ablation=ablation, others=others, quantity=q) for q in _measured(ablation)]
-    return _say_of_what(_plot_rows(ablation, labels, panels), ablation)
+    return _label_baseline(_plot_rows(ablation, labels, panels), ablation)
 
 
 def plot_switches(ablation: Ablation) -> Figure:
@@ -96,7 +102,7 @@ def plot_switches(ablation: Ablation) -> Figure:
     """
     _check("ablation", ablation, Ablation)
     panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
-    return _say_of_what(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
+    return _label_baseline(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
 
 
 def plot_pareto(ablation: Ablation) -> Figure:
@@ -162,7 +168,7 @@ def plot_sweep(
     if not series or not all(series.values()):
         raise ValueError("series: expected at least one labelled mapping of x to a value, each with an entry")
     measured = [m for points in series.values() for m in points.values() if isinstance(m, Measurement)]
-    if len(quantities := {_name_measured([m]) for m in measured if m.times}) > 1:
+    if len(quantities := {_name_measured([m]) for m in measured if m.turns}) > 1:
         raise ValueError(f"series: expected measurements of one quantity, got {' and '.join(sorted(quantities))}")
     with _figure(1, height=3.4) as (figure, (ax,)):
         for color, (label, points) in zip(cycle(LINES), series.items()):
@@ -176,6 +182,33 @@ def plot_sweep(
         if len(series) > 1:
             ax.legend(frameon=True, framealpha=0.85, edgecolor="none")
         _say_where(figure, measured)
+    return figure
+
+
+def plot_fit(fit: Fit) -> Figure:
+    """The predicted peak by owners, above the memory of each GPU with the range that the step needs on it.
+
+    A thick line spans the range of what is needed. A GPU's bar is its memory, in the colour of the verdict.
+    """
+    _check("fit", fit, Fit)
+    gpus = fit.gpus
+    with _figure(2, height=0.9 + 0.2 * len(gpus)) as (figure, (peak, cards)):
+        _draw_owners(peak, fit)
+        for row, gpu in enumerate(gpus):
+            needed, verdict = fit.total(gpu), fit.verdict(gpu)
+            cards.barh(row, gpu.memory, height=0.62, color=VERDICT_COLORS[verdict], alpha=0.35)
+            cards.plot([needed.low, needed.high], [row, row], color=DIM, linewidth=4, solid_capstyle="butt")
+            cards.text(gpu.memory, row, f" {verdict}", va="center", fontsize=8)
+        cards.set_yticks(range(len(gpus)), [gpu.name for gpu in gpus])
+        cards.set_ylim(len(gpus) - 0.4, -0.6)
+        cards.set_xlim(0, 1.25 * max([gpu.memory for gpu in gpus] + [min(fit.total(gpu).high for gpu in gpus)]))
+        cards.set_title("GPU's memory (bar) and what the step needs on it (line)")
+        for ax in (peak, cards):
+            ax.grid(axis="y", visible=False)
+            ax.tick_params(axis="y", length=0)
+            ax.xaxis.set_major_locator(_BinaryLocator(5))
+            ax.xaxis.set_major_formatter(lambda value, _: units.format_bytes(value) if value else "0")
+        figure.supxlabel("predicted, not measured", fontsize=8, x=0.01, ha="left", color=DIM)
     return figure
 
 
@@ -218,7 +251,7 @@ def _check(name: str, value: object, kind: type) -> None:
 
 def _measured(comparison: Comparison) -> list[str]:
     """The quantities that get a panel: energy where there is any."""
-    return ["time", "memory"] + ["energy"] * any(m.energies for m in comparison)
+    return ["time", "memory"] + ["energy"] * any(m.joules for m in comparison)
 
 
 def _elsewhere(comparison: Comparison) -> list[Comparison]:
@@ -232,7 +265,7 @@ def _plot_rows(
     comparison: Comparison, labels: Sequence[str], panels: Sequence[Callable], row_height: float = 0.42
 ) -> Figure:
     """A figure of panels above one another in which each label has a row, the first on top."""
-    labels = [fill(label, LONGEST_LINE) for label in labels]
+    labels = ["\n".join(fill(line, LONGEST_LINE) for line in label.split("\n")) for label in labels]
     row_height = max(row_height, NAME_HEIGHT * max(label.count("\n") + 1 for label in labels))
     with _figure(len(panels), height=0.75 + row_height * len(labels)) as (figure, axes):
         for draw, ax in zip(panels, axes):
@@ -241,55 +274,81 @@ def _plot_rows(
             ax.set_ylim(len(labels) - 0.4, -0.6)
             ax.grid(axis="y", visible=False)
             ax.tick_params(axis="y", length=0)
-        if axes[0].get_legend_handles_labels()[0]:
-            axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, borderpad=0)
+        _draw_legend(figure, axes)
         _say_where(figure, comparison.measurements)
+        _fit_texts(figure, axes)
     return figure
 
 
+def _draw_legend(figure: Figure, axes: Iterable) -> None:
+    """One legend for all panels, above them in rows of its own."""
+    named = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels())}
+    if named:
+        columns = 2 if max(map(len, named)) <= LONGEST_IN_LEGEND else 1
+        figure.set_figheight(figure.get_figheight() + NAME_HEIGHT * math.ceil(len(named) / columns))
+        figure.legend(named.values(), named, loc="outside upper right", ncols=columns, fontsize=8, borderpad=0)
+
+
+def _fit_texts(figure: Figure, axes: Iterable) -> None:
+    """Widen panels of bars that begin at 0 until the texts behind the bars end within the panel."""
+    for ax in axes:
+        for text in ax.texts:
+            text.set_in_layout(False)  # else the panel would shrink for a text that is too long
+    figure.draw_without_rendering()
+    for ax in axes:
+        low, high = ax.get_xlim()
+        if low == 0:
+            width = ax.get_window_extent().width
+            for text in ax.texts:
+                room = width - (text.get_window_extent().x1 - ax.transData.transform(text.xy)[0])
+                high = max(high, text.xy[0] * width / max(room, 0.1 * width))
+            ax.set_xlim(low, high)
+
+
 def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
-    values = {m.label: _samples(comparison, m, quantity) for m in comparison}
-    told = {m.label: _tell(comparison, m, quantity) for m in comparison}
-    _draw_bars(ax, values, told, FORMATS[quantity], _hatch(comparison, quantity))
-    reserved = {row: m.peak_reserved for row, m in enumerate(comparison) if quantity == "memory" and m.peak_reserved}
-    for row, size in reserved.items():
-        ax.barh(row, size, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
-        _make_room(ax, size)
+    """A bar for each variant with its interval, its prediction and its guess, and behind them the result in words."""
+    unit, farthest = comparison.value(comparison.baseline.label, quantity), 0.0
+    for row, m in enumerate(comparison):
+        level = _level(comparison, m, quantity)
+        middle, low, high = level or (0.0, 0.0, 0.0)
+        look = {"color": BLUE if row else GREY, "hatch": _hatch(comparison, quantity)}
+        ax.barh(row, middle, height=0.62, **look)
+        _draw_interval(ax, row, middle, low, high)
+        reserved = (m.peak_reserved or 0) if quantity == "memory" else 0
+        if reserved:
+            ax.barh(row, reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
+        end = max(high, reserved, *_mark_expected(ax, comparison, m, quantity, row, unit))
+        words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
+        told = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
+        _write(ax, end, row, told)
+        farthest = max(farthest, end)
+    ax.set_xlim(0, (farthest or 1) * 1.15)
+    _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
-    ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * bool(reserved))
+    outlined = quantity == "memory" and any(m.peak_reserved for m in comparison)
+    ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * outlined)
 
 
-def _samples(comparison: Comparison, measurement: Measurement, quantity: str) -> list[float]:
-    """What is drawn of a measurement: a value a step or, where the variants' steps differ in items, an item."""
-    if quantity == "memory":
-        return [] if measurement.peak_allocated is None else [measurement.peak_allocated]
-    share = measurement.items or 1 if len({m.items for m in comparison}) > 1 else 1
-    return [value / share for value in (measurement.times if quantity == "time" else measurement.energies)]
+def _mark_expected(ax, comparison: Comparison, m: Measurement, quantity: str, row: int, unit: float | None) -> list:
+    """Mark what was predicted with a diamond and what was guessed with a ring; returns where."""
+    marks = {"predicted": (comparison.predicted, "D", ORANGE, 6), "your guess": (comparison.guess, "o", "white", 8)}
+    places = [0.0]
+    for name, (ratios, marker, face, size) in marks.items():
+        ratio = ratios.get(m.label, {}).get(quantity)
+        if ratio and unit:
+            places.append(ratio * unit)
+            known = ax.get_legend_handles_labels()[1]
+            look = {"markersize": size, "markerfacecolor": face, "markeredgecolor": "#222222", "markeredgewidth": 1.3}
+            ax.plot(places[-1], row, marker, **look, label="" if name in known else name, zorder=4)
+    return places
 
 
 def _title(comparison: Comparison, quantity: str) -> str:
-    if quantity == "memory":
-        return "peak memory"
-    whole = comparison.baseline.unit.removesuffix("s") if len({m.items for m in comparison}) > 1 else "step"
-    return f"{quantity} per {whole}"
+    return "peak memory" if quantity == "memory" else f"{quantity} per {comparison.per}"
 
 
 def _hatch(comparison: Comparison, quantity: str) -> str | None:
     return "////" if comparison.device.kind == "cpu" and quantity != "memory" else None
-
-
-def _draw_bars(ax, values: Mapping, told: Mapping, format_value, hatch: str | None = None) -> None:
-    """A bar for each variant's median, its 99 % interval, and at its end the value and what is told about it."""
-    ends = [0.0]
-    for row, (label, samples) in enumerate(values.items()):
-        middle, low, high = _interval(samples) if samples else (0, 0, 0)
-        ax.barh(row, middle, height=0.62, color=BLUE if row else GREY, hatch=hatch)
-        _draw_interval(ax, row, middle, low, high)
-        text = f"{format_value(middle)}  {told[label]}".strip() if samples else told[label] or units.NOT_MEASURED
-        _write(ax, high, row, text)
-        ends.append(high)
-    ax.set_xlim(0, (max(ends) or 1) * 1.9)
-    _value_axis(ax.xaxis, format_value)
 
 
 def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> None:
@@ -300,32 +359,25 @@ def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> No
 def _write(ax, x: float, row: float, text: str, *, before: bool = False) -> None:
     """A text behind, or before, the end of a bar."""
     look = {"textcoords": "offset points", "va": "center", "ha": "right" if before else "left", "fontsize": 9}
-    ax.annotate(text, (x, row), xytext=(-6 if before else 6, 0), **look)
+    ax.annotate(text, (x, row), xytext=(-6 if before else 8, 0), **look)
 
 
 def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
     """What other GPUs gave: their ratios, laid on this baseline, since their sizes and speeds are their own."""
-    unit = ax.patches[0].get_width() if ax.patches else 0
+    unit = comparison.value(comparison.baseline.label, quantity)
     rows = {m.label: row for row, m in enumerate(comparison)}
     for other, color in zip(others, cycle(LINES[1:])):
         found = {m.label: other.ratio(m.label, quantity) for m in other if m.label in rows}
-        points = [(ratio.value * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
+        points = [(ratio * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
         if points:
             name = f"{other.device.name} (its ratio)"
-            ax.plot(*zip(*points), "D", color=color, markersize=5, alpha=0.55, clip_on=False, label=name)
+            ax.plot(*zip(*points), "^", color=color, markersize=6, alpha=0.55, clip_on=False, label=name)
             _make_room(ax, max(points)[0])
 
 
 def _make_room(ax, x: float) -> None:
     """Widen a panel of bars so that `x` lies in it."""
     ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
-
-
-def _tell(comparison: Comparison, m: Measurement, quantity: str) -> str:
-    """What stands behind a bar: the ratio to the baseline and, of time, the verdict, or why there is none."""
-    ratio = comparison.ratio(m.label, quantity)
-    verdict = comparison.verdict(m.label) if quantity == "time" else m.failed or ""
-    return f"{units.format_ratio(ratio.value)}  {verdict}" if ratio else verdict
 
 
 def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: str) -> None:
@@ -340,13 +392,13 @@ def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: 
         start = before if on or not known else 0
         ax.barh(row, middle - start, left=start, height=0.62, color=_color(change), hatch=_hatch(ablation, quantity))
         _draw_interval(ax, row, middle, low, high)
-        told = (change.short if change else "") if on else _tell(stack, m, quantity)
+        told = (change.short if change else "") if on else stack.tell(m.label, quantity).replace(units.NOT_MEASURED, "")
         told = f"{format_value(middle)}  {told}".strip() if known else m.failed or units.NOT_MEASURED
         _write(ax, max(start, high), row, told)
         if row < len(stack.measurements):
             ax.plot([middle] * 2, [row, row + 1], color="#6B7280", linewidth=0.8, zorder=0)
         before, farthest = middle, max(farthest, high)
-    ax.set_xlim(0, (farthest or 1) * 1.7)
+    ax.set_xlim(0, (farthest or 1) * 1.15)
     _value_axis(ax.xaxis, format_value)
     _draw_stored(ax, stack, others, quantity)
     ax.set_title(_title(ablation, quantity))
@@ -374,21 +426,25 @@ def _plot_effects(ax, ablation: Ablation, quantity: str) -> None:
     ax.set_title(_title(ablation, quantity))
 
 
-def _say_of_what(figure: Figure, ablation: Ablation) -> Figure:
+def _label_baseline(figure: Figure, ablation: Ablation) -> Figure:
     figure.axes[-1].set_xlabel(f"%: the change, as a share of what {ablation.whole.label!r} takes", fontsize=9)
     return figure
 
 
 def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float, float, float] | None:
-    """The median of a measurement's values and the ends of its interval; None where it has none."""
-    samples = _samples(comparison, m, quantity)
-    return _interval(samples) if samples else None
+    """What is drawn of a measurement, and the ends of its interval; None where there is nothing."""
+    value = comparison.value(m.label, quantity)
+    if value is None or quantity != "time":
+        return value and (value, value, value)
+    ratio = comparison.time_ratio(m.label) if m is not comparison.baseline else None
+    middle, (low, high) = (ratio.value, (ratio.low, ratio.high)) if ratio else (m.median, m.interval or (m.median,) * 2)
+    return value, value * min(low / middle, 1), value * max(high / middle, 1)  # rounding may put an end inside
 
 
 def _color(change: Change | None) -> str:
     if change is None:
         return GREY
-    return PALE if change.in_noise else BLUE if change.value < 0 else ORANGE
+    return PALE if change.verdict else BLUE if change.value < 0 else ORANGE
 
 
 def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:
@@ -477,6 +533,22 @@ def _runs(phases: tuple[str, ...]) -> list[tuple[int, int, str]]:
     return [(first, last, phases[first]) for first, last in pairwise(edges)]
 
 
+def _draw_owners(ax, fit: Fit) -> None:
+    left = 0
+    for owner, size in fit.owners.items():
+        if size:
+            ax.barh(
+                0, size, left=left, height=0.5, color=OWNER_COLORS[owner], label=f"{owner} {units.format_bytes(size)}"
+            )
+            left += size
+    if fit.reserved > left:
+        ax.barh(0, fit.reserved, height=0.5, facecolor="none", edgecolor=PINK, linestyle=":", label="reserved")
+    ax.set_yticks([])
+    ax.set_ylim(1.0, -0.4)
+    ax.set_title(f"predicted peak: {units.format_bytes(fit.allocated)}")
+    ax.legend(loc="lower left", ncols=3, fontsize=8, borderpad=0)
+
+
 def _check_points(name: str, points: object, log: bool) -> None:
     """Raises TypeError or ValueError for a series of a sweep that cannot be drawn."""
     if not isinstance(points, Mapping):
@@ -505,20 +577,15 @@ def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None
         ax.annotate(why, (x, 0.93), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center", va="top")
 
 
-def _interval(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Their median and the ends of their 99 % interval, which are the median itself where the samples are too few."""
-    middle = statistics.median(samples)
-    _, low, high = rank_interval(samples) if len(samples) >= FEWEST_ROUNDS else (middle,) * 3
-    return middle, min(low, middle), max(high, middle)
-
-
 def _interval_of(value: Measurement | float | None) -> tuple[float, float, float] | None:
     """Middle, low and high end of what is drawn for a value of a sweep; None for what ran out of memory."""
     if not isinstance(value, Measurement):
         return None if value is None else (value.item() if isinstance(value, torch.Tensor) else value,) * 3
-    if not value.times:
+    if not value.turns:
         return None
-    middle, low, high = _interval(value.times)
+    middle = value.median
+    low, high = value.interval or (middle, middle)
+    low, high = min(low, middle), max(high, middle)
     return (value.items / middle, value.items / high, value.items / low) if value.items else (middle, low, high)
 
 

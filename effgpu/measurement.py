@@ -1,61 +1,74 @@
-"""Measurement: what one variant took. The measuring alternates variants in rounds and keeps one alive at a time."""
+"""Measurement: what one variant took. First the memory of each variant alone, then all take turns to be timed."""
 
 import math
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import combinations_with_replacement
+from functools import lru_cache, partial
+from itertools import combinations_with_replacement, pairwise
 from numbers import Integral
 
 import torch
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
-from effgpu.device import Device, describe, find_device, is_out_of_memory, older_objects_spared
+from effgpu.device import Device, describe, find_device, free_memory, gc_frozen, is_out_of_memory
 from effgpu.units import check_positive
-from effgpu.variants import Step, Variant, check_variants, use
+from effgpu.variants import Stage, Step, Variant, check_variants
 
 OUT_OF_MEMORY = "out of memory"
-FEWEST_ROUNDS, MOST_ROUNDS = 8, 100  # of fewer than eight, not even all can make a verdict
-CONFIDENCE = 0.99  # of every interval, and so of every verdict; not the usual 95 %, as readers make many comparisons
-_CACHES_FILL = 0.005  # seconds in which a step makes the caches its own
-_CLOCK_STEADY = 0.025  # seconds of a GPU's steps that are held against those before them: are they faster?
+FEWEST_BLOCKS, MOST_BLOCKS = 8, 200  # eight observations are the fewest that allow a verdict
+CONFIDENCE = 0.99  # of every interval and so of every verdict; not 95 %, as readers make many comparisons
+_SHORTEST_TURN = {"cpu": 0.005, "cuda": 0.1}  # seconds; a GPU's clock needs that long to settle on its load
+_LEAD_IN = 4  # steps of a turn from which on one more, not timed, goes first
+_CACHES_FILL = 0.005  # seconds of warm-up after which the caches hold the step's own data
 _CLOCK_RISE = 0.5  # seconds after which a GPU has left its idle clock
+_ROOM = 0.9  # of the free memory that variants kept together may take: allocators need some slack
 
 
 @dataclass(frozen=True, repr=False)
 class Measurement:
     """Time, memory and energy of one variant's step. Seconds, bytes, joules; None for what was not measured.
 
-    `times` has an entry a round: seconds per step, averaged over the round's steps, as torch.utils.benchmark does, so
-    that steps which come in bursts (a DataLoader's workers) count with what they cost. `energies` likewise, joules per
-    step of the whole board. `items` are the samples, tokens, ... of a step, `flops` the model's FLOPs in it. `failed`
-    says why there is no result.
+    `turns` has a pair for each block: seconds per step in the variant's forward and in its backward turn, each averaged
+    over the turn's steps. `items` are the samples, tokens, ... of a step, `flops` the model's FLOPs in it, `joules` the
+    energy of the whole board per step. `sm_clock` is the median clock of the GPU in MHz while it was timed, `throttled`
+    what held the clock down. `failed` says why there is no result.
     """
 
     label: str
-    times: tuple[float, ...]
+    turns: tuple[tuple[float, float], ...]
     device: Device
     items: float | None = None
     unit: str = "items"
     peak_allocated: int | None = None
     peak_reserved: int | None = None
-    energies: tuple[float, ...] = ()
+    joules: float | None = None
     flops: float | None = None
+    sm_clock: int | None = None
+    throttled: tuple[str, ...] = ()
     failed: str | None = None
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Seconds per step, one value a block."""
+        return tuple(map(statistics.fmean, self.turns))
 
     @property
     def median(self) -> float | None:
         """Median seconds per step."""
-        return statistics.median(self.times) if self.times else None
+        return statistics.median(self.times) if self.turns else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Low and high end of the 99 % interval of the seconds per step; None where the rounds are too few for one."""
-        return rank_interval(self.times)[1:] if len(self.times) >= FEWEST_ROUNDS else None
+        """Low and high end of the 99 % interval of the seconds per step; None with too few blocks for one."""
+        if len(self.turns) < FEWEST_BLOCKS or min(self.times) <= 0:
+            return None
+        _, low, high = map(math.exp, hodges_lehmann_interval([math.log(time) for time in self.times]))
+        return low, high
 
     @property
     def throughput(self) -> float | None:
@@ -66,11 +79,6 @@ class Measurement:
     def flop_rate(self) -> float | None:
         """The model's FLOPs per second."""
         return self.flops / self.median if self.flops and self.median else None
-
-    @property
-    def joules(self) -> float | None:
-        """Median joules per step, of the whole board."""
-        return statistics.median(self.energies) if self.energies else None
 
     def __repr__(self) -> str:
         if self.failed:
@@ -100,75 +108,88 @@ def measure_all(
     unit: str = "items",
     flops: float | Mapping[str, float] | None = None,
     seconds: float = 2.0,
-    rounds: int | None = None,
-    min_steps: int = timing.FEWEST_STEPS,
+    blocks: int | None = None,
+    min_steps: int = 1,
     warmup: int = 2,
     energy: bool = True,
 ) -> list[Measurement]:
-    """Measure all variants, one alive at a time: first the memory of each, then its time in alternating rounds.
+    """Measure the memory of each variant, one alive at a time, then time all of them in turns.
 
-    A variant is a function that builds its own state and returns one training step. Every round builds it, runs
-    `warmup` steps or more (for 5 ms, until the caches are its own, and on a GPU, whose clock has to rise, until they
-    get no faster), times at least `min_steps`, and frees it; every other round goes backwards, so that drift hits all
-    alike. The first round of all is a rehearsal and does not count, for what happens only once happens then. In
-    `rounds` rounds each variant is timed for `seconds` in all. Without `rounds`, there are as many as fit into
-    `seconds` for each variant, with all that a round takes, at least 8 and at most 100: what disturbs a machine mostly
-    outlasts a round, so that many short rounds see through it better than few long ones. The first eight rounds take
-    the energy, where NVML has a counter; each takes half a second of it, on top, which `energy=False` saves where there
-    are many variants. Where steps come in bursts, as from DataLoader workers, a round tells what they cost only if it
-    is longer than a burst: give `min_steps`.
+    A variant is a function that builds its own state and returns one training step. For the timing all variants are
+    built, warmed up (`warmup` steps or more) and kept. In each block every variant has a turn in the order A, B, C and
+    another in the order C, B, A, so that drift and order effects cancel within the block: one block is one observation.
+    A turn is at least `min_steps` steps. Variants that do not fit into memory together, and those with worker processes
+    (a DataLoader's would work in the others' turns), are built anew for their turns.
+
+    `seconds` is how long each variant is timed in all, building and warm-up not counted; there are at least 8 blocks,
+    which take longer where steps are slow, and at most 200. `blocks` sets their number. Give `min_steps` where steps
+    come in bursts, as from DataLoader workers: a turn tells what they cost only if it is longer than a burst. `energy`
+    adds one window of some seconds per variant where NVML has an energy counter.
 
     `items` per step named by `unit`, and `flops` per step (each a number, or one for each label), are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
     and is raised. Raises TypeError or ValueError for arguments that are not as expected.
     """
     variants = check_variants(variants)
-    check_positive(Integral, rounds=FEWEST_ROUNDS if rounds is None else rounds, min_steps=min_steps, warmup=warmup)
+    check_positive(Integral, blocks=1 if blocks is None else blocks, min_steps=min_steps, warmup=warmup)
     check_positive(seconds=seconds)
     check_unit(unit)
     items_of, flops_of = _by_label(variants, items=items), _by_label(variants, flops=flops)
-    fewest = min_steps if timing.cap_seconds(seconds) == seconds else 1
-    seconds = timing.cap_seconds(seconds)
+    allowed = timing.cap_seconds(seconds)
+    capped = allowed < seconds
+    plan = _Plan(allowed, capped, blocks, 1 if capped else min_steps, warmup)
     records = {label: _Record() for label in variants}
-    planned = rounds or MOST_ROUNDS
-    take = partial(_take_round, warmup=warmup, seconds=seconds / planned, fewest=fewest)
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with older_objects_spared(), torch.random.fork_rng(gpus), _progress() as bar:
-        bar.reset(len(variants) * (2 + planned))
-        _take_turns(bar, variants, records, partial(_take_memory, warmup=warmup))
-        _take_turns(bar, variants, records, partial(take, seconds=seconds / MOST_ROUNDS, energy=False))
-        for record in records.values():
-            record.times.clear()  # that was a rehearsal
-        started, done = time.perf_counter(), 0
-        while done < planned:
-            turn = dict(reversed(variants.items())) if done % 2 else variants
-            wanted = energy and done < (FEWEST_ROUNDS if fewest == min_steps else 1)
-            _take_turns(bar, turn, records, partial(take, energy=wanted))
-            done += 1
-            if rounds is None:
-                took = time.perf_counter() - started - sum(record.on_energy for record in records.values())
-                planned = _plan_rounds(seconds, took / done / (sum(not r.failed for r in records.values()) or 1))
-                bar.total = len(variants) * (2 + planned)
+    with gc_frozen(), torch.random.fork_rng(gpus), _progress() as bar:
+        bar.reset(len(variants) * (2 + 2 * plan.count()))
+        for label, variant in variants.items():
+            _attempt(bar, label, records[label], partial(_take_memory, variant, records[label], warmup))
+        energy = energy and not capped and torch.cuda.is_available()
+        _time_turns(bar, variants, records, plan, energy=energy)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
 
 
-def rank_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Middle, low and high end of the interval that covers the centre of the values in 99 of 100 cases at least.
+def hodges_lehmann_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Middle, low and high end of an interval that covers the centre of the values in 99 of 100 cases.
 
-    The middle is Hodges and Lehmann's estimate, the median of all averages of two values; the interval leaves off as
+    The middle is Hodges and Lehmann's estimate, the median of all averages of two values; the interval leaves out as
     many of these at each end as Wilcoxon's signed-rank distribution allows (Hollander, Wolfe and Chicken,
-    Nonparametric Statistical Methods, chapter 3). Nothing is assumed but symmetry, which the ratios of a step to itself
-    have, as either may be the larger. Raises ValueError where even all values do not suffice: fewer than eight.
+    Nonparametric Statistical Methods, chapter 3). It assumes that the values are symmetric, as log ratios of a step to
+    itself are. Values that depend on the one before, as on a busy machine, tell less than their number: the interval is
+    widened by what their autocorrelation costs (see `_widening`). Raises ValueError for fewer than eight values.
     """
+    if len(values) < FEWEST_BLOCKS:
+        raise ValueError(f"values: expected at least {FEWEST_BLOCKS}, got {len(values)}")
+    return _interval_of(tuple(values))
+
+
+@lru_cache(maxsize=1024)  # a table, its caption and its plot ask for the same ones
+def _interval_of(values: tuple[float, ...]) -> tuple[float, float, float]:
     averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
     cut = _averages_to_cut(len(values))
-    if cut == 0:
-        raise ValueError(f"values: expected at least {FEWEST_ROUNDS}, got {len(values)}")
-    return statistics.median(averages), averages[cut - 1], averages[-cut]
+    middle, wider = statistics.median(averages), _widening(values)
+    return middle, middle - wider * (middle - averages[cut - 1]), middle + wider * (averages[-cut] - middle)
 
 
-@cache
+def _widening(values: Sequence[float]) -> float:
+    """By what factor dependence between neighbours widens an interval: the square root of (1 + ρ) / (1 - ρ).
+
+    That holds for a first-order autoregression with lag-1 autocorrelation ρ (Priestley, Spectral Analysis and Time
+    Series, section 5.3). The estimate of ρ is corrected for its bias, (1 + 3 ρ) / n (Kendall, 1954), and raised by
+    three quarters of its standard error, as too small a ρ does more harm. tests/benchmarks/aa.py shows the coverage.
+    """
+    count, middle = len(values), statistics.median(values)
+    spread = sorted(abs(value - middle) for value in values)[int(0.95 * (count - 1))]  # outliers would hide dependence
+    rest = [max(-spread, min(value - middle, spread)) for value in values]
+    total = sum(r * r for r in rest)
+    found = sum(a * b for a, b in pairwise(rest)) / total if total else 0.0
+    rho = found + (1 + 3 * max(found, 0)) / count + 0.75 * math.sqrt(max(0, 1 - found**2) / count)
+    rho = min(max(rho, 0.0), 0.95)
+    return math.sqrt((1 + rho) / (1 - rho))
+
+
+@lru_cache
 def _averages_to_cut(n: int) -> int:
     """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - CONFIDENCE."""
     if n > 100:  # where the sum is all but normal, and the exact count would take minutes
@@ -185,7 +206,7 @@ def _averages_to_cut(n: int) -> int:
 
 
 def check_unit(unit: str) -> None:
-    """Raises TypeError for what cannot name a unit."""
+    """Raise TypeError for what cannot name a unit."""
     if not isinstance(unit, str):
         raise TypeError(f"unit: expected a string such as 'samples', got {unit!r}")
 
@@ -195,70 +216,180 @@ class _Record:
     """What has been measured of a variant so far."""
 
     trace: memory.Trace | None = None
-    times: list[float] = field(default_factory=list)
-    energies: list[float | None] = field(default_factory=list)
-    on_energy: float = 0.0  # seconds
+    turns: list[float] = field(default_factory=list)
+    clocks: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    joules: float | None = None
     failed: str | None = None
 
     def finish(self, label: str, device: Device, items: float | None, unit: str, flops: float | None) -> Measurement:
         if self.failed:
             return Measurement(label, (), device, items, unit, flops=flops, failed=self.failed)
-        peaks = self.trace.peak, self.trace.reserved
-        energies = () if None in self.energies else tuple(self.energies)  # rounds are compared with their like
-        return Measurement(label, tuple(self.times), device, items, unit, *peaks, energies, flops)
+        return Measurement(
+            label,
+            tuple(zip(self.turns[::2], self.turns[1::2])),
+            device,
+            items,
+            unit,
+            self.trace.peak,
+            self.trace.reserved,
+            self.joules,
+            flops,
+            round(statistics.median(clock for clock, _ in self.clocks)) if self.clocks else None,
+            tuple(sorted({reason for _, reasons in self.clocks for reason in reasons})),
+        )
 
 
-def _plan_rounds(seconds: float, cost: float) -> int:
-    """How many rounds fit into `seconds` at a mean `cost`."""
-    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(seconds / cost)))
+@dataclass(frozen=True)
+class _Plan:
+    """How long each variant is timed. `seconds` are cut short by EFFGPU_SECONDS where `capped`."""
+
+    seconds: float
+    capped: bool
+    blocks: int | None
+    min_steps: int
+    warmup: int
+
+    def count(self, block: float = 0.0, *, keep: bool = True) -> int:
+        """How many blocks, where one takes so many seconds of each variant; few where each turn builds its variant."""
+        if self.blocks or not keep:
+            return self.blocks or FEWEST_BLOCKS
+        most = min(MOST_BLOCKS, round(self.seconds / (2 * _SHORTEST_TURN[find_device().type])))
+        return max(FEWEST_BLOCKS, min(most, round(self.seconds / block) if block else most))
+
+    def steps(self, pace: float, slowest: float) -> int:
+        """Steps in a turn of a variant whose step takes `pace` seconds, where the slowest variant's takes `slowest`.
+
+        Turns of all variants take about as long: their share of the seconds, or longer where the slowest needs that.
+        """
+        pace, share = max(pace, 1e-6), self.seconds / (2 * self.count())
+        if self.count() == (self.blocks or FEWEST_BLOCKS):
+            fitting = round(share / pace)
+        else:  # no shorter than the share: blocks can become fewer, but not more
+            fitting = math.ceil(share / pace - 1e-6)
+        return max(self.min_steps, fitting, round(self.min_steps * slowest / pace))
 
 
-def _take_turns(bar: tqdm, variants: Mapping[str, Variant], records: dict[str, _Record], take: Callable) -> None:
-    for label, variant in variants.items():
-        bar.set_description_str(label)
-        if not records[label].failed:
-            _attempt(take, label, variant, records[label])
-        bar.update()
+class _NotTogether(Exception):
+    """Variants turn out not to go together: they have to be built one at a time."""
 
 
-def _attempt(take: Callable[[Variant, _Record], None], label: str, variant: Variant, record: _Record) -> None:
-    """Out of memory is a result; any other error goes on to the caller, with the label of its variant."""
+def _time_turns(bar: tqdm, variants: Mapping, records: Mapping[str, _Record], plan: _Plan, *, energy: bool) -> None:
+    """Time all variants in turns: kept together if that works, else built for each turn."""
+    alive = {label: variant for label, variant in variants.items() if not records[label].failed}
+    if _fit_together([records[label].trace for label in alive]):
+        try:
+            return _take_blocks(bar, alive, records, plan, keep=True, energy=energy)
+        except _NotTogether:
+            for record in records.values():
+                record.turns.clear()
+                record.clocks.clear()
+    _take_blocks(bar, alive, records, plan, keep=False, energy=energy)
+
+
+def _fit_together(traces: Iterable[memory.Trace]) -> bool:
+    """Whether what all variants hold between steps, and the most that a step adds to it, fit into the free memory."""
+    traces = list(traces)
+    held = sum(trace.start for trace in traces)
+    return held + max((t.peak - t.start for t in traces), default=0) <= _ROOM * free_memory()
+
+
+def _take_blocks(bar: tqdm, variants: Mapping, records: Mapping, plan: _Plan, *, keep: bool, energy: bool) -> None:
+    pace: dict[str, float] = {}  # seconds a step takes, by the warm-up
+
+    def prepare(label: str, step: Step) -> None:
+        pace[label] = _warm_up(step, plan.warmup)
+
+    def turn(label: str, action: Callable[[Step], None]) -> None:
+        _attempt(bar, label, records[label], partial(stage.turn, label, action), together=keep and len(variants) > 1)
+
+    def alive() -> list[str]:
+        return [label for label in variants if not records[label].failed]
+
+    def expect(blocks: int) -> None:
+        bar.total = bar.n + (2 * blocks + energy) * len(alive())
+
+    with Stage(variants, keep=keep, prepare=prepare) as stage:
+        if keep:
+            workers = multiprocessing.active_children()
+            for label in variants:
+                turn(label, id)  # to build it is all
+            if len(variants) > 1 and set(multiprocessing.active_children()) - set(workers):
+                raise _NotTogether
+        blocks = plan.count(2 * plan.min_steps * max(pace.values(), default=0), keep=keep)
+        expect(blocks)
+        started, done = time.perf_counter(), 0
+        while done < blocks and alive():
+            paces = {label: _pace(records[label], pace[label]) for label in alive()} if keep else {}
+            for label in [*alive(), *reversed(alive())]:
+                if keep:
+                    act = partial(_take_turn, records[label], plan.steps(paces[label], max(paces.values())))
+                else:
+                    act = partial(_take_built_turn, records[label], plan)
+                turn(label, act)
+            done += 1
+            if alive():
+                blocks = max(done, plan.count((time.perf_counter() - started) / done / len(alive()), keep=keep))
+            expect(blocks - done)
+        for label in alive() if energy else ():
+            turn(label, partial(_take_energy, records[label]))
+
+
+def _attempt(bar: tqdm, label: str, record: _Record, act: Callable[[], None], *, together: bool = False) -> None:
+    """Out of memory is a result; of variants that are kept together, a reason to build them one at a time.
+
+    Any other error goes on to the caller, with the label of its variant.
+    """
+    bar.set_description_str(label)
     try:
-        take(variant, record)
+        if not record.failed:
+            act()
     except BaseException as error:
         if not is_out_of_memory(error):
             error.add_note(f"raised while measuring the variant {label!r}")
             raise
+        if together:
+            raise _NotTogether from None
         record.failed = OUT_OF_MEMORY
+    bar.update()
 
 
-def _take_memory(variant: Variant, record: _Record, *, warmup: int) -> None:
+def _take_memory(variant: Variant, record: _Record, warmup: int) -> None:
     record.trace = memory.trace(variant, warmup=warmup)
 
 
-def _take_round(variant: Variant, record: _Record, *, warmup: int, seconds: float, fewest: int, energy: bool) -> None:
-    def action(step: Step) -> None:
-        warm = timing.time_for(step, _CACHES_FILL, fewest=warmup)
-        if find_device().type == "cuda":
-            _raise_clock(step, sum(warm))
-        record.times.append(statistics.fmean(timing.time_for(step, seconds, fewest=fewest)))
-        if energy:
-            begun = time.perf_counter()
-            record.energies.append(power.measure_energy(step))
-            record.on_energy += time.perf_counter() - begun
-
-    use(variant, action)
+def _warm_up(step: Step, fewest: int) -> float:
+    """Run the step until caches are filled and a GPU's clock has risen; returns the seconds that one takes by then."""
+    long = _CLOCK_RISE if find_device().type == "cuda" else _CACHES_FILL
+    times = timing.time_for(step, long, fewest=fewest)
+    return statistics.fmean(times[1:] or times)
 
 
-def _raise_clock(step: Step, busy: float) -> None:
-    """Keep the GPU busy until its steps get no faster, or until it was for long enough."""
-    before = math.inf
-    while busy < _CLOCK_RISE:
-        times = timing.time_for(step, _CLOCK_STEADY, fewest=1)
-        if statistics.fmean(times) > 0.98 * before:
-            return
-        before = statistics.fmean(times)
-        busy += sum(times)
+def _pace(record: _Record, warm_up: float) -> float:
+    """Seconds per step by the turns so far, or by the warm-up, which may be too short to tell."""
+    return statistics.median(record.turns or [warm_up])
+
+
+def _take_turn(record: _Record, steps: int, step: Step) -> None:
+    """Time one turn of a kept step."""
+    if steps >= _LEAD_IN:
+        step()  # refills the caches after the other variants' turns
+    record.turns.append(statistics.fmean(timing.time_steps(step, steps, meanwhile=lambda: _note_clock(record))))
+
+
+def _take_built_turn(record: _Record, plan: _Plan, step: Step) -> None:
+    """Time one turn of a newly built step: as many as turn out to fit into its share of the seconds."""
+    share = plan.seconds / (2 * plan.count(keep=False))
+    fewest = max(plan.min_steps, timing.FEWEST_STEPS * (not plan.capped))
+    record.turns.append(statistics.fmean(timing.time_for(step, share, fewest=fewest)))
+
+
+def _note_clock(record: _Record) -> None:
+    if clock := power.read_clock():
+        record.clocks.append(clock)
+
+
+def _take_energy(record: _Record, step: Step) -> None:
+    record.joules = power.measure_energy(step)
 
 
 def _by_label(variants: Mapping[str, Variant], **named: float | Mapping[str, float] | None) -> dict[str, float | None]:
@@ -275,9 +406,9 @@ def _by_label(variants: Mapping[str, Variant], **named: float | Mapping[str, flo
 
 
 def _progress() -> tqdm:
-    """A plain bar, for a terminal or a notebook somebody looks at, that wipes itself out when it is done.
+    """A plain bar, for a terminal or a notebook that somebody looks at. It wipes itself out when it is done.
 
-    In a notebook it is written where print writes, so that what comes next takes the wiped line.
+    In a notebook it is written to stdout, so that what is printed next takes the wiped line.
     """
     notebook = "ipykernel" in sys.modules
     shape = "{desc}: {n_fmt}/{total_fmt} |{bar:30}| {remaining} left"

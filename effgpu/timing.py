@@ -19,18 +19,19 @@ _MILLISECOND = 1e-3
 CAP = "EFFGPU_SECONDS"  # the environment variable that `effgpu run --seconds` sets for the lessons it runs
 
 
-def time_steps(step: Callable[[], object], count: int) -> list[float]:
+def time_steps(step: Callable[[], object], count: int, *, meanwhile: Callable[[], object] | None = None) -> list[float]:
     """Seconds that each of `count` consecutive steps took, as a training loop would run them.
 
     On a GPU, CUDA events mark the ends of the steps and the only wait is after the last: a wait per step would hide
     every overlap of copies, loading and launches with the GPU's work. One more step leads in and does not count, or the
     first would hold what the CPU does before its first kernel. The events are of the current stream: a step that works
-    on another one has to make it wait. On a CPU, `time.perf_counter`. Raises TypeError for what is no step, as a
-    variant in its place, and ValueError for a count that is no positive whole number.
+    on another one has to make it wait. `meanwhile` is called before that wait, while the GPU works. On a CPU,
+    `time.perf_counter`. Raises TypeError for what is no step, as a variant in its place, and ValueError for a count
+    that is no positive whole number or a step that works on another GPU than the current one.
     """
     check_step(step=step)
     check_positive(Integral, count=count)
-    return _time_on_gpu(step, count) if find_device().type == "cuda" else _time_on_cpu(step, count)
+    return _time_on_gpu(step, count, meanwhile) if find_device().type == "cuda" else _time_on_cpu(step, count)
 
 
 def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST_STEPS) -> list[float]:
@@ -46,9 +47,9 @@ def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST
 
 
 def time_fastest(step: Callable[[], object], seconds: float) -> float:
-    """Seconds of a call of `step` at its best, by runs of a millisecond or more that fill `seconds`.
+    """Seconds of the fastest call of `step`, in windows of a millisecond or more that fill `seconds`.
 
-    The marks of shorter ones are too close to each other for the fastest to be believed.
+    Shorter windows are below the timer's resolution.
     """
     count = max(1, round(_MILLISECOND / median(time_for(step, _MILLISECOND))))
 
@@ -60,7 +61,7 @@ def time_fastest(step: Callable[[], object], seconds: float) -> float:
 
 
 def check_step(**named: object) -> None:
-    """Raises TypeError, with its name, for what is no function: a model can be called, too, but not without a batch."""
+    """Raise TypeError, with the name, for what is not a function without arguments, such as a model."""
     ((name, step),) = named.items()
     if not is_function(step):
         raise TypeError(f"{name}: expected a function that is called without arguments, got {type(step).__name__}")
@@ -69,8 +70,7 @@ def check_step(**named: object) -> None:
 def cap_seconds(seconds: float) -> float:
     """`seconds`, or what the environment variable EFFGPU_SECONDS allows a measurement at most, where that is less.
 
-    A round of a comparison that is cut short may be of a single step: such results are for a look at what runs.
-    Raises ValueError where it holds anything but a positive number.
+    Results that are cut short only show that something runs. Raises ValueError if it is not a positive number.
     """
     cap = os.environ.get(CAP, "inf")
     with contextlib.suppress(ValueError):
@@ -89,15 +89,32 @@ def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:
     return [after - before for before, after in pairwise(marks)]
 
 
-def _time_on_gpu(step: Callable[[], object], count: int) -> list[float]:
+def _time_on_gpu(step: Callable[[], object], count: int, meanwhile: Callable[[], object] | None) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for mark in marks:
         mark.record()  # the first time, CUDA makes the event: not while steps are timed
     torch.cuda.synchronize()
+    allocations = _count_allocations()
     check_worked(step())
+    _check_current(allocations, _count_allocations())
     marks[0].record()
     for mark in marks[1:]:
         step()
         mark.record()
+    if meanwhile:
+        meanwhile()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
+
+
+def _count_allocations() -> list[int]:
+    """How often each GPU's allocator was asked for memory; nothing to look at where there is but one."""
+    gpus = range(torch.cuda.device_count())
+    return [torch.cuda.memory_stats(gpu).get("allocation.all.allocated", 0) for gpu in gpus] if len(gpus) > 1 else []
+
+
+def _check_current(before: list[int], after: list[int]) -> None:
+    used = [gpu for gpu, (then, now) in enumerate(zip(before, after)) if now > then]
+    if used and (here := torch.cuda.current_device()) not in used:
+        told = f"the step works on GPU {used[0]}, and only the current one ({here}) is timed"
+        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")

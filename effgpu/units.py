@@ -1,6 +1,7 @@
 """Numbers as people read them. Everywhere else in the package: seconds, bytes, joules, FLOPs."""
 
 import math
+import re
 from numbers import Integral, Real
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
@@ -40,14 +41,50 @@ def format_count(count: float | None, unit: str = "") -> str:
     return f"{float(f'{count:.3g}'):,.0f} {unit}".strip()
 
 
-def format_ratio(ratio: float | None) -> str:
-    """`0.5` -> `"0.500 ×"`, three significant digits or more; `None` -> `"–"`."""
+def format_speed(ratio: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A ratio of times in words: `4/3` -> `"1.33 × slower"`, which takes 1.33 times as long; `None` -> `"–"`.
+
+    With its interval, `0.54, 0.5, 0.58` -> `"1.85 × faster [1.72, 2.00]"`. What rounds to 1 is `"same"`.
+    """
     if ratio is None:
         return NOT_MEASURED
-    return f"{ratio:.3f} ×" if 0.1 <= ratio < 10 else f"{_three_digits(ratio)} ×"
+    word, values = ("slower", (ratio, low, high)) if ratio > 1 else ("faster", _inverted(ratio, low, high))
+    told, *ends = [_three_digits(value) for value in values if value is not None]
+    if told == "1.00" and not ends:
+        return "same"
+    return f"{told} × {word}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
-def told(value: object | None) -> str:
+def format_change(ratio: float | None) -> str:
+    """A ratio as a signed percentage: `0.48` -> `"−52 %"`, `1.0834` -> `"+8.3 %"`, `1` -> `"0 %"`; `None` -> `"–"`."""
+    if ratio is None:
+        return NOT_MEASURED
+    percent = round(100 * (ratio - 1), 1)
+    percent = round(100 * (ratio - 1)) if abs(percent) >= 10 else percent  # not rounded twice
+    return f"{percent:+,} %".replace("-", "−") if percent else "0 %"
+
+
+def read_ratio(name: str, value: object) -> float:
+    """A ratio that a person gives: a positive number, or text such as `"2 × slower"`, `"−52 %"` or `"same"`.
+
+    Raises ValueError, with the name, for anything else.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    told = str(value).strip().replace("−", "-") if isinstance(value, str) else ""
+    told = re.sub(r"(?<=\d),(?=\d{3}\b)", "", told)  # as in "+1,200 %"
+    if told == "same":
+        return 1.0
+    if (speed := re.fullmatch(r"(\d+\.?\d*) *[×x]? +(faster|slower)", told)) and float(speed[1]) > 0:
+        return float(speed[1]) if speed[2] == "slower" else 1 / float(speed[1])
+    if (change := re.fullmatch(r"([+-]?\d+\.?\d*) *%", told)) and float(change[1]) > -100:
+        return 1 + float(change[1]) / 100
+    raise ValueError(
+        f"{name}: expected a ratio to the baseline, a positive number or text as '2 × faster' or '-50 %', got {value!r}"
+    )
+
+
+def format_optional(value: object | None) -> str:
     """A value as it shows itself; `None` (not measured) -> `"–"`."""
     return NOT_MEASURED if value is None else str(value)
 
@@ -77,6 +114,10 @@ def _three_digits(value: float) -> str:
         return f"{value:.0f}"
     exponent = int(f"{value:.2e}".partition("e")[2])
     return f"{value:.{2 - exponent}f}"
+
+
+def _inverted(ratio: float, low: float | None, high: float | None) -> tuple[float | None, ...]:
+    return 1 / ratio, high and 1 / high, low and 1 / low
 
 
 def _clock(seconds: float) -> str:

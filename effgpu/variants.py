@@ -1,4 +1,4 @@
-"""A variant's life: a function builds a training step, the step is used, and all of it is freed, whatever happens."""
+"""The life of a variant: a function builds a training step, the step takes turns, and all of it is freed."""
 
 import contextlib
 import sys
@@ -16,31 +16,114 @@ from effgpu.device import release_memory
 Step = Callable[[], object]
 Variant = Callable[[], Step]
 Result = TypeVar("Result")
+_COMPILER_SETTINGS = ("torch._dynamo.config", "torch._inductor.config")
 _NOT_RUN = (AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType, partial)
 
 
-def use(variant: Variant, action: Callable[[Step], Result]) -> Result:
+def run_variant(variant: Variant, action: Callable[[Step], Result]) -> Result:
     """Build the variant's step, return what `action` makes of it, and free everything that the variant held.
 
-    Also when it raises or is interrupted: the frames in the traceback would keep models and DataLoader workers alive
-    for as long as somebody keeps the error, as a notebook does, so the error takes along their text instead. PyTorch's
-    switches for the whole process (TF32, cuDNN's, threads, anomaly mode, ...) are set back to what they were. Raises
-    TypeError for a variant that returns no step, RuntimeError for a step that runs out of data.
+    Raises TypeError for a variant that returns no step, RuntimeError for a step that runs out of data.
     """
-    handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
-    try:
-        with _recompiling(), _switches_kept():
-            result = action(_build(variant))
-    except BaseException as error:
-        if ended := next((e for e in (error, error.__cause__) if isinstance(e, StopIteration)), None):
-            error = RuntimeError("the step ran out of data: a measurement calls it often, so let its loader start anew")
-            error.__cause__ = ended
-        _drop_frames(error, handled)
-        with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
-            release_memory()
-        raise error
-    release_memory()
-    return result
+    with Stage({"": variant}) as stage:
+        return stage.turn("", action)
+
+
+class Stage:
+    """Variants that are built at present and take turns: all of them, or with `keep=False` one at a time.
+
+    A turn starts with the process-wide switches (TF32, cuDNN's, threads, anomaly mode, ...) that its own variant has
+    set, and ends with those from before. So one variant's switches never reach the next, and neither do the shapes
+    that torch.compile has seen. A variant is built in its first turn and then passed, with its label, to `prepare`.
+    All are freed at the end of the `with` block, whatever happens. Errors carry the text of their traceback in place of
+    its frames: these would keep models and DataLoader workers alive as long as a notebook keeps the error.
+    """
+
+    def __init__(
+        self,
+        variants: Mapping[str, Variant],
+        *,
+        keep: bool = True,
+        prepare: Callable[[str, Step], None] = lambda label, step: None,
+    ):
+        self.variants, self.keep, self.prepare = variants, keep, prepare
+        self._built: dict[str, Step] = {}
+        self._own: dict[str, _Own] = {}
+
+    def __enter__(self) -> "Stage":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.clear()
+
+    def turn(self, label: str, action: Callable[[Step], Result]) -> Result:
+        """Return what `action` makes of the variant's step, which is built and prepared first where it is not there."""
+        handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
+        if not self.keep and label not in self._built:
+            self.clear()
+        try:
+            with _recompiling(), self._own.setdefault(label, _Own()).applied():
+                if label in self._built:
+                    return action(self._built[label])
+                with _compiler_settings_kept():
+                    self._built[label] = _build(self.variants[label])
+                    self.prepare(label, self._built[label])
+                    return action(self._built[label])
+        except BaseException as error:
+            if ended := next((e for e in (error, error.__cause__) if isinstance(e, StopIteration)), None):
+                told = "the step ran out of data: a measurement calls it often, so let its loader start anew"
+                error = RuntimeError(told)
+                error.__cause__ = ended
+            _drop_frames(error, handled)
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
+                self._free()
+            raise error
+
+    def clear(self) -> None:
+        """Free all that is built, with its compiled graphs. What is built again starts with no switches set."""
+        if self._built:
+            self._free()
+
+    def _free(self) -> None:
+        self._built.clear()
+        self._own.clear()
+        forget_compiled()
+        release_memory()
+
+
+class _Own:
+    """What a variant has set for the whole process, and what torch.compile has learned of its shapes."""
+
+    def __init__(self):
+        self.switches: dict[int, object] = {}  # by their place in _SWITCHES, those that differ from outside
+        self.shapes = None
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        before = [_ask(read) for read, _ in _SWITCHES]
+        shapes = _exchange_compiled_shapes(self.shapes)
+        try:
+            for place, value in self.switches.items():
+                _SWITCHES[place][1](value)
+            yield
+        finally:
+            self.shapes = _exchange_compiled_shapes(shapes)
+            now = [_ask(read) for read, _ in _SWITCHES]
+            changed = [i for i, was in enumerate(before) if was is not None and now[i] != was]
+            self.switches = {i: now[i] for i in changed if now[i] is not None}  # None: PyTorch cannot tell any more
+            if changed:  # one may write another, as the older way to ask for TF32 does: ask each again
+                for (read, write), was in zip(_SWITCHES, before):
+                    if was is not None and _ask(read) != was:
+                        write(was)
+
+
+def forget_compiled() -> None:
+    """Drop every compiled graph, with the memory of its CUDA graphs, where torch.compile has been loaded.
+
+    Graphs outlive the variant that compiled them: the next one would find them, and its peak would depend on the order.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def check_worked(result: object) -> None:
@@ -73,15 +156,42 @@ def _recompiling() -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def _switches_kept() -> Iterator[None]:
-    """Set PyTorch's switches for the whole process back: one variant's would be the next one's, too."""
-    before = [_ask(read) for read, _ in _SWITCHES]
+def _compiler_settings_kept() -> Iterator[None]:
+    """Set the compiler's settings back after a variant was built. They matter when it compiles, in its first steps."""
+    before = {n: sys.modules[n].get_config_copy() if n in sys.modules else None for n in _COMPILER_SETTINGS}
     try:
         yield
     finally:
-        for (read, write), was in zip(_SWITCHES, before):
-            if was is not None and _ask(read) != was:
-                write(was)
+        for config, settings in ((sys.modules[n], was) for n, was in before.items() if n in sys.modules):
+            for name, value in config.get_config_copy().items():
+                was = _find_initial(config, name, value) if settings is None else settings[name]
+                if value != was:
+                    setattr(config, name, was)
+
+
+def _find_initial(config: object, name: str, value: object) -> object:
+    """A setting of a compiler that was loaded while the variant was built, and could not be asked before.
+
+    There is no public way (torch/utils/_config_module.py). What the environment sets is left as it is.
+    """
+    entry = getattr(config, "_config", {}).get(name)
+    if not hasattr(config, "_is_default") or config._is_default(name):
+        return value
+    by_environment = (getattr(entry, f"env_value_{way}", None) for way in ("force", "default"))
+    return value if any(isinstance(set_to, bool | str) for set_to in by_environment) else entry.default
+
+
+def _exchange_compiled_shapes(shapes: object) -> object:
+    """Give torch.compile what it knew of a variant's shapes, and return what it knew before.
+
+    It turns a size dynamic once it has seen two values of it in one piece of code: the batch of another variant must
+    not count. There is no public way (torch/_dynamo/pgo.py).
+    """
+    pgo = sys.modules.get("torch._dynamo.pgo")
+    if not hasattr(pgo, "_CODE_STATE"):
+        return None
+    before, pgo._CODE_STATE = pgo._CODE_STATE, shapes
+    return before
 
 
 def _ask(read: Callable) -> object | None:
@@ -93,6 +203,17 @@ def _ask(read: Callable) -> object | None:
         return read()
 
 
+def _default_device() -> tuple[torch.device, int]:
+    """The default device, and how many modes look at every call: one more where a default device was ever set."""
+    return torch.empty(0).device, torch.overrides._len_torch_function_stack()
+
+
+def _set_default_device(wanted: tuple[torch.device, int]) -> None:
+    torch.set_default_device(None)
+    if _default_device() != wanted:
+        torch.set_default_device(wanted[0])
+
+
 def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
@@ -100,11 +221,7 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    # set to the CPU, which it is without one, a mode would be left on that looks at every call
-    (
-        lambda: (torch.empty(0).device, torch.overrides._len_torch_function_stack()),
-        lambda was: torch.set_default_device(None if was[0].type == "cpu" else was[0]),
-    ),
+    (_default_device, _set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     # which torch.use_deterministic_algorithms sets as well, but the mode does not set back
@@ -142,6 +259,16 @@ _SWITCHES = (
     _flag(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     _flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    *(
+        (lambda read=read: read() if torch.cuda.is_available() else None, write)
+        for read, write in (
+            (torch.cuda.current_device, torch.cuda.set_device),
+            (torch.cuda.current_stream, torch.cuda.set_stream),
+            (torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode),
+        )
+    ),
     _flag(torch.backends.mkldnn, "enabled"),
     _flag(torch.backends.mkldnn, "deterministic"),
     _flag(torch.backends.cudnn, "enabled"),

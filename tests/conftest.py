@@ -16,7 +16,7 @@ import torch
 
 from effgpu import measurement, memory, variants
 from effgpu.device import Device
-from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement
 from effgpu.units import GiB
 
 hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  # no test depends on the machine's speed
@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            whole = nodeid.startswith(("tests/test_lessons.py", "tests/test_mutations.py"))
+            whole = nodeid.startswith(("tests/test_lessons.py", "tests/test_lesson_runs.py"))
             return nodeid if whole else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
@@ -67,10 +67,14 @@ class SimulatedGpu:
         )
         self.log = []
         self.clock = 0.0  # seconds
-        self.reserved, self.allocated, self.most_reserved = 0, 0, 0
+        self.reserved, self.allocated, self.most_reserved, self.most_allocated = 0, 0, 0, 0
+        self.elsewhere = 0  # bytes of the card outside of PyTorch's allocator: CUDA's context, other processes
         self.others = []  # bytes allocated on the machine's other GPUs
         self.segments = []  # as torch.cuda.memory_snapshot tells them
         self.fraction = 1.0
+
+    def reset_peaks(self):
+        self.most_reserved, self.most_allocated = self.reserved, self.allocated
 
     def step(self, seconds=0.01):
         self.log.append("step")
@@ -111,7 +115,12 @@ def simulate_gpu(monkeypatch):
             "memory_reserved": lambda device=None: gpu.reserved,
             "memory_allocated": lambda device=None: [gpu.allocated, *gpu.others][device or 0],
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
-            "reset_peak_memory_stats": lambda device=None: setattr(gpu, "most_reserved", gpu.reserved),
+            "max_memory_allocated": lambda device=None: max(gpu.most_allocated, gpu.allocated),
+            "reset_peak_memory_stats": lambda device=None: gpu.reset_peaks(),
+            "mem_get_info": lambda device=None: (
+                gpu.properties.total_memory - gpu.reserved - gpu.elsewhere,
+                gpu.properties.total_memory,
+            ),
             "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
             "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
             "memory_snapshot": lambda: gpu.segments,
@@ -158,14 +167,14 @@ def make_gpu():
 
 @pytest.fixture
 def make_measurement(cpu):
-    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 8 rounds."""
+    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 8 blocks."""
 
-    def make(label, seconds=0.02, *, rounds=8, device=cpu, failed=False, **fields):
+    def make(label, seconds=0.02, *, blocks=FEWEST_BLOCKS, device=cpu, failed=False, **fields):
         if failed:
             return Measurement(label, (), device, failed=OUT_OF_MEMORY, **fields)
-        wobble = [1 + 0.002 * (number - (rounds - 1) / 2) for number in range(rounds)]
+        wobble = [1 + 0.002 * (number - (blocks - 1) / 2) for number in range(blocks)]
         fields = {"peak_allocated": 1000} | fields
-        return Measurement(label, tuple(seconds * w for w in wobble), device, **fields)
+        return Measurement(label, tuple((seconds * w, seconds * w) for w in wobble), device, **fields)
 
     return make
 
@@ -175,7 +184,8 @@ def no_collecting(monkeypatch):
     """No garbage collection, which takes a tenth of a second a time, where a test does not watch what is freed."""
     monkeypatch.setattr(variants, "release_memory", lambda: None)
     for module in (memory, measurement):
-        monkeypatch.setattr(module, "older_objects_spared", nullcontext)
+        monkeypatch.setattr(module, "gc_frozen", nullcontext)
+    monkeypatch.setattr(memory, "_gc_paused", nullcontext)
 
 
 def tiny_variant(width=8):

@@ -23,12 +23,13 @@ from nbclient import NotebookClient
 from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
+from effgpu.device import Device
 from effgpu.figures import plot, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches, to_png
-from effgpu.measurement import Measurement, rank_interval
+from effgpu.measurement import Measurement, hodges_lehmann_interval
 from effgpu.memory import Trace
 from effgpu.units import MiB
 
-GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "energies": (2.0,) * 8}
+GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,10 @@ def on_gpu(make_measurement, make_gpu):
     return Comparison("synthetic", tuple(make_measurement(label, s, **fields) for label, s in times.items()))
 
 
+def replace_all(comparison, **fields):
+    return replace(comparison, measurements=tuple(replace(m, **fields) for m in comparison))
+
+
 def texts(ax):
     return [text.get_text() for text in ax.texts]
 
@@ -71,9 +76,40 @@ def read_ticks(axis, unit, scale):
     return values
 
 
-def diamonds(ax):
-    """The places of all diamonds in a panel."""
-    return [point for line in ax.lines if line.get_marker() == "D" for point in zip(*line.get_data())]
+def marks(ax, marker):
+    """The places of all triangles ("^"), diamonds ("D") or rings ("o") in a panel."""
+    return [point for line in ax.lines if line.get_marker() == marker for point in zip(*line.get_data())]
+
+
+def triangles(ax):
+    return marks(ax, "^")
+
+
+def legend(figure):
+    return [text.get_text() for found in figure.legends for text in found.get_texts()]
+
+
+def boxes_of_texts(figure):
+    """The boxes of all that is written, by its text, once the figure is laid out."""
+    figure.draw_without_rendering()
+    hidden = set()  # labels of ticks beyond the ends of an axis
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        hidden |= {tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
+    written = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    written = [text for text in written if text not in hidden]
+    return [(text.get_text(), Text.get_window_extent(text)) for text in written]
+
+
+def assert_readable(figure):
+    """No text is cut off at the edge of the figure, and none lies on another one."""
+    found = boxes_of_texts(figure)
+    for text, box in found:
+        assert box.x0 >= -1 and box.y0 >= -1, f"{text!r} is cut off"
+        assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, f"{text!r} is cut off"
+    for (one, a), (other, b) in itertools.combinations(found, 2):
+        wide, high = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert min(wide, high) <= 1, f"{one!r} lies on {other!r}"
 
 
 def bars(ax):
@@ -93,7 +129,7 @@ def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
 def test_what_was_not_measured_is_said_to_be_so_and_not_drawn_as_nothing(make_measurement):
     rows = make_measurement("counted"), make_measurement("unseen", peak_allocated=None)
     _, memory = plot(Comparison("test", rows)).axes
-    assert [text.get_text() for text in memory.texts] == ["1000 B", "–"]
+    assert texts(memory) == ["1000 B", "–"]
 
 
 def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
@@ -102,26 +138,41 @@ def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
     assert figure.get_supxlabel() == "measured on NVIDIA Test"
 
 
-def test_bars_are_the_medians_in_their_order_from_the_top(on_gpu):
+def test_bars_stand_in_their_order_from_the_top(on_gpu):
     time, memory, energy = plot(on_gpu).axes
     assert [bar.get_width() for bar in time.patches] == pytest.approx([0.02, 0.01, 0.021])
     assert [bar.get_width() for bar in bars(memory)] == [64 * MiB] * 3
     assert [bar.get_width() for bar in energy.patches] == [2.0] * 3
-    assert [ax.get_title(loc="left") for ax in (time, memory, energy)] == [
-        *("time per step", "peak memory (dotted: reserved)", "energy per step")
-    ]
+    titles = ["time per step", "peak memory (dotted: reserved)", "energy per step"]
+    assert [ax.get_title(loc="left") for ax in (time, memory, energy)] == titles
     for ax in (time, memory, energy):
         assert ticks(ax.yaxis) == ["fp32", "bf16", "fp8"]
         assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first variant belongs on top"
 
 
-def test_bars_carry_their_interval_and_tell_value_ratio_and_verdict(on_gpu):
-    time, memory, _ = plot(on_gpu).axes
-    _, low, high = rank_interval(on_gpu["bf16"].times)
+def test_bars_carry_the_interval_of_their_ratio_and_tell_the_result(on_gpu):
+    time, memory, energy = plot(on_gpu).axes
+    assert texts(time) == ["20.0 ms", "10.0 ms  2.00 × faster [2.00, 2.00]", "21.0 ms  1.05 × slower [1.05, 1.05]"]
+    assert texts(memory) == ["64.0 MiB", "64.0 MiB  0 %", "64.0 MiB  0 %"]
+    assert texts(energy) == ["2.00 J", "2.00 J  0 %", "2.00 J  0 %"]
+    noisy = replace(
+        on_gpu["bf16"], turns=tuple((t * (1 + 0.1 * (-1) ** n),) * 2 for n, (t, _) in enumerate(on_gpu["bf16"].turns))
+    )
+    result = Comparison("noisy", (on_gpu["fp32"], noisy))
+    (time, *_), ratio = plot(result).axes, result.time_ratio("bf16")
     (segment,) = time.containers[3].lines[2][0].get_segments()
-    assert segment[:, 0] == pytest.approx([low, high])
-    assert texts(time) == ["20.0 ms  baseline", "10.0 ms  0.500 ×  faster", "21.0 ms  1.050 ×  slower"]
-    assert texts(memory) == ["64.0 MiB", "64.0 MiB  1.000 ×", "64.0 MiB  1.000 ×"]
+    assert segment[:, 0] == pytest.approx([0.02 * ratio.low, 0.02 * ratio.high], rel=1e-3)
+    assert time.patches[1].get_width() == pytest.approx(0.02 * ratio.value, rel=1e-3)
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
+def test_no_rounding_error_puts_an_end_of_an_interval_on_the_wrong_side(theirs, ours):
+    """Matplotlib refuses to draw such an error bar; steps that take the same in each block have no width."""
+    cpu = Device("Test CPU", "cpu", None, 2)
+    rows = tuple(Measurement(label, ((s, s),) * 8, cpu) for label, s in (("theirs", theirs), ("ours", ours)))
+    for m in rows:
+        value, low, high = figures._level(Comparison("steady", rows), m, "time")
+        assert low <= value <= high
 
 
 def test_reserved_memory_is_outlined_over_allocated_and_lies_in_the_panel(on_gpu):
@@ -134,14 +185,68 @@ def test_reserved_memory_is_outlined_over_allocated_and_lies_in_the_panel(on_gpu
 
 
 def test_units_stand_on_the_ticks(on_gpu, on_cpu):
-    time, memory, energy = plot(on_gpu).axes
+    time, memory, energy = plot(replace_all(on_gpu, joules=20.0)).axes
     for ax, unit, scale in ((time, "ms", 1e-3), (memory, "MiB", MiB), (energy, "J", 1)):
         assert 3 <= len(read_ticks(ax.xaxis, unit, scale)) <= 6
     assert 3 <= len(read_ticks(plot(on_cpu).axes[1].xaxis, "MiB", MiB)) <= 6
 
 
 def test_no_energy_no_panel(on_cpu, on_gpu):
-    assert len(plot(on_cpu).axes) == 2 and len(plot(on_gpu).axes) == 3
+    without, with_energy = plot(on_cpu), plot(on_gpu)
+    assert len(without.axes) == 2 and len(with_energy.axes) == 3
+    assert legend(without) == legend(with_energy) == [], "nothing to explain"
+
+
+@pytest.fixture
+def foretold(on_gpu):
+    """A result with a prediction beyond its bar, a guess far beyond that, and one of what ran out of memory."""
+    rows = (*on_gpu, Measurement("fp4", (), on_gpu.device, failed="out of memory"))
+    predicted = {"bf16": {"time": 1.5, "memory": 0.5}, "fp8": {"energy": 3.0}, "fp4": {"time": 0.25}}
+    return Comparison("synthetic", rows, predicted, {"bf16": {"time": 2.5, "energy": 0.5}, "fp4": {"memory": 0.125}})
+
+
+def test_a_diamond_marks_the_prediction_and_a_ring_the_guess(foretold):
+    figure = plot(foretold)
+    time, memory, energy = figure.axes
+    units = {time: 0.02, memory: 64 * MiB, energy: 2.0}
+    expected = {
+        time: ([(1.5, 1), (0.25, 3)], [(2.5, 1)]),
+        memory: ([(0.5, 1)], [(0.125, 3)]),
+        energy: ([(3.0, 2)], [(0.5, 1)]),
+    }
+    for ax, (diamonds, rings) in expected.items():
+        assert flat(marks(ax, "D")) == pytest.approx(flat((units[ax] * x, row) for x, row in diamonds))
+        assert flat(marks(ax, "o")) == pytest.approx(flat((units[ax] * x, row) for x, row in rings))
+        assert all(x < ax.get_xlim()[1] for x, _ in marks(ax, "D") + marks(ax, "o"))
+    assert legend(figure) == ["predicted", "your guess"]
+
+
+def test_no_mark_covers_the_words(foretold):
+    figure = plot(foretold)
+    assert_readable(figure)
+    for ax, marker in itertools.product(figure.axes, "Do"):
+        for x, row in marks(ax, marker):
+            box = ax.texts[row].get_window_extent()
+            radius = figure.dpi / 72 * 5  # a ring of 8 points with its edge
+            assert box.x0 >= ax.transData.transform((x, row))[0] + radius
+
+
+@pytest.mark.parametrize("quantity", ["memory", "energy"])
+def test_the_legend_explains_a_mark_in_whatever_panel_it_is(on_gpu, quantity):
+    figure = plot(replace(on_gpu, predicted={"bf16": {quantity: 0.5}}))
+    assert legend(figure) == ["predicted"] and len(figure.legends) == 1
+
+
+def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_measurement):
+    failed = make_measurement("fp32", failed=True, device=on_gpu.device)
+    figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"]), {"bf16": {"time": 0.5}}))
+    assert not any(marks(ax, "D") for ax in figure.axes) and legend(figure) == []
+
+
+def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
+    figure = plot(replace(on_gpu, other_training=("bf16",)))
+    assert ticks(figure.axes[0].yaxis) == ["fp32", "bf16\n(not the same training)", "fp8"]
+    assert_readable(figure)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -167,7 +272,7 @@ def others(make_measurement, make_gpu):
     """What two GPUs gave under the same name, the second with a variant of its own and one out of memory."""
 
     def make(name, seconds, **failed):
-        fields = {"device": make_gpu(name), "energies": (1.0,) * 8}
+        fields = {"device": make_gpu(name), "joules": 1.0}
         found = [make_measurement(label, s, peak_allocated=int(s * 1000), **fields) for label, s in seconds.items()]
         found += [make_measurement(label, failed=True, device=make_gpu(name)) for label in failed]
         return Comparison("synthetic", tuple(found))
@@ -178,17 +283,17 @@ def others(make_measurement, make_gpu):
     ]
 
 
-def test_diamonds_are_the_others_ratios_times_this_baseline(on_gpu, others, monkeypatch):
+def test_triangles_are_the_others_ratios_times_this_baseline(on_gpu, others, monkeypatch):
     asked = []
     monkeypatch.setattr(figures, "stored", lambda name: asked.append(name) or others)
     time, memory, energy = plot(on_gpu).axes
     assert asked == ["synthetic"]
     for ax, baseline, ratios in ((time, 0.02, [0.25, 3]), (memory, 64 * MiB, [0.25, 3]), (energy, 2.0, [1, 1])):
-        places = diamonds(ax)
+        places = triangles(ax)
         assert [x for x, _ in places] == pytest.approx([ratio * baseline for ratio in ratios])
         assert all(0.5 < y < 1.5 for _, y in places), "in the row of bf16"
         assert ax.get_xlim()[1] > max(x for x, _ in places), "in the panel"
-    assert [t.get_text() for t in time.get_legend().get_texts()] == ["GPU one (its ratio)", "GPU two (its ratio)"]
+    assert legend(time.figure) == ["GPU one (its ratio)", "GPU two (its ratio)"]
 
 
 def test_however_many_gpus_are_stored_all_are_drawn(on_gpu, make_measurement, make_gpu, monkeypatch):
@@ -196,22 +301,22 @@ def test_however_many_gpus_are_stored_all_are_drawn(on_gpu, make_measurement, ma
     both = [[make_measurement(label, device=gpu) for label in ("fp32", "bf16")] for gpu in gpus]
     stored = [Comparison("synthetic", tuple(measurements)) for measurements in both]
     monkeypatch.setattr(figures, "stored", lambda name: stored)
-    assert len(diamonds(plot(on_gpu).axes[0])) == 9
+    assert len(triangles(plot(on_gpu).axes[0])) == 9
 
 
-def test_diamonds_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(
+def test_triangles_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(
     on_gpu, others, monkeypatch, make_measurement
 ):
     monkeypatch.setattr(figures, "stored", lambda name: [on_gpu])
-    assert not any(diamonds(ax) for ax in plot(on_gpu).axes)
+    assert not any(triangles(ax) for ax in plot(on_gpu).axes)
     monkeypatch.setattr(figures, "stored", lambda name: others)
     failed = make_measurement("fp32", failed=True, device=on_gpu.device)
     figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"])))
-    assert not any(diamonds(ax) for ax in figure.axes) and figure.axes[0].get_legend() is None
+    assert not any(triangles(ax) for ax in figure.axes) and legend(figure) == []
 
 
 def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, monkeypatch):
-    fields = {"device": make_gpu(), "unit": "samples", "energies": (8.0,) * 8}
+    fields = {"device": make_gpu(), "unit": "samples", "joules": 8.0}
     both = (make_measurement("a", 0.08, items=8, **fields), make_measurement("b", 0.08, items=32, **fields))
     result = Comparison("synthetic", both)
     elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu("GPU two")) for m in both))
@@ -221,7 +326,7 @@ def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, 
     assert [bar.get_width() for bar in energy.patches] == pytest.approx([1.0, 0.25])
     assert (time.get_title(loc="left"), energy.get_title(loc="left")) == ("time per sample", "energy per sample")
     for ax in (time, energy):
-        assert diamonds(ax)[0][0] == pytest.approx(ax.patches[1].get_width())
+        assert triangles(ax)[0][0] == pytest.approx(ax.patches[1].get_width())
 
 
 # plot_memory
@@ -262,8 +367,8 @@ def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(m
     (ax,) = figure.axes
     line, _, (errors,) = ax.containers[0].lines
     assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
-    _, low, high = rank_interval(points[8].times)
-    assert errors.get_segments()[1][:, 1] == pytest.approx([8 / high, 8 / low])
+    _, low, high = hodges_lehmann_interval([math.log(time) for time in points[8].times])
+    assert errors.get_segments()[1][:, 1] == pytest.approx([8 / math.exp(high), 8 / math.exp(low)])
     marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
     assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2
     assert ax.get_xscale() == "log" and ticks(ax.xaxis) == ["4", "8", "16", "32"]
@@ -412,10 +517,10 @@ def make_ablation(cpu, make_gpu):
         found = []
         for label, seconds in SECONDS.items():
             noise = 0.4 if label in noisy else 0.001
-            times = tuple(seconds * (1 + noise * (-1) ** number) / 1000 for number in range(8))
+            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(8))
             fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
-            energies = () if device is None else (seconds / 5,) * 8
-            ok = Measurement(label, times, device or cpu, energies=energies, unit="samples", **fields)
+            joules = None if device is None else seconds / 5
+            ok = Measurement(label, turns, device or cpu, joules=joules, unit="samples", **fields)
             found.append(Measurement(label, (), device or cpu, failed="out of memory") if label in failed else ok)
         return Ablation("synthetic", tuple(found))
 
@@ -443,23 +548,24 @@ def test_a_ladder_is_a_waterfall_from_none_to_all(make_ablation, make_gpu):
         *(figures.GREY, figures.BLUE, figures.BLUE, figures.ORANGE, figures.GREY)
     ]
     assert texts(time) == [
-        *("10.0 ms  baseline", "6.00 ms  −40.0 %", "4.00 ms  −20.0 %", "5.00 ms  +10.0 %", "5.00 ms  0.500 ×  faster")
+        *("10.0 ms  baseline", "6.00 ms  −40.0 %", "4.00 ms  −20.0 %", "5.00 ms  +10.0 %"),
+        "5.00 ms  2.00 × faster [2.00, 2.00]",
     ]
     assert texts(memory) == [
         "8.00 MiB",
         "4.00 MiB  −50.0 %",
         "5.00 MiB  +12.5 %",
         "5.00 MiB  0.0 %",
-        "5.00 MiB  0.625 ×",
+        "5.00 MiB  −38 %",
     ]
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["time per step", "peak memory", "energy per step"]
     assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
 
 
-def test_a_ladder_says_what_is_within_the_noise_and_whose_times_these_are(make_ablation):
+def test_a_ladder_says_what_is_inconclusive_and_whose_times_these_are(make_ablation):
     figure = plot_ladder(make_ablation(noisy=["a + b + c"]))
     time, memory = figure.axes
-    assert texts(time)[2:4] == ["4.00 ms  −20.0 %", "5.00 ms  +10.0 %  within noise"]
+    assert texts(time)[2:4] == ["4.00 ms  −20.0 %", "4.58 ms  +10.0 %  inconclusive"]
     assert mpl.colors.to_hex(time.patches[3].get_facecolor()).upper() == figures.PALE
     assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
     assert "a CPU's times" in figure.get_supxlabel()
@@ -491,11 +597,11 @@ def test_a_ladder_whose_baseline_does_not_fit_begins_at_its_first_rung_that_does
     assert texts(time)[2] == "4.00 ms  −33.3 %"
 
 
-def test_the_diamonds_of_a_ladder_are_other_gpus_stacks(make_ablation, make_gpu, others, monkeypatch):
+def test_the_triangles_of_a_ladder_are_other_gpus_stacks(make_ablation, make_gpu, others, monkeypatch):
     elsewhere = make_ablation(make_gpu("GPU two")).combinations
     monkeypatch.setattr(figures, "stored", lambda name: [elsewhere, *others])
     time, _, _ = plot_ladder(make_ablation(make_gpu())).axes
-    assert flat(diamonds(time)) == pytest.approx([0.006, 1.42, 0.004, 2.42, 0.005, 3.42], rel=0.01)
+    assert flat(triangles(time)) == pytest.approx([0.006, 1.42, 0.004, 2.42, 0.005, 3.42], rel=0.01)
 
 
 def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu):
@@ -509,8 +615,8 @@ def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu)
     ):
         assert [bar.get_width() for bar in ax.patches] == pytest.approx([*alone, *on_top], abs=1e-3)
         assert all(ax.get_xlim()[0] < bar.get_width() < ax.get_xlim()[1] for bar in ax.patches)
-    assert texts(time)[:3] == ["−40.0 %", "−30.0 %", "+1.0 %  within noise"]
-    assert [t.get_text() for t in time.get_legend().get_texts()] == ["alone", "on top of all the rest"]
+    assert texts(time)[:3] == ["−40.0 %", "−30.0 %", "+1.0 %  inconclusive"]
+    assert legend(time.figure) == ["alone", "on top of all the rest"]
     assert energy.get_xlabel() == "%: the change, as a share of what 'none' takes" and not time.get_xlabel()
     intervals = [c.lines[2][0].get_segments()[0] for c in time.containers if hasattr(c, "lines")]
     (of_c,) = [segment[:, 0] for segment in intervals if segment[0, 1] == pytest.approx(2 - 0.2)]
@@ -566,11 +672,39 @@ def test_names_beside_a_front_do_not_overlap(make_ablation, make_gpu, failed):
     assert all(box.x1 <= figure.bbox.x1 for box in boxes), "cut off at the edge"
 
 
-def test_titles_of_switches_leave_their_legend_its_room(make_ablation, make_gpu):
-    figure = plot_switches(make_ablation(make_gpu()))
-    figure.draw_without_rendering()
-    ax = figure.axes[0]
-    assert ax._left_title.get_window_extent().x1 < ax.get_legend().get_window_extent().x0
+LONG = "bf16 + fused optimizer + channels_last + compiled blocks"
+GPU_NAMES = ["NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4", "NVIDIA A100-SXM4-80GB"]
+
+
+@pytest.mark.parametrize(("labels", "stored"), [("ab", 1), (["fp32", LONG, *"cdefgh"], 3)])
+def test_a_plot_is_readable_whatever_stands_in_it(labels, stored, make_measurement, make_gpu, monkeypatch):
+    def rows(device, seconds):
+        fields = GPU_FIELDS | {"device": device}
+        return [make_measurement(label, seconds * (1 + n), **fields) for n, label in enumerate(labels)]
+
+    others = [Comparison("x", tuple(rows(make_gpu(name), 0.5))) for name in GPU_NAMES[:stored]]
+    monkeypatch.setattr(figures, "stored", lambda name: others)
+    here, guess = rows(make_gpu("here"), 0.02), {labels[1]: {"time": 8.0, "memory": 0.1, "energy": 4.0}}
+    if len(here) > 2:
+        here[3] = make_measurement("d", failed=True, device=here[0].device)
+    foretold = {"predicted": {labels[1]: {"time": 0.5}}, "guess": guess, "other_training": tuple(labels[1:3])}
+    assert_readable(plot(Comparison("x", tuple(here), **foretold)))
+
+
+@pytest.mark.parametrize("draw", [plot_ladder, plot_switches, plot_pareto])
+@pytest.mark.parametrize("failed", [(), ["none", "b"]])
+def test_the_plots_of_an_ablation_are_readable(draw, failed, make_ablation, make_gpu):
+    assert_readable(draw(make_ablation(make_gpu(), failed=failed, noisy=["c", "a + b + c"])))
+
+
+def test_a_ladder_of_long_names_is_readable(make_measurement):
+    names = [f"switch_{number}_with_a_long_name_of_forty_letters" for number in range(6)]
+    on = [" + ".join(names[:n]) or "none" for n in range(7)]
+    on += [*names[1:], *(" + ".join(other for other in names if other != name) for name in names)]
+    found = [make_measurement(label, 0.02 - 0.001 * n) for n, label in enumerate(dict.fromkeys(on))]
+    ablation = Ablation("long", tuple(found))
+    for draw in (plot_ladder, plot_switches):
+        assert_readable(draw(ablation))
 
 
 def test_an_ablation_is_drawn_per_item_where_the_items_differ(make_ablation, make_gpu):
@@ -647,8 +781,8 @@ CELLS = """
 import gc, weakref, torch, effgpu
 from effgpu import Comparison, Measurement
 cpu = effgpu.describe()
-times = tuple(1 + 0.001 * i for i in range(8))
-both = tuple(Measurement(label, times, cpu, peak_allocated=1) for label in "ab")
+turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
+both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
 result = Comparison("nothing_is_stored_of_this", both)
 ---
 effgpu.plot(result)

@@ -35,6 +35,7 @@ def test_drawing_is_up_to_date(path, drawn):
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
 def test_drawing_is_used_and_titled(path):
-    pages = [IMAGES.parent / "README.md", *sorted((IMAGES.parent / "notebooks").glob("*.ipynb"))]
+    root = IMAGES.parent
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md")), *sorted((root / "notebooks").glob("*.ipynb"))]
     assert any(f"images/{path.name}" in page.read_text() for page in pages)
     assert len(re.search(r"<title>(.*?)</title>", path.read_text(), re.DOTALL)[1]) > 40

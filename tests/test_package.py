@@ -17,17 +17,29 @@ import effgpu
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
-ORDER = [
-    *("units", "device", "variants", "timing", "memory", "power", "flops", "measurement", "comparison", "ablation"),
-    *("reference", "figures", "corpus", "course", "report", "__main__"),
+MEASURING = [
+    *("units", "device", "variants", "timing", "memory", "power", "flops", "ops"),
+    *("allocator", "fake_gpu", "prediction"),
+    *("measurement", "comparison", "ablation", "results", "figures"),
 ]
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+COURSE = [f"course.{name}" for name in ("corpus", "workloads", "runner", "report")]
+ORDER = [*MEASURING, *COURSE, "__main__"]
+PATHS = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.stem != "__init__"
+}
+MODULES = list(PATHS)
 with_each_module = pytest.mark.parametrize("module", MODULES)
+
+
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported(module):
     """The full names of all that a module imports, also in its functions."""
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(PATHS[module])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -35,19 +47,32 @@ def imported(module):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def module_of(name):
+    """The module of the package that an import's full name is in: `effgpu.course.runner.run` -> `course.runner`."""
+    rest = name.split(".")[1:]
+    return next((module for n in (2, 1) if (module := ".".join(rest[:n])) in ORDER), None)
+
+
 @with_each_module
 def test_imports_run_one_way(module):
     assert module in ORDER, "a new module takes its place in the order"
     above = ORDER[: ORDER.index(module)]
     for name in imported(module):
-        package, *rest = name.split(".")
-        if package == "effgpu":
-            assert rest and rest[0] in above, f"{module} imports {name}, which is not a module above it"
+        if name.split(".")[0] == "effgpu":
+            assert module_of(name) in above, f"{module} imports {name}, which is not a module above it"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module in MEASURING])
+def test_what_measures_knows_nothing_of_the_course(module):
+    assert not [name for name in imported(module) if name.startswith("effgpu.course")]
 
 
 def test_contributing_tells_the_order_of_imports():
-    named = re.search(r"in this order: ([\w,\s]+)\.", (PACKAGE.parent / "CONTRIBUTING.md").read_text())[1]
-    assert re.findall(r"\w+", named) == ORDER[:-1]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"\w+", re.search(r"in this order: ([\w,\s]+)\.", text)[1])
+    until_figures = MEASURING[: MEASURING.index("figures") + 1]
+    assert named[: len(until_figures)] == until_figures, named
+    assert set(named) <= {*until_figures, "and", "then", *(module.split(".")[-1] for module in ORDER)}
 
 
 def test_only_figures_imports_matplotlib():
@@ -55,7 +80,11 @@ def test_only_figures_imports_matplotlib():
     assert importers == {"figures"}
 
 
-@pytest.mark.parametrize("name", effgpu.__all__)
+def is_written(name):
+    return effgpu._MODULES[name] in MODULES
+
+
+@pytest.mark.parametrize("name", [name for name in effgpu.__all__ if is_written(name)])
 def test_every_public_name_is_there_and_explained(name):
     found = getattr(effgpu, name)
     assert name in dir(effgpu)
@@ -67,15 +96,31 @@ def test_every_public_name_is_there_and_explained(name):
 def test_no_public_name_shadows_a_module():
     assert not set(effgpu.__all__) & set(MODULES)
     for module in MODULES:
-        public = [name for name in vars(importlib.import_module(f"effgpu.{module}")) if not name.startswith("_")]
-        functions = {name for name in public if inspect.isfunction(getattr(sys.modules[f"effgpu.{module}"], name))}
-        assert not functions & set(MODULES), f"{module} has a function with a module's name"
+        found = importlib.import_module(f"effgpu.{module}")
+        functions = {name for name, value in vars(found).items() if inspect.isfunction(value)}
+        assert not functions & (set(MODULES) - {module}), f"{module} has a function with another module's name"
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {"__main__", "variants"}))
-def test_modules_are_attributes_of_the_package(module):
-    """As the lessons use them: `effgpu.corpus.load_text`, with nothing imported but effgpu."""
-    assert module in effgpu._ROOMS and inspect.ismodule(effgpu.__getattr__(module))
+def test_editors_see_exactly_the_public_names():
+    """The imports for type checkers name what is loaded on first use, each from its own module, as a re-export."""
+    (block,) = (
+        node
+        for node in parsed(PACKAGE / "__init__.py").body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    )
+    assert all(isinstance(node, ast.ImportFrom) and node.level == 0 for node in block.body)
+    seen = [(alias.name, alias.asname, node.module) for node in block.body for alias in node.names]
+    assert sorted(name for name, _, _ in seen) == effgpu.__all__ == sorted(effgpu.__all__)
+    for name, exported_as, module in seen:
+        assert exported_as == name, f"editors take {name} for private without `as {name}`"
+        assert module == f"effgpu.{effgpu._MODULES[name]}"
+
+
+@pytest.mark.parametrize("name", ["compare", "KiB", "plot"])
+def test_a_public_name_can_be_imported_as_from_any_package(name):
+    namespace = {}
+    exec(f"from effgpu import {name}", namespace)
+    assert namespace[name] is getattr(effgpu, name)
 
 
 def test_other_names_are_refused():
@@ -127,8 +172,20 @@ def test_the_conda_environment_installs_what_pip_declares(project):
     assert "dev" in project["project"]["optional-dependencies"]
 
 
-def test_the_data_of_the_package_is_shipped(project):
-    shipped = project["tool"]["setuptools"]["package-data"]["effgpu"]
-    tracked = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    left_out = [path.name for path in tracked if not any(path.relative_to(PACKAGE).match(rule) for rule in shipped)]
-    assert not left_out
+def is_shipped(path, setuptools):
+    """Whether a wheel has a file of the package, by what `pyproject.toml` tells setuptools."""
+    parent = path.parent if path.parent.joinpath("__init__.py").exists() else PACKAGE
+    package = ".".join(["effgpu", *parent.relative_to(PACKAGE).parts])
+    if package not in setuptools["packages"]:
+        return False
+    rules = setuptools["package-data"].get(package, [])
+    return path.suffix == ".py" or any(path.relative_to(parent).match(rule) for rule in rules)
+
+
+def test_the_package_is_shipped_whole_with_its_data(project):
+    setuptools = project["tool"]["setuptools"]
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert PACKAGE / "course" / "report.css" in files
+    assert not [path.name for path in files if not is_shipped(path, setuptools)]
+    assert is_shipped(PACKAGE / "reference" / "nvidia-h200.json", setuptools)
+    assert not is_shipped(PACKAGE / "reference" / "notes.txt", setuptools)

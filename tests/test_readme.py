@@ -1,23 +1,33 @@
-"""README's table and picture are what the committed notebooks hold; run as a script, this file writes them there."""
+"""README holds what the committed notebooks hold: its lines on the lessons and its picture. As a script: write them."""
 
 import base64
 import html
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
-from effgpu import units
 from effgpu.ablation import Ablation
-from effgpu.comparison import FASTER, SLOWER, Comparison
-from effgpu.course import Outcome, read_lessons
-from effgpu.reference import STORED, load, save
+from effgpu.comparison import BASELINE_FAILED, Comparison
+from effgpu.course.runner import Outcome, read_lessons
+from effgpu.results import STORED, load, save
+from effgpu.units import NOT_MEASURED
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-TABLE = re.compile(r"(?<=committed notebooks carry -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
-RESULT = re.compile(r"(?<=from lesson 17's results -->\n).*?(?=<!-- /result -->)", re.DOTALL)
+LESSONS = re.compile(r"(?<=from the committed notebooks -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
+SHOWN = re.compile(r"(?<=by `make readme` from lesson 07 -->\n).*?(?=<!-- /picture -->)", re.DOTALL)
 PICTURE = ROOT / "images" / "result.png"
+ALT = "Memory of one training step: a tall mountain of activations, and with checkpointing a row of small teeth."
+QUESTIONS = {
+    "My GPU idles": ("00", "02", "03", "12"),
+    "It does not fit": ("01", "06", "07", "09", "11"),
+    "It is slow": ("04", "05", "08", "10", "13", "14", "16", "17"),
+    "Is the result still right?": ("15",),
+    "After training": ("18", "19"),
+    "More than one GPU": ("20",),
+}
 
 
 def address() -> str:
@@ -28,36 +38,43 @@ def lessons() -> list[Outcome]:
     return read_lessons(ROOT / "notebooks")
 
 
-def table() -> str:
-    """A row a lesson: its name, what its main comparison gave and on which device, and the badge."""
-    rows = ["| lesson | what it gave | Colab |", "|---|---|---|", *map(row, lessons())]
-    return "\n".join(rows) + "\n"
-
-
-def result() -> tuple[bytes, str]:
-    """The first plot of lesson 17, and README's lines that show it."""
-    (shown,) = (lesson.pictures[0] for lesson in lessons() if lesson.name.startswith("17"))
-    source = PICTURE.relative_to(ROOT).as_posix()
-    image = f'<img src="{source}" width="560" alt="{html.escape(shown.alt)}">'
-    return base64.b64decode(shown.png), f'<p align="center">{image}</p>\n'
+def tables() -> str:
+    """A table for each question, with a row for each lesson: what it does, its headline, and the badge."""
+    found = {lesson.name[:2]: lesson for lesson in lessons()}
+    parts = []
+    for question, numbers in QUESTIONS.items():
+        rows = "\n".join(row(found[number]) for number in numbers)
+        parts.append(f"**{question}**\n\n| | | |\n|---|---|---|\n{rows}\n")
+    return "\n".join(parts)
 
 
 def row(lesson: Outcome) -> str:
-    main = next(comparison for comparison in lesson.comparisons if comparison.name == lesson.name)
-    effects = "<br>".join(effect(main, m.label) for m in main.measurements[1:])
     badge = f"https://colab.research.google.com/github/{address()}/blob/main/notebooks/{lesson.name}.ipynb"
     image = "https://colab.research.google.com/assets/colab-badge.svg"
-    told = f"{effects}<br><sub>against *{main.baseline.label}*, on {main.device.label}</sub>"
-    link = f"[{lesson.name[:2]}](notebooks/{lesson.name}.ipynb)"
-    return f"| {link} {lesson.title} | {told} | [![Open in Colab]({image})]({badge}) |"
+    title, _, about = lesson.title.partition(":")
+    link = f"[{lesson.name[:2]} {title}](notebooks/{lesson.name}.ipynb)"
+    return f"| {link}{': ' * bool(about)}{about.strip()} | {headline(lesson)} | [![Open in Colab]({image})]({badge}) |"
 
 
-def effect(comparison: Comparison, label: str) -> str:
-    """A variant's ratios: of time where it is outside the noise, of memory where it is not the baseline's."""
-    verdict, memory = comparison.verdict(label), comparison.memory_ratio(label)
-    time = f"{comparison.time_ratio(label)} ({verdict})" if verdict in (FASTER, SLOWER) else verdict
-    counted = units.format_ratio(memory.value if memory else 1)
-    return f"*{label}*: time {time}" + f", memory {counted}" * (counted != units.format_ratio(1))
+def headline(lesson: Outcome) -> str:
+    """What the first variant after the baseline gave, in words; empty where nothing was compared."""
+    main = next((comparison for comparison in lesson.comparisons if comparison.name == lesson.name), None)
+    if main is None or main.baseline.failed:
+        return "needs a GPU"
+    label = main.measurements[1].label
+    told = [main.tell(label)]
+    memory = main.tell(label, "memory")
+    told += [f"{memory} memory"] * (memory not in (NOT_MEASURED, "0 %", BASELINE_FAILED))
+    return f"*{label}*: {', '.join(told)}<br><sub>{main.device.label}</sub>"
+
+
+def picture() -> tuple[bytes, str]:
+    """The memory of a step with and without checkpointing, from lesson 07, and README's lines that show it."""
+    notebook = nbformat.read(ROOT / "notebooks" / "07_gradient_checkpointing.ipynb", as_version=4)
+    (cell,) = (cell for cell in notebook.cells if cell.source.startswith('effgpu.plot_memory({"plain": before, '))
+    png = next(output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
+    image = f'<img src="{PICTURE.relative_to(ROOT).as_posix()}" width="560" alt="{html.escape(ALT)}">'
+    return base64.b64decode(png), f'<p align="center">{image}</p>\n'
 
 
 def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
@@ -68,14 +85,22 @@ def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
     return [comparison.name for comparison in stored if comparison != held.get(comparison.name)]
 
 
-def test_table_is_what_the_notebooks_hold():
-    assert TABLE.search(README.read_text())[0] == table(), "make readme brings it up to date"
+def test_lines_on_the_lessons_are_what_the_notebooks_hold():
+    assert LESSONS.search(README.read_text())[0] == tables(), "make readme brings it up to date"
+
+
+def test_every_lesson_answers_one_question():
+    assert sorted(number for numbers in QUESTIONS.values() for number in numbers) == [m.name[:2] for m in lessons()]
 
 
 def test_picture_is_the_notebooks():
-    png, lines = result()
+    png, lines = picture()
     assert PICTURE.read_bytes() == png, "make readme brings it up to date"
-    assert RESULT.search(README.read_text())[0] == lines
+    assert SHOWN.search(README.read_text())[0] == lines
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
@@ -98,7 +123,7 @@ def test_every_link_and_picture_exists():
         assert (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/measuring.md"])
 def test_every_make_target_named_exists(name):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?make ([a-z]+)", (ROOT / name).read_text()):
@@ -135,6 +160,6 @@ def test_the_examples_run(no_collecting):
 
 
 if __name__ == "__main__":
-    png, lines = result()
+    png, lines = picture()
     PICTURE.write_bytes(png)
-    README.write_text(RESULT.sub(lambda _: lines, TABLE.sub(lambda _: table(), README.read_text())))
+    README.write_text(SHOWN.sub(lambda _: lines, LESSONS.sub(lambda _: tables(), README.read_text())))

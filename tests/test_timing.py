@@ -1,4 +1,4 @@
-"""Tests of effgpu.timing: one wait before the steps, one after, none between; the budget gives the number of steps."""
+"""Tests of effgpu.timing: one wait before the steps, one after, none between; the seconds give the number of steps."""
 
 import math
 import time
@@ -18,6 +18,58 @@ def test_gpu_is_waited_for_once_before_and_once_after_the_steps_and_never_betwee
     times = timing.time_steps(lambda: gpu.step(next(durations)), 3)
     assert gpu.log == [*["record"] * 4, "wait", "step", "record", *["step", "record"] * 3, "wait"]
     assert times == pytest.approx([0.01, 0.03, 0.02])
+
+
+def test_what_is_asked_meanwhile_is_asked_once_while_the_gpu_works(simulate_gpu):
+    gpu = simulate_gpu()
+    timing.time_steps(gpu.step, 3, meanwhile=lambda: gpu.log.append("asked"))
+    assert gpu.log[-2:] == ["asked", "wait"] and gpu.log.count("asked") == 1
+
+
+def test_on_a_cpu_nothing_is_asked_meanwhile():
+    asked = []
+    timing.time_steps(lambda: None, 3, meanwhile=lambda: asked.append(1))
+    assert asked == []
+
+
+@pytest.fixture
+def two_gpus(simulate_gpu, monkeypatch):
+    """Two simulated GPUs of which the first is the current one, and how often each was asked for memory."""
+    gpu, asked = simulate_gpu(), [5, 7]
+    gpu.others = [0]
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": asked[device]})
+    return gpu, asked
+
+
+def test_a_step_on_another_gpu_than_the_current_one_is_refused_after_its_first_call(two_gpus):
+    gpu, asked = two_gpus
+
+    def step():
+        asked[1] += 1
+        gpu.step()
+
+    told = r"^the step works on GPU 1, and only the current one \(0\) is timed: call torch.cuda.set_device\(1\) first$"
+    with pytest.raises(ValueError, match=told):
+        timing.time_steps(step, 3)
+    assert gpu.log.count("step") == 1
+
+
+@pytest.mark.parametrize("used", [[], [0], [0, 1]])
+def test_a_step_that_uses_the_current_gpu_or_no_memory_is_timed(used, two_gpus):
+    gpu, asked = two_gpus
+
+    def step():
+        for which in used:
+            asked[which] += 1
+        gpu.step(0.02)
+
+    assert timing.time_steps(step, 3) == pytest.approx([0.02] * 3)
+
+
+def test_an_allocator_without_such_statistics_is_not_asked_for_more(two_gpus, monkeypatch):
+    gpu, _ = two_gpus
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    assert timing.time_steps(lambda: gpu.step(0.02), 3) == pytest.approx([0.02] * 3)
 
 
 def test_cpu_times_each_step_with_nothing_before_the_first_or_after_the_last(monkeypatch):
@@ -55,7 +107,7 @@ def test_a_variant_in_place_of_its_step_is_refused_once_it_has_built_one(on_gpu,
     assert len(built) == 1
 
 
-def test_the_fastest_of_short_calls_is_that_of_runs_of_a_millisecond(monkeypatch):
+def test_the_fastest_of_short_calls_is_found_in_windows_of_a_millisecond(monkeypatch):
     clock, runs = [100.0], iter([1.0] * 5 + [2.0, 0.5] + [3.0] * 3)  # how slow calls are; the first five tell how many
     monkeypatch.setattr(timing, "time_for", lambda step, seconds: [spent(step) for _ in range(5)])
 
@@ -149,3 +201,10 @@ def test_gpu_steps_are_launched_ahead_of_the_gpu():
     launched.clear()
     times = timing.time_steps(step, 10)
     assert launched[-1] - launched[0] < sum(times) / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_real_step_on_another_gpu_is_refused():
+    with pytest.raises(ValueError, match="works on GPU 1"):
+        timing.time_steps(lambda: torch.ones(100, device="cuda:1") + 1, 3)

@@ -1,13 +1,29 @@
-"""Tests of effgpu.units: three digits that read back as the value, in order, and never an exponent."""
+"""Tests of effgpu.units: three digits that read back as the value, in order, and never an exponent; ratios in words."""
 
+import math
 import re
+from fractions import Fraction
+from numbers import Integral
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from effgpu import units
-from effgpu.units import GiB, KiB, MiB, format_bytes, format_count, format_joules, format_ratio, format_seconds
+from effgpu.units import (
+    GiB,
+    KiB,
+    MiB,
+    format_bytes,
+    format_change,
+    format_count,
+    format_joules,
+    format_optional,
+    format_seconds,
+    format_speed,
+    read_ratio,
+)
 
 PREFIXES = {"µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BYTES = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": 2**40}
@@ -22,7 +38,6 @@ FORMATS = {
     "joules": (format_joules, JOULES, st.floats(1e-9, 1e9)),
     "flops": (lambda value: format_count(value, "FLOP"), FLOPS, st.floats(1e-6, 1e18)),
     "items": (lambda value: format_count(value, "items"), ITEMS, st.floats(1e-6, 1e18)),
-    "ratio": (format_ratio, {"×": 1}, st.floats(1e-6, 1e6)),
 }
 with_each_format = pytest.mark.parametrize("kind", FORMATS)
 
@@ -60,7 +75,10 @@ def test_shows_at_least_three_digits_and_at_most_four_before_the_point(kind, dat
         assert len(number.split(".")[0]) <= 4
 
 
-@pytest.mark.parametrize("format_value", [format_seconds, format_bytes, format_joules, format_count, format_ratio])
+@pytest.mark.parametrize(
+    "format_value",
+    [format_seconds, format_bytes, format_joules, format_count, format_speed, format_change, format_optional],
+)
 def test_what_was_not_measured_is_a_dash(format_value):
     assert format_value(None) == units.NOT_MEASURED == "–"
 
@@ -101,9 +119,29 @@ def test_what_was_not_measured_is_a_dash(format_value):
         (format_count(2.5e6), "2.50 M"),
         (format_count(1.3e12, "FLOP/s"), "1.30 TFLOP/s"),
         (format_count(2853, "FLOP"), "2.85 kFLOP"),
-        (format_ratio(0.5), "0.500 ×"),
-        (format_ratio(0.0123), "0.0123 ×"),
-        (format_ratio(12.34), "12.3 ×"),
+        (format_speed(4 / 3), "1.33 × slower"),
+        (format_speed(0.5), "2.00 × faster"),
+        (format_speed(0.54, 0.5, 0.58), "1.85 × faster [1.72, 2.00]"),
+        (format_speed(1.43, 1.42, 1.45), "1.43 × slower [1.42, 1.45]"),
+        (format_speed(0.0123), "81.3 × faster"),
+        (format_speed(1234.0), "1234 × slower"),
+        (format_speed(1), "same"),
+        (format_speed(1.0049), "same"),
+        (format_speed(1 / 1.0049), "same"),
+        (format_speed(1.0051), "1.01 × slower"),
+        (format_speed(1 / 1.0051), "1.01 × faster"),
+        (format_speed(1.004, 1.002, 1.006), "1.00 × slower [1.00, 1.01]"),
+        (format_change(0.48), "−52 %"),
+        (format_change(1.0834), "+8.3 %"),
+        (format_change(1), "0 %"),
+        (format_change(1.0004), "0 %"),
+        (format_change(0.9996), "0 %"),
+        (format_change(0.95), "−5.0 %"),
+        (format_change(1.0996), "+10 %"),
+        (format_change(2), "+100 %"),
+        (format_change(1.77456), "+77 %"),
+        (format_change(13.5), "+1,250 %"),
+        (format_optional(3), "3"),
     ],
 )
 def test_examples_and_boundaries(text, expected):
@@ -119,3 +157,84 @@ def test_minutes_and_hours_come_in_order(first, second):
     low, high = sorted([first, second])
     assert read_clock(format_seconds(low)) <= read_clock(format_seconds(high))
     assert read_clock(format_seconds(low)) == pytest.approx(low, abs=60)
+
+
+# Ratios in words
+
+
+@given(st.floats(1e-3, 1e3))
+def test_a_ratio_of_times_reads_back_within_three_digits(ratio):
+    assert read_ratio("time", format_speed(ratio)) == pytest.approx(ratio, rel=0.00505)
+
+
+@given(st.floats(0.01, 90))
+def test_a_change_reads_back_within_half_of_its_last_digit(ratio):
+    told = format_change(ratio)
+    assert read_ratio("memory", told) == pytest.approx(ratio, abs=0.00501 if "." not in told else 0.000501)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+def test_a_longer_time_never_reads_faster(first, second):
+    low, high = (read_ratio("time", format_speed(ratio)) for ratio in sorted([first, second]))
+    assert low <= high * (1 + 1e-12)
+
+
+@given(st.floats(0.01, 100), st.floats(1, 2), st.floats(1, 2))
+def test_the_interval_is_told_in_the_same_direction_and_from_low_to_high(ratio, below, above):
+    told = format_speed(ratio, ratio / below, ratio * above)
+    value, low, high = (float(number) for number in re.findall(r"[\d.]+", told))
+    assert low <= value <= high and ("slower" in told) == (ratio > 1)
+    ends = (ratio / below, ratio * above) if ratio > 1 else (1 / (ratio * above), below / ratio)
+    assert (low, high) == pytest.approx(ends, rel=0.00505)
+
+
+@given(st.floats(1e-6, 1e6))
+def test_a_number_is_a_ratio_as_it_is(ratio):
+    assert read_ratio("time", ratio) == ratio
+
+
+@pytest.mark.parametrize(
+    ("given", "ratio"),
+    [
+        (1, 1.0),
+        (np.float32(0.5), 0.5),
+        (Fraction(4, 3), 4 / 3),
+        ("same", 1.0),
+        (" 2 × slower ", 2.0),
+        ("2x faster", 0.5),
+        ("1.25 faster", 0.8),
+        ("-50 %", 0.5),
+        ("−52%", 0.48),
+        ("+8.3 %", 1.083),
+        ("8 %", 1.08),
+        ("0 %", 1.0),
+        ("+1,250 %", 13.5),
+    ],
+)
+def test_a_ratio_can_be_given_as_results_are_told(given, ratio):
+    assert read_ratio("time", given) == pytest.approx(ratio) and isinstance(read_ratio("time", given), float)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(0, -1, math.inf, math.nan, True, None, b"same", [2.0], 1j),
+        *("", "2", "fast", "faster", "0 × faster", "-2 × slower", "2,5 × slower", "1.5 × slower [1.4, 1.6]"),
+        *("-100 %", "--5 %", "5"),
+    ],
+)
+def test_what_is_no_ratio_is_refused_with_its_name(wrong):
+    with pytest.raises(ValueError, match=r"^predicted\['a'\]: expected a ratio to the baseline, .*, got "):
+        read_ratio("predicted['a']", wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, math.inf, math.nan, True, None, "3"])
+def test_what_is_not_positive_is_refused_with_its_name(wrong):
+    with pytest.raises(ValueError, match=r"^seconds: expected a positive number, got "):
+        units.check_positive(seconds=wrong)
+
+
+@pytest.mark.parametrize("wrong", [2.0, 0, True])
+def test_what_is_not_a_whole_number_is_refused_with_its_name(wrong):
+    with pytest.raises(ValueError, match=r"^blocks: expected a positive whole number, got "):
+        units.check_positive(Integral, steps=3, blocks=wrong)

@@ -3,10 +3,11 @@
 The others are torch.utils.benchmark and, on a GPU, triton.testing.do_bench without its flushing of the cache, which a
 training loop has not either.
 
-Usage: python tests/benchmarks/accuracy.py
+Usage: python tests/benchmarks/accuracy.py [TURNS]
 """
 
 import math
+import sys
 import time
 from unittest.mock import patch
 
@@ -14,11 +15,11 @@ import torch
 from torch.utils.benchmark import Timer
 
 import effgpu
-from effgpu.measurement import rank_interval
+from effgpu.measurement import hodges_lehmann_interval
 
-TURNS = 40
+TURNS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 device = effgpu.find_device()
-width = effgpu.by_tier(cpu=256, small=2048, large=4096)
+width = effgpu.pick_sizes(cpu=256, small=2048, large=4096)
 
 
 def network():
@@ -73,7 +74,7 @@ def main() -> None:
             taken[name].append(CLOCKS[name]())
     for name in list(CLOCKS)[1:]:
         ratios = [math.log(ours / theirs) for ours, theirs in zip(taken["measure"], taken[name])]
-        middle, low, high = (math.exp(end) for end in rank_interval(ratios))
+        middle, low, high = (math.exp(end) for end in hodges_lehmann_interval(ratios))
         print(f"measure / {name}: {middle:.4f} [{low:.4f}, {high:.4f}], {TURNS} pairs in turns")
     if device.type == "cpu":
         measured = effgpu.measure(busy, seconds=4).median

@@ -1,12 +1,13 @@
 """What `import effgpu`, and the first use of its measuring half, cost on top of `import torch`.
 
-Usage: python tests/benchmarks/imports.py
+Usage: python tests/benchmarks/imports.py [TURNS]
 """
 
 import statistics
 import subprocess
 import sys
 
+TURNS = int(sys.argv[1]) if len(sys.argv) > 1 else 11
 WAYS = {
     "import torch": "import torch",
     "import torch, effgpu": "import torch, effgpu",
@@ -22,13 +23,15 @@ def seconds(statement: str) -> float:
 
 
 def main() -> None:
-    """Print the median of each way, taken in turns."""
+    """Print the median of each way, taken in turns, and how much more than torch alone each took."""
     taken = {name: [] for name in WAYS}
-    for _ in range(11):
+    for _ in range(TURNS):
         for name, statement in WAYS.items():
             taken[name].append(seconds(statement))
+    alone = taken["import torch"]
     for name, times in taken.items():
-        print(f"{name:24}{statistics.median(times):.3f} s")
+        more = statistics.median(time - torch for time, torch in zip(times, alone))
+        print(f"{name:24}{statistics.median(times):.3f} s, {more:+.3f} s over torch")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Results as files: save and load comparisons as JSON, and the stored results of the GPUs that ran the course."""
+"""Results as files: save and load comparisons as JSON, and look up the stored results of GPUs."""
 
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterable
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 
-FORMAT = {"format": "effgpu results", "version": 1}
+FORMAT = {"format": "effgpu results", "version": 2}
 STORED = Path(__file__).parent / "reference"
 
 
@@ -21,7 +20,7 @@ def save(comparisons: Iterable[Comparison], path: str | Path) -> Path:
         raise TypeError("comparisons: expected a list of comparisons, got one: pass [comparison]")
     comparisons = _of_one_machine(comparisons)
     rows = [comparison.to_dict() for comparison in comparisons]
-    return write_whole(path, json.dumps(FORMAT | {"comparisons": rows}, indent=1) + "\n")
+    return write_atomic(path, json.dumps(FORMAT | {"comparisons": rows}, indent=1) + "\n")
 
 
 def load(path: str | Path) -> list[Comparison]:
@@ -30,35 +29,37 @@ def load(path: str | Path) -> list[Comparison]:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a results file that can be read ({error})") from error
-    if not isinstance(stored, dict) or {key: stored.get(key) for key in FORMAT} != FORMAT:
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT["format"]:
         raise ValueError(f"{path}: expected a results file of effgpu ({FORMAT}), got something else")
+    if (version := stored.get("version")) != FORMAT["version"]:
+        known = f"expected version {FORMAT['version']} of the results format, got {version}"
+        raise ValueError(f"{path}: {known}: another edition of effgpu wrote it, so measure again")
     try:
-        return _of_one_machine(map(revive, stored["comparisons"]))
+        return _of_one_machine(map(comparison_from_dict, stored["comparisons"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path}: expected comparisons as effgpu writes them ({type(error).__name__}: {error})"
         ) from error
 
 
-def revive(row: dict) -> Comparison:
+def comparison_from_dict(row: dict) -> Comparison:
     """A comparison from what its `to_dict` gave, or an ablation, where that says that it is one."""
     return (Ablation if row.get("kind") == "ablation" else Comparison).from_dict(row)
 
 
 def stored(name: str) -> list[Comparison]:
-    """What the GPUs in effgpu/reference/ gave for the comparison of this name, one entry a GPU, by its name."""
+    """The comparisons of this name that GPUs stored in effgpu/reference/, one for each GPU."""
     found = [c for path in sorted(STORED.glob("*.json")) for c in _load_once(path) if c.name == name]
     return [comparison for comparison in found if comparison.device.kind == "cuda"]
 
 
-def write_whole(path: str | Path, text: str) -> Path:
-    """Write a text file by way of a temporary one beside it, so that nobody ever finds half of it.
+def write_atomic(path: str | Path, text: str) -> Path:
+    """Write a text file through a temporary one beside it, so that nobody ever finds half of it.
 
-    Of a link, the file that it points to is written; a file that is there keeps its mode. Raises OSError, naming the
-    file, where it cannot be written.
+    Raises OSError, naming the file, if it cannot be written.
     """
     try:
-        _replace(Path(os.path.realpath(path)), text)
+        _replace(Path(path), text)
     except (OSError, UnicodeEncodeError) as error:
         raise OSError(f"{path}: expected a file that can be written ({error})") from error
     return Path(path)
@@ -66,12 +67,11 @@ def write_whole(path: str | Path, text: str) -> Path:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, mode)
+        os.chmod(temporary, 0o644)  # mkstemp's own is for this user alone
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -1,4 +1,4 @@
-"""Tests of effgpu.reference: files that hold all or nothing, and are refused by name when they are something else."""
+"""Tests of effgpu.results: files that hold all or nothing, and are refused by name when they are something else."""
 
 import json
 import os
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from effgpu import reference
+from effgpu import results
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
-from effgpu.reference import FORMAT, load, save, stored, write_whole
+from effgpu.results import FORMAT, load, save, stored, write_atomic
 
 
 @pytest.fixture
@@ -21,39 +21,72 @@ def result(make_measurement):
 @pytest.fixture
 def make_stored(tmp_path, monkeypatch, make_measurement, make_gpu, cpu):
     """A function that stores a result in a folder that stands in for effgpu/reference/."""
-    monkeypatch.setattr(reference, "STORED", tmp_path)
-    reference._load_once.cache_clear()
+    monkeypatch.setattr(results, "STORED", tmp_path)
+    results._load_once.cache_clear()
 
     def store(file, *names, device=None):
         device = device or make_gpu(file)
-        results = [Comparison(name, (make_measurement("a", device=device),)) for name in names]
-        return save(results, tmp_path / f"{file}.json")
+        found = [Comparison(name, (make_measurement("a", device=device),)) for name in names]
+        return save(found, tmp_path / f"{file}.json")
 
     yield store
-    reference._load_once.cache_clear()
+    results._load_once.cache_clear()
 
 
-def test_round_trip(tmp_path, result, make_measurement):
-    failed = Comparison("other", (make_measurement("a", failed=True),))
+def test_what_is_saved_is_what_is_loaded(tmp_path, result, make_measurement):
+    fields = {"joules": 2.0, "sm_clock": 1755, "throttled": ("power cap",), "peak_reserved": 2000, "flops": 1e9}
+    both = make_measurement("a", **fields), make_measurement("b", failed=True)
+    predicted, guess = {"b": {"time": 0.5, "memory": 2.0}}, {"b": {"energy": 0.25}}
+    failed = Comparison("other", both, predicted, guess, min_effect=0.02, other_training=("b",))
     path = save([result, failed], tmp_path / "new folder" / "results.json")
     assert load(path) == load(str(path)) == [result, failed]
     assert path.read_text().endswith("}\n") and os.stat(path).st_mode & 0o777 == 0o644
-
-
-def test_what_is_written_keeps_its_link_and_its_mode(tmp_path):
-    (tmp_path / "far").mkdir()
-    file, link = tmp_path / "far" / "page.html", tmp_path / "page.html"
-    link.symlink_to(file)
-    assert write_whole(link, "first") == link and os.stat(file).st_mode & 0o777 == 0o644
-    file.chmod(0o600)
-    write_whole(link, "second")
-    assert link.is_symlink() and file.read_text() == "second" and os.stat(file).st_mode & 0o777 == 0o600
 
 
 def test_saving_again_replaces(tmp_path, result):
     path = save([result, result], tmp_path / "results.json")
     assert load(save([], path)) == []
     assert os.listdir(tmp_path) == ["results.json"]
+
+
+class FullDisk:
+    """A file on a disk that has room for ten more letters."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, text):
+        self.file.write(text[:10])
+        self.file.flush()
+        raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch, before):
+    path = tmp_path / "results.json"
+    if before:
+        path.write_text(before)
+    full = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda handle, *mode, **encoding: FullDisk(full(handle, *mode, **encoding)))
+    with pytest.raises(
+        OSError, match=r"results\.json: expected a file that can be written \(no space left on device\)"
+    ):
+        write_atomic(path, "new " * 100)
+    assert os.listdir(tmp_path) == ["results.json"] * bool(before)
+    assert not before or path.read_text() == before
+
+
+def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
+    path, seen, replace = write_atomic(tmp_path / "page.html", "old"), [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *files: (seen.append(path.read_text()), replace(*files)))
+    write_atomic(path, "new")
+    assert seen == ["old"] and path.read_text() == "new"
 
 
 @pytest.mark.parametrize("fault", [OSError("no space left on device"), KeyboardInterrupt()])
@@ -72,9 +105,9 @@ def test_a_write_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path
 
 
 def test_text_that_cannot_be_written_leaves_the_old_file(tmp_path):
-    path = write_whole(tmp_path / "page.html", "old")
+    path = write_atomic(tmp_path / "page.html", "old")
     with pytest.raises(OSError, match=r"page\.html: expected a file that can be written"):
-        write_whole(path, "new \ud800")
+        write_atomic(path, "new \ud800")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["page.html"]
 
 
@@ -85,12 +118,12 @@ FOREIGN = {
     "a list": "[]",
     "another format": json.dumps({"format": "pytest results", "version": 1, "comparisons": []}),
     "too deep": "[" * 100_000,
-    "another version": json.dumps({"format": "effgpu results", "version": 2, "comparisons": []}),
+    "another version": json.dumps({"format": "effgpu results", "version": 3, "comparisons": []}),
     "no version": json.dumps({"format": "effgpu results", "comparisons": []}),
-    "no comparisons": json.dumps(reference.FORMAT),
-    "comparisons of nothing": json.dumps(reference.FORMAT | {"comparisons": [{}]}),
-    "comparisons that are none": json.dumps(reference.FORMAT | {"comparisons": ["a"]}),
-    "null comparisons": json.dumps(reference.FORMAT | {"comparisons": None}),
+    "no comparisons": json.dumps(FORMAT),
+    "comparisons of nothing": json.dumps(FORMAT | {"comparisons": [{}]}),
+    "comparisons that are none": json.dumps(FORMAT | {"comparisons": ["a"]}),
+    "null comparisons": json.dumps(FORMAT | {"comparisons": None}),
 }
 
 
@@ -102,10 +135,14 @@ FOREIGN = {
         {"unit": None},
         {"items": -1},
         {"flops": "many"},
-        {"times": [float("nan")] * 8},
-        {"times": [float("inf")] * 8},
-        {"energies": [-1.0]},
-        {"times": [10**400] * 8},
+        {"turns": [[1.0, float("nan")]] * 8},
+        {"turns": [[float("inf"), 1.0]] * 8},
+        {"turns": [[10**400, 1.0]] * 8},
+        {"turns": [1.0] * 8},
+        {"times": [1.0] * 8},
+        {"joules": -1.0},
+        {"joules": [1.0]},
+        {"throttled": "power"},
         {"items": 10**400},
         {"peak_allocated": 10**400},
     ],
@@ -116,6 +153,35 @@ def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, resu
     stored["comparisons"][0]["measurements"][0] |= wrong
     path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"some file\.json: expected"):
+        load(path)
+
+
+FIRST_EDITION = {
+    "name": "bf16",
+    "device": {"name": "Test CPU", "kind": "cpu", "memory": None, "cores": 2},
+    "measurements": [{"label": "fp32", "times": [0.02] * 8, "energies": [], "peak_allocated": 1000}],
+}
+
+
+def test_a_file_of_the_first_edition_is_told_by_its_version(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"format": "effgpu results", "version": 1, "comparisons": [FIRST_EDITION]}))
+    told = r"old\.json: expected version 2 of the results format, got 1: another edition .* so measure again$"
+    with pytest.raises(ValueError, match=told):
+        load(path)
+
+
+def test_a_file_says_its_format_and_its_version(tmp_path, result):
+    written = json.loads(save([result], tmp_path / "results.json").read_text())
+    assert written.pop("comparisons") and written == {"format": "effgpu results", "version": 2}
+
+
+def test_a_wrong_field_is_named_with_its_variant(tmp_path, result):
+    path = save([result], tmp_path / "results.json")
+    wrong = json.loads(path.read_text())
+    wrong["comparisons"][0]["measurements"][1]["joules"] = "much"
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(ValueError, match=r"results\.json: .* joules of 'b': expected float \| None, .* got 'much'"):
         load(path)
 
 
@@ -189,13 +255,13 @@ def test_nothing_stored_is_nothing(make_stored):
 
 def is_worth_storing(path):
     """Of one GPU, under its name, with one result a name: results of CPUs are not collected."""
-    results = load(path)
-    one_gpu = len({c.device.name for c in results}) == 1 and results[0].device.kind == "cuda"
-    return one_gpu and path.stem == results[0].device.slug and len({c.name for c in results}) == len(results)
+    found = load(path)
+    one_gpu = len({c.device.name for c in found}) == 1 and found[0].device.kind == "cuda"
+    return one_gpu and path.stem == found[0].device.slug and len({c.name for c in found}) == len(found)
 
 
 def test_all_results_in_the_package_are_a_gpus(make_measurement, make_gpu, tmp_path):
     for device, expected in ((make_gpu(), True), (make_measurement("a").device, False)):
         both = tuple(make_measurement(label, device=device) for label in "ab")
         assert is_worth_storing(save([Comparison("some", both)], tmp_path / f"{device.slug}.json")) == expected
-    assert all(map(is_worth_storing, reference.STORED.glob("*.json")))
+    assert all(map(is_worth_storing, results.STORED.glob("*.json")))

@@ -1,0 +1,162 @@
+"""Each lesson in one kernel, without a network: run, done wrong, run again, and the solutions of its exercises."""
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from test_lessons import CHECKED, LESSONS, each_lesson, read, text_of
+
+from effgpu import timing
+
+# A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
+MUTATIONS = {
+    "00_measuring": ("3 * layers * product - product", "3 * layers * product"),
+    "01_anatomy": ("return layer(x)  # new", "return written_norm(layer, x)  # new"),
+    "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
+    "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
+    "04_padding_and_packing": ("parts[3, row, here] = document  # new", "parts[3, row, here] = 1  # new"),
+    "05_batch_size_and_shapes": ("wide.bias[vocabulary:] = -math.inf  # new", "wide.bias[vocabulary:] = 0.0  # new"),
+    "06_gradient_accumulation": (
+        'loss = loss_of(model, piece, reduction="sum") / tokens  # new',
+        "loss = loss_of(model, piece) / pieces  # new",
+    ),
+    "07_gradient_checkpointing": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
+    "08_mixed_precision": (
+        "torch.autocast(device.type, dtype)",
+        "torch.autocast(device.type, dtype, enabled=False)",
+    ),
+    "09_optimizers": ("each[parameter].zero_grad()", "pass"),
+    "10_zero_grad": ("optimizer.zero_grad()  # new", "optimizer.zero_grad(set_to_none=False)  # new"),
+    "11_no_grad_validation": ("with context():  # new", "with nullcontext():  # new"),
+    "12_debug_apis": (
+        "return torch.autograd.set_detect_anomaly(True)  # new",
+        "return torch.autograd.set_detect_anomaly(False)  # new",
+    ),
+    "13_cudnn_benchmark": (
+        "torch.use_deterministic_algorithms(on)  # new",
+        "torch.use_deterministic_algorithms(False)  # new",
+    ),
+    "14_compile": (
+        "compiled_block = torch.compile(run_block, backend=backend)  # new",
+        "compiled_block = run_block  # new",
+    ),
+    "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
+    "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
+    "17_distilbert_150k": (
+        "mask = None if sizes.min() == sizes.max() else (ids != 0).long()  # new",
+        "mask = None  # new",
+    ),
+    "18_pruning": (
+        "following.weight = nn.Parameter(following.weight[:, keep])  # new",
+        "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
+    ),
+    "19_inference": (
+        "conv.bias = nn.Parameter(part.bias - part.running_mean * scale)  # new",
+        "conv.bias = nn.Parameter(part.bias)  # new",
+    ),
+    "20_multi_gpu": ("return rows.chunk(ranks)[dist.get_rank() % ranks]  # new", "return rows.chunk(ranks)[0]  # new"),
+}
+
+
+NO_NETWORK = """
+import socket
+real = socket.socket.connect
+def connect(self, address):
+    if self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"):
+        return real(self, address)
+    raise ConnectionRefusedError(f"no network in this test, asked for {address}")
+socket.socket.connect = connect
+"""
+
+
+@each_lesson
+def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, tmp_path, monkeypatch):
+    """All cells; the technique done wrong, which the checked cells notice; all cells again; every solution."""
+    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    with start_kernel(path, tmp_path, monkeypatch) as run:
+        assert not run(cells).error
+        assert told(cells) == told(read(path).cells), "the checked cells differ from the stored ones"
+        check_noticed(cells, *MUTATIONS[path.stem], run)
+        again = [nbformat.from_dict(cell) for cell in cells]
+        assert not run(again).error, "the second run in one kernel"
+        assert told(again) == told(cells), "the checked cells of the second run differ from those of the first"
+        for number, source in enumerate(solutions(path), start=1):
+            assert not run([nbformat.v4.new_code_cell(source)]).error, f"solution {number}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", ["copies.wait_stream(torch.cuda", "torch.cuda.current_stream().wait_stream(copies)"])
+def test_a_stream_that_does_not_wait_is_noticed(waits, tmp_path, monkeypatch):
+    (path,) = (path for path in LESSONS if path.stem == "03_pinned_memory")
+    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    with start_kernel(path, tmp_path, monkeypatch) as run:
+        assert not run(cells).error
+        check_noticed(cells, waits, re.sub(r"[a-z_.()]+\.wait_stream\(", "id(", waits), run)
+
+
+def test_the_network_is_really_cut_off(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    asked = "import urllib.request; urllib.request.urlopen('http://192.0.2.1')"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, timeout=60)
+    assert "no network in this test" in done.stderr
+
+
+def check_noticed(cells, right, wrong, run):
+    """From the cell that is done wrong to the last checked one: a checked cell raises, or prints something else."""
+    (at,) = [i for i, cell in enumerate(cells) if right in cell.source]
+    last = max(i for i, cell in enumerate(cells) if CHECKED in cell.metadata.get("tags", []))
+    mutated = [nbformat.from_dict(cell) for cell in cells[at : last + 1]]
+    mutated[0].source = mutated[0].source.replace(right, wrong)
+    failed = run(mutated)
+    if failed.error:
+        assert CHECKED in failed.cell.metadata.get("tags", []), f"a cell that is not checked failed: {failed.error}"
+    else:
+        assert told(mutated) != told(cells[at : last + 1]), f"nobody noticed {wrong!r}"
+
+
+def told(cells) -> list[str]:
+    return [text_of(cell) for cell in cells if CHECKED in cell.metadata.get("tags", [])]
+
+
+def solutions(path) -> list[str]:
+    """The Python in the folded solutions of a lesson's exercises."""
+    prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    folded = re.findall(r"<summary>Solution</summary>(.*?)</details>", prose, re.DOTALL)
+    return [source for part in folded for source in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
+
+
+class Failed:
+    """Where a run of cells stopped, and why; `error` is None where it did not."""
+
+    def __init__(self, cell=None, error=None):
+        self.cell, self.error = cell, error
+
+
+@contextmanager
+def start_kernel(path, folder, monkeypatch):
+    """Yields a function that runs cells in the lesson's kernel up to the first error, measurements cut short."""
+    (folder / "sitecustomize.py").write_text(NO_NETWORK)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv(timing.CAP, "0.1")
+    options = {"kernel_name": "python3", "timeout": 3600, "coalesce_streams": True}
+    client = NotebookClient(nbformat.v4.new_notebook(), **options, extra_arguments=["--log-level=ERROR"])
+
+    def run(cells):
+        for cell in cells:
+            cell.outputs = []
+            client.nb.cells.append(cell)
+            try:
+                client.execute_cell(cell, len(client.nb.cells) - 1)
+            except CellExecutionError as error:
+                return Failed(cell, str(error))
+        return Failed()
+
+    with client.setup_kernel(cwd=str(path.parent)):
+        yield run
