@@ -177,14 +177,14 @@ def _widening(values: Sequence[float]) -> float:
 
     That holds for a first-order autoregression with lag-1 autocorrelation ρ (Priestley, Spectral Analysis and Time
     Series, section 5.3). The estimate of ρ is corrected for its bias, (1 + 3 ρ) / n (Kendall, 1954), and raised by
-    three quarters of its standard error, as too small a ρ does more harm. tests/benchmarks/aa.py shows the coverage.
+    its standard error, as too small a ρ does more harm. tests/benchmarks/aa.py shows the coverage.
     """
     count, middle = len(values), statistics.median(values)
     spread = sorted(abs(value - middle) for value in values)[int(0.95 * (count - 1))]  # outliers would hide dependence
     rest = [max(-spread, min(value - middle, spread)) for value in values]
     total = sum(r * r for r in rest)
     found = sum(a * b for a, b in pairwise(rest)) / total if total else 0.0
-    rho = found + (1 + 3 * max(found, 0)) / count + 0.75 * math.sqrt(max(0, 1 - found**2) / count)
+    rho = found + (1 + 3 * max(found, 0)) / count + math.sqrt(max(0, 1 - found**2) / count)
     rho = min(max(rho, 0.0), 0.95)
     return math.sqrt((1 + rho) / (1 - rho))
 
