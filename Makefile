@@ -9,7 +9,7 @@ NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 3600
 # Two lessons at once may not fit on one GPU.
 AT_ONCE := $(if $(shell nvidia-smi -L 2>/dev/null),1,2)
 
-.PHONY: run test lab lint floor readme address clean
+.PHONY: run test lab lint floor fit readme address clean
 
 run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 	$(BIN)/effgpu run
@@ -35,9 +35,12 @@ floor:  ## the tests on the lowest versions that pyproject.toml admits
 readme: $(INSTALLED)  ## README's table of lessons and its picture, from the committed notebooks
 	$(BIN)/python tests/test_readme.py
 
+fit: $(INSTALLED)  ## docs/fit.md: the predicted peaks of published runs beside the published ones
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/fit_cases.py
+
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }
-	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml README.md CONTRIBUTING.md notebooks/*.ipynb
+	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml README.md CONTRIBUTING.md docs/*.md notebooks/*.ipynb
 	perl -pi -e 's|\]\(\.\./images/|](https://raw.githubusercontent.com/$(REPO)/main/images/|g' notebooks/*.ipynb
 
 clean:

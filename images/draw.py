@@ -181,21 +181,11 @@ def schedule(batches, load, step, workers, ahead):
     return loads, steps
 
 
-def queue(ax, x, y, waits):
-    """The batches that wait, each from loaded to taken, in the first of the rows that is free."""
-    rows = [0, 0, 0]
-    for k, (loaded, taken) in enumerate(waits):
-        if taken > loaded:
-            row = next(row for row, free in enumerate(rows) if free <= loaded)
-            rows[row] = taken
-            box(ax, x + loaded, y + 16 * row, taken - loaded, 16, GREEN, str(k + 1), radius=3)
-
-
 def dataloader():
     """Lanes over time. Without workers the loop loads a batch, takes a step, loads, takes a step: the GPU idles during
-    every load. With two workers, batches are loaded ahead in two lanes of their own and wait in a short queue; after
-    the first load, the steps run back to back."""
-    ax = card(412, "Load ahead of the steps")
+    every load. With two workers, each in a lane of its own, batches are loaded ahead: after the first load, the steps
+    run back to back."""
+    ax = card(360, "Load ahead of the steps")
     left, load, step, end = 78, 38, 32, 262
     heading(ax, 18, 60, "no workers: the GPU waits", False)
     for x in range(left, left + end - load, load + step):
@@ -208,17 +198,16 @@ def dataloader():
     loads, steps = schedule(10, load, step, workers=2, ahead=4)
     for k, start in enumerate(loads):
         box(ax, left + start, 182 + 28 * (k % 2), load, 26, ORANGE, str(k + 1))
-    queue(ax, left, 244, [(start + load, min(taken, end)) for start, taken in zip(loads, steps, strict=True)])
-    idle(ax, left, 332, load, 22, "idle")
+    idle(ax, left, 280, load, 22, "idle")
     for k, start in enumerate(steps[:7]):
-        box(ax, left + start, 300, step, 28, BLUE, str(k + 1))
-        box(ax, left + start, 332, step, 22, BLUE)
+        box(ax, left + start, 248, step, 28, BLUE, str(k + 1))
+        box(ax, left + start, 280, step, 22, BLUE)
     for y, words in zip(
-        (90, 119, 195, 223, 268, 314, 343), ("loop", "GPU", "worker 1", "worker 2", "queue", "loop", "GPU"), strict=True
+        (90, 119, 195, 223, 262, 291), ("loop", "GPU", "worker 1", "worker 2", "loop", "GPU"), strict=True
     ):
         text(ax, 18, y, words, ha="left")
-    arrow(ax, (left, 376), (342, 376))
-    text(ax, 210, 391, "time", color=GREY)
+    arrow(ax, (left, 324), (342, 324))
+    text(ax, 210, 339, "time", color=GREY)
     return ax.figure
 
 
@@ -258,42 +247,44 @@ def pinned_memory():
 
 
 def kept(ax, floor, every, trace, words):
-    """A chain of twelve layers with one in `every` kept, over its trace of (time, activations held)."""
-    heading(ax, 18, floor - 140, words)
-    line(ax, (24, 334), (floor - 114, floor - 114), PALE, 3, zorder=1)
-    for x, layer in zip(range(21, 345, 27), range(12), strict=True):
-        if layer % every:
-            box(ax, x + 1, floor - 123, 18, 18, WHITE, edge=GREY, ls=(0, (2.5, 2)))
-        else:
-            box(ax, x, floor - 124, 20, 20, BLUE)
-    xs, ys = [21 + TICK * time for time, _ in trace], [floor - 7 * held for _, held in trace]
+    """Four blocks with the results inside that are kept, over the trace of a step, as (time, results held)."""
+    heading(ax, 18, floor - 150, words)
+    for block in range(4):
+        x = 21 + 81 * block
+        box(ax, x, floor - 132, 74, 36, WHITE, edge=GREY)
+        text(ax, x + 37, floor - 87, f"block {block + 1}", size=9, color=GREY)
+        for result in range(3):
+            look = {"color": BLUE} if every or not result else {"color": WHITE, "edge": GREY, "ls": (0, (2.5, 2))}
+            box(ax, x + 7 + 22 * result, floor - 122, 16, 16, **look)
+    xs, ys = [21 + TICK * time for time, _ in trace], [floor - 5.5 * held for _, held in trace]
     ax.fill_between(xs, ys, floor, color="#CFE6F5", lw=0)
     line(ax, xs, ys, BLUE, 2)
     box(ax, 21, floor + 4, 12 * TICK, 20, SKY, "forward")
 
 
 def gradient_checkpointing():
-    """A chain of twelve layers, twice. Above, every activation is kept: memory rises through forward and falls through
-    backward, one tall triangle. Below, every third is kept, the others are dropped and recomputed during backward:
-    memory stays far lower, with a small tooth for each stretch recomputed, and the step takes longer."""
-    ax = card(464, "Keep less, recompute the rest")
+    """Four blocks, twice. Above, every result inside the blocks is kept: the activations rise through forward and fall
+    through backward, one tall triangle. Below, only the input of each block is kept. Backward computes one block at a
+    time again: the activations stay lower, with a small tooth for each block, and the step takes longer."""
+    ax = card(484, "Keep less, compute twice")
     back = 21 + 12 * TICK
-    kept(ax, 202, 1, [(0, 0), (12, 12), (36, 0)], "keep every activation")
-    text(ax, 21, 122, "memory", color=GREY, ha="left")
-    box(ax, back, 206, 24 * TICK, 20, BLUE, "backward")
-    trace = [(time, -(-time // 3)) for time in range(13)]
-    for k in range(4):  # a stretch recomputed brings two more than its boundary; then all three are let go
-        trace += [(15 + 9 * k, 6 - k), (21 + 9 * k, 3 - k)]
-        box(ax, back + 9 * k * TICK, 406, 3 * TICK, 20, ORANGE)
-        box(ax, back + (9 * k + 3) * TICK, 406, 6 * TICK, 20, BLUE)
-    kept(ax, 402, 3, trace, "keep the boundaries, drop the rest")
-    line(ax, (21, 338), (318, 318), dashed=True)
-    arrow(ax, (21 + 15 * TICK, 319), (21 + 15 * TICK, 358), GREEN, "<|-|>", 2)
-    text(ax, 130, 335, "memory saved", ha="left")
-    box(ax, 21, 431, 16, 16, ORANGE)
-    text(ax, 42, 439, "recompute", ha="left")
-    text(ax, 250, 439, "time added", ha="right")
-    arrow(ax, (21 + 36 * TICK, 439), (21 + 48 * TICK, 439), RED, "<|-|>", 2)
+    kept(ax, 212, True, [(0, 0), (12, 12), (36, 0)], "without: keep every result")
+    text(ax, 21, 150, "activations", color=GREY, ha="left")
+    box(ax, back, 216, 24 * TICK, 20, BLUE, "backward")
+    trace = [(0, 0), *((3 * block + after, block + 1) for block in range(4) for after in (0, 3))]
+    for block in range(4):  # to compute it again brings two more than its input, then backward frees all three
+        trace += [(15 + 9 * block, 6 - block), (21 + 9 * block, 3 - block)]
+        box(ax, back + 9 * block * TICK, 426, 3 * TICK, 20, ORANGE)
+        box(ax, back + (9 * block + 3) * TICK, 426, 6 * TICK, 20, BLUE)
+    kept(ax, 422, False, trace, "with: keep the input of each block")
+    line(ax, (21, 338), (356, 356), dashed=True)
+    arrow(ax, (21 + 15 * TICK, 357), (21 + 15 * TICK, 388), GREEN, "<|-|>", 2)
+    text(ax, 130, 371, "saved", ha="left")
+    text(ax, 338, 347, "peak without", size=9, color=GREY, ha="right")
+    box(ax, 21, 453, 16, 16, ORANGE)
+    text(ax, 42, 461, "computed again", ha="left")
+    text(ax, 250, 461, "time added", ha="right")
+    arrow(ax, (21 + 36 * TICK, 461), (21 + 48 * TICK, 461), RED, "<|-|>", 2)
     return ax.figure
 
 
@@ -309,10 +300,11 @@ def alive(ax, floor, trace, right, words):
 
 
 def no_grad_validation():
-    """The memory of four validation batches, three ways, on one scale. In eval() with a running total of loss tensors,
+    """The memory of four validation batches, four ways, on one scale. In eval() with a running total of loss tensors,
     every batch's activations stay: a rising staircase. In eval() with the loss turned into a number, every batch rises
-    and falls again. Under no_grad() nothing is kept: a low ripple."""
-    ax = card(376, "What validation keeps")
+    and falls again. Under no_grad() nothing is kept: a low ripple. Under no_grad() with the logits of every batch in a
+    list, the ripple climbs."""
+    ax = card(450, "What validation keeps")
     stairs = [(k + share, 20 * (k + rise)) for k in range(4) for share, rise in ((0, 0), (0.75, 1), (1, 1))]
     alive(ax, 162, [*stairs, (4, 0)], False, "eval(): total += loss")
     text(ax, 34, 96, "every batch's graph stays", color=GREY, ha="left")
@@ -320,9 +312,11 @@ def no_grad_validation():
     alive(ax, 236, [*teeth, (4, 0)], None, "eval(): total += loss.item()")
     ripple = [(k / 6, height) for k in range(24) for height in (3, 6)]
     alive(ax, 310, [*ripple, (4, 0)], True, "no_grad(): nothing is kept")
+    climb = [(done, height + 5 * int(done)) for done, height in ripple]
+    alive(ax, 384, [*climb, (4, 20), (4, 0)], False, "no_grad(): all.append(logits)")
     for k in range(4):
-        box(ax, 32 + 75 * k, 324, 71, 22, SKY, f"batch {k + 1}")
-    text(ax, 180, 360, "one scale of memory for all three", color=GREY)
+        box(ax, 32 + 75 * k, 398, 71, 22, SKY, f"batch {k + 1}")
+    text(ax, 180, 434, "one scale of memory for all four", color=GREY)
     return ax.figure
 
 
@@ -340,21 +334,21 @@ def fall(start, end=1.0):
 
 
 def lr_schedules():
-    """The learning rate over a run, for four schedules with one peak: constant; cyclic, up and down in straight lines;
-    one cycle, a rise and a long fall to nothing; warm-up with cosine, a short straight rise and a long fall. Below, one
-    cycle that is stepped once an epoch instead of once a batch: it stays low and never reaches its peak."""
+    """The learning rate over a run, for four schedules with one peak: constant; warm-up with cosine, a short straight
+    rise and a long fall; one cycle, a longer rise and a fall; WSD, a short rise, a long flat part and a short fall.
+    Below, one cycle that is stepped once per epoch instead of once per batch: it stays near zero."""
     ax = card(414, "One peak, four schedules")
     rate(ax, 20, 136, [(0, 1), (1, 1)], "constant")
-    rate(ax, 190, 136, [(k / 8, 0.1 + 0.9 * (k % 2)) for k in range(9)], "cyclic")
+    rate(ax, 190, 136, [(0, 0.1), (0.1, 1), *fall(0.1)], "warm-up + cosine")
     rise = [(0.3 * (1 - x), y) for x, y in reversed(fall(0))]
     rate(ax, 20, 246, [*rise, *fall(0.3)], "one cycle")
-    rate(ax, 190, 246, [(0, 0), (0.1, 1), *fall(0.1)], "warm-up + cosine")
-    heading(ax, 18, 282, "one cycle, stepped once an epoch", False)
+    rate(ax, 190, 246, [(0, 0.1), (0.1, 1), (0.7, 1), (1, 0)], "WSD")
+    heading(ax, 18, 282, "one cycle, stepped once per epoch", False)
     line(ax, (20, 340), (302, 302), PALE, dashed=True)
     text(ax, 340, 315, "the peak, never reached", color=GREY, ha="right")
     line(ax, (20, 340), (374, 374), GREY, 1)
     for k in range(5):
-        low, high = 371 - 2 * k * k * 0.4, 371 - 2 * (k + 1) ** 2 * 0.4
+        low, high = 371 - 0.3 * k**2, 371 - 0.3 * (k + 1) ** 2
         line(ax, (20 + 64 * k, 84 + 64 * k), (low, low), RED, 2.4)
         if k < 4:
             line(ax, (84 + 64 * k, 84 + 64 * k), (low, high), RED, 2.4)
@@ -372,7 +366,6 @@ def held(ax, floor, trace, words):
         box(ax, start, floor + 4, 58, 20, SKY, "forward")
         box(ax, start + 58, floor + 4, 68, 20, BLUE, "backward")
         box(ax, start + 126, floor + 4, 33, 20, ORANGE, "step")
-    text(ax, 21, floor + 40, "to clear and to add:", ha="left")
 
 
 def zero_grad():
@@ -383,23 +376,22 @@ def zero_grad():
     held(ax, 152, [(0, 1), (318, 1)], "zeros: gradients stay all the time")
     for x in (50, 209):
         text(ax, x, 121, "zeros")
-    for k, words in enumerate(("write", "read", "read", "write")):
-        box(ax, 160 + 45 * k, 181, 44, 22, PALE, words, edge=GREY)
+    text(ax, 180, 192, "extra work: 1 write to fill, 2 reads and 1 write to add", size=10)
     once = [(0, 0), (58, 0), (126, 1), (159, 1), (159, 0)]
     held(ax, 316, [*once, *((159 + time, share) for time, share in once)], "None: gradients only when needed")
     for x in (50, 209):
         text(ax, x, 285, "free", color=GREY)
-    text(ax, 160, 356, "nothing", ha="left", weight="bold")
+    text(ax, 180, 356, "extra work: none", size=10)
     return ax.figure
 
 
 def gradient_accumulation():
     """One batch, twice. Above, all at once: its activations rise through forward and fall through backward in one tall
-    triangle, then the optimizer steps. Below, in four micro-batches: four small triangles on top of one thin layer of
+    triangle, then the optimizer steps. Below, in four pieces: four small triangles on top of one thin layer of
     gradients that each adds to, then one optimizer step. The peak is far lower, the time about the same."""
     ax = card(372, "The same batch in four pieces")
     left, width, high = 24, 272, 104
-    for floor, pieces, words in ((184, 1, "all at once"), (334, 4, "in four micro-batches")):
+    for floor, pieces, words in ((184, 1, "all at once"), (334, 4, "in four pieces")):
         each = width / pieces
         heading(ax, 18, floor - high - 26, words)
         if pieces > 1:
@@ -411,6 +403,7 @@ def gradient_accumulation():
             line(ax, xs, (base, top, base), BLUE, 2)
             text(ax, left + (k + 0.38) * each, base - high / pieces / 3, str(k + 1) if pieces > 1 else "1 2 3 4")
         box(ax, left + width + 4, floor - 34, 40, 34, ORANGE, "step")
+    text(ax, left, 96, "memory", color=GREY, ha="left")
     line(ax, (left, 340), (334 - high, 334 - high), dashed=True)
     arrow(ax, (150, 335 - high), (150, 290), GREEN, "<|-|>", 2)
     text(ax, 158, 262, "memory saved", ha="left")
@@ -436,7 +429,7 @@ def mixed_precision():
         if rest:
             free = left + (1 + reach + digits) * bit
             box(ax, free, y, left + 32 * bit - free, 26, WHITE, rest, edge=GREY, ls=(0, (2.5, 2)))
-        text(ax, left, y + 38, (*told, "largest 65,504: small ones vanish")[k], ha="left", color=GREY)
+        text(ax, left, y + 38, (*told, "smallest 6·10⁻⁸: smaller ones vanish")[k], ha="left", color=GREY)
     for x, color, words in ((left, GREY, "sign"), (left + 66, ORANGE, "range"), (left + 144, BLUE, "digits")):
         box(ax, x, 286, 16, 16, color)
         text(ax, x + 22, 294, words, ha="left")
@@ -816,8 +809,8 @@ def ladder():
 
 def course():
     """The road of every claim: predict the gain, prove that the technique is active, prove that the result is the same,
-    measure both in alternating rounds; then the verdict against the baseline: faster, slower or within noise."""
-    ax = card(330, "Every claim, put to the test")
+    measure both in turns; then the verdict against the baseline: faster, slower, same or inconclusive."""
+    ax = card(350, "Every claim, put to the test")
     asked = (("predict", "the gain"), ("is it", "active?"), ("same", "result?"), ("measure", "in turns"))
     for x, color, words in zip((54, 138, 222, 306), (ORANGE, SKY, GREEN, BLUE), asked, strict=True):
         dot(ax, x, 84, 28, color)
@@ -832,11 +825,12 @@ def course():
     for k, name in enumerate("ABBA"):
         box(ax, 290 + 16 * (k % 2), 68 + 16 * (k // 2), 16, 16, WHITE if name == "A" else PALE, name, BLUE, radius=3)
     arrow(ax, (306, 158), (306, 185), lw=2)
-    box(ax, 18, 190, 324, 122, "#F6F7F9", edge=PALE, radius=10)
-    line(ax, (120, 120), (202, 284), dashed=True)
-    text(ax, 120, 297, "baseline", color=GREY)
-    for y, x, color, words in ((216, 66, GREEN, "faster"), (243, 174, RED, "slower"), (270, 124, GREY, "within noise")):
-        line(ax, (x - 22, x + 22), (y, y), color, 3)
+    box(ax, 18, 190, 324, 144, "#F6F7F9", edge=PALE, radius=10)
+    line(ax, (120, 120), (202, 306), dashed=True)
+    text(ax, 120, 319, "baseline", color=GREY)
+    verdicts = (216, 66, 22, GREEN, "faster"), (241, 174, 22, RED, "slower")
+    for y, x, wide, color, words in (*verdicts, (266, 122, 7, BLUE, "same"), (291, 134, 46, GREY, "inconclusive")):
+        line(ax, (x - wide, x + wide), (y, y), color, 3)
         dot(ax, x, y, 5.5, color)
         text(ax, 226, y, words, ha="left", weight="bold")
     return ax.figure

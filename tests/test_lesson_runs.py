@@ -16,7 +16,7 @@ from effgpu import timing
 
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {
-    "00_measuring": ("3 * layers * product - product", "3 * layers * product"),
+    "00_measuring": ("6 * tokens * count_weights", "4 * tokens * count_weights"),
     "01_anatomy": ("return layer(x)  # new", "return written_norm(layer, x)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
@@ -91,13 +91,15 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("waits", ["copies.wait_stream(torch.cuda", "torch.cuda.current_stream().wait_stream(copies)"])
+@pytest.mark.parametrize(
+    "waits", ["copies.wait_stream(streams.current_stream())", "streams.current_stream().wait_stream(copies)"]
+)
 def test_a_stream_that_does_not_wait_is_noticed(waits, tmp_path, monkeypatch):
     (path,) = (path for path in LESSONS if path.stem == "03_pinned_memory")
     cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
     with start_kernel(path, tmp_path, monkeypatch) as run:
         assert not run(cells).error
-        check_noticed(cells, waits, re.sub(r"[a-z_.()]+\.wait_stream\(", "id(", waits), run)
+        check_noticed(cells, waits, "None", run)
 
 
 def test_the_network_is_really_cut_off(tmp_path):

@@ -19,6 +19,7 @@ LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## Your guess, and the arithmetic", "## Measure", "## When to use it", "## Try it"]
 FIRST_EDITION = ["## The idea", "## What changes", "## Same result", "## Prediction", "## Measure", "## When to use it"]
 CHECKED = "nbval-check-output"
+NEEDS_A_GPU = ("03_pinned_memory",)  # compares nothing without one
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -85,9 +86,11 @@ def test_the_reader_guesses_and_the_lesson_predicts_before_it_measures(path):
             next(i for i, source in enumerate(sources) if re.search(rf"^{name} = ", source, re.MULTILINE))
             for name in ("guess", "predicted")
         )
-        measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
-        assert guess < predicted <= measured
-        assert "predicted=predicted" in sources[measured] and "guess=guess" in sources[measured]
+        assert guess < predicted
+        if path.stem not in NEEDS_A_GPU:
+            measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
+            assert predicted <= measured
+            assert "predicted=predicted" in sources[measured] and "guess=guess" in sources[measured]
 
 
 @each_lesson
@@ -123,7 +126,9 @@ def test_checked_cells_have_something_to_check(path):
 @each_lesson
 def test_carries_its_results(path):
     data = [output.data[MIME_TYPE] for output in outputs(read(path)) if MIME_TYPE in output.get("data", {})]
-    assert path.stem in [stored["name"] for stored in data]
+    on_cpu = "(CPU, " in text_of(code(read(path))[1])
+    if not (on_cpu and path.stem in NEEDS_A_GPU):
+        assert path.stem in [stored["name"] for stored in data]
 
 
 @each_lesson
