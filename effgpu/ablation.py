@@ -282,7 +282,7 @@ def ablate(
     `build` is your own function with a keyword for each technique, off by default; it builds its state and returns one
     training step. It is called with the keywords that are on: `build()` is the baseline. `switches` names the keywords,
     which are True when on, or maps each to its value when on: `{"bf16": True, "batch": 64}`. Of up to five switches all
-    combinations are measured, in the same alternating rounds.
+    combinations are measured, in turns.
 
     `items` and `flops` per step are a number or a function of the same keywords as `build`. `name` and the options are
     those of `compare`: unit, seconds (for each combination), blocks, warmup, energy (off by default here). Out of
