@@ -14,6 +14,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from effgpu import units
 from effgpu.device import Device
 from effgpu.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval, measure_all
+from effgpu.prediction import Gpu, find_gpu, fit
 from effgpu.variants import Variant, check_variants
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
@@ -53,13 +54,26 @@ class Ratio:
         return self.tell()
 
 
+@dataclass(frozen=True)
+class FullSize:
+    """What a variant is predicted to need at a GPU's real size: the peak of allocated bytes, and whether that fits."""
+
+    allocated: int
+    gpu: str
+    verdict: Literal["fits", "does not fit", "too close to tell"]
+
+    def __str__(self) -> str:
+        return f"{units.format_bytes(self.allocated)}, {self.verdict}"
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Measurements that took turns; the first one is the baseline. Shows itself as a table.
 
     `predicted` and `guess` hold ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on
     time below `min_effect` counts as none. `other_training` names the variants that do not train the same (other data,
-    other augmentation), so that their times are not mistaken for a speed-up of the same work.
+    other augmentation), so that their times are not mistaken for a speed-up of the same work. `full_size` holds, by
+    label, what the same variants are predicted to need at a GPU's real size.
     """
 
     name: str
@@ -68,6 +82,7 @@ class Comparison:
     guess: dict[str, dict[str, float]] = field(default_factory=dict)
     min_effect: float = MIN_EFFECT
     other_training: tuple[str, ...] = ()
+    full_size: dict[str, FullSize] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Measurement:
@@ -205,6 +220,7 @@ class Comparison:
             ("change", lambda m: self.tell(m.label, "memory")),
             ("predicted", given(self.predicted, "memory")),
             ("guess", given(self.guess, "memory")),
+            (self.full_size_heading(), lambda m: str(self.full_size.get(m.label, units.NOT_MEASURED))),
             (f"energy per {self.per}", lambda m: units.format_joules(self.value(m.label, "energy"))),
             ("change", lambda m: self.tell(m.label, "energy")),
             ("predicted", given(self.predicted, "energy")),
@@ -213,6 +229,10 @@ class Comparison:
         filled = [(name, [cell(m) for m in self]) for name, cell in columns]
         filled = [(name, cells) for name, cells in filled if set(cells) != {units.NOT_MEASURED}]
         return [name for name, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled))]
+
+    def full_size_heading(self) -> str:
+        """What the predicted bytes of `full_size` are of; empty without any."""
+        return next((f"at full size on a {needed.gpu} (predicted)" for needed in self.full_size.values()), "")
 
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
@@ -249,7 +269,8 @@ class Comparison:
         """The comparison in JSON's types; `from_dict` reads it back."""
         rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
         shared = {name: getattr(self, name) for name in ("name", "predicted", "guess", "min_effect", "other_training")}
-        return shared | {"device": asdict(self.device), "measurements": rows}
+        full_size = {label: asdict(needed) for label, needed in self.full_size.items()}
+        return shared | {"full_size": full_size, "device": asdict(self.device), "measurements": rows}
 
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
@@ -264,7 +285,17 @@ class Comparison:
         expected = {name: check_expected(name, stored.get(name), labels) for name in ("predicted", "guess")}
         min_effect = check_min_effect(stored.get("min_effect", MIN_EFFECT))
         other = _check_labels("other_training", stored.get("other_training", ()), labels)
-        return cls(check_name(stored["name"]), measurements, **expected, min_effect=min_effect, other_training=other)
+        full_size = stored.get("full_size", {})
+        _check_labels("full_size", full_size, labels)
+        full_size = {label: FullSize(**_read_fields(FullSize, needed)) for label, needed in full_size.items()}
+        return cls(
+            check_name(stored["name"]),
+            measurements,
+            **expected,
+            min_effect=min_effect,
+            other_training=other,
+            full_size=full_size,
+        )
 
     def __repr__(self) -> str:
         headings, rows = self.table()
@@ -292,6 +323,8 @@ def compare(
     guess: Mapping[str, Mapping[str, object]] | None = None,
     min_effect: float = MIN_EFFECT,
     other_training: Iterable[str] = (),
+    full_size: Mapping[str, Variant] | None = None,
+    gpu: str | float | Gpu = "T4",
     **options,
 ) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
@@ -302,9 +335,13 @@ def compare(
 
     `predicted` and `guess` give ratios to the baseline, by label and quantity ("time", "memory", "energy"; any of
     them), as numbers or as results are told: `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. A ratio of times within
-    `min_effect` of 1 counts as the same. `other_training` names variants that do not train the same. The options are
-    those of `effgpu.measurement.measure_all`: items, unit, flops, seconds, blocks (at least eight), min_steps, warmup,
-    energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
+    `min_effect` of 1 counts as the same. `other_training` names variants that do not train the same.
+
+    `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.fit` predicts what
+    they need, and whether that fits `gpu`.
+
+    The options are those of `effgpu.measurement.measure_all`: items, unit, flops, seconds, blocks (at least eight),
+    min_steps, warmup, energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
     """
@@ -318,8 +355,22 @@ def compare(
         units.check_positive(Integral, blocks=blocks)
     if blocks and blocks < FEWEST_BLOCKS:
         raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
+    needed = _predict_full_size(full_size, gpu, labels)
     measurements = tuple(measure_all(variants, **options))
-    return Comparison(name, measurements, **expected, min_effect=min_effect, other_training=other_training)
+    return Comparison(
+        name, measurements, **expected, min_effect=min_effect, other_training=other_training, full_size=needed
+    )
+
+
+def _predict_full_size(variants: Mapping[str, Variant] | None, gpu: str | float | Gpu, labels: Sequence[str]) -> dict:
+    """What `fit` predicts for each variant. Raises TypeError or ValueError for unknown labels or what is no variant."""
+    gpu = find_gpu(gpu)
+    if variants is None:
+        return {}
+    variants = check_variants(variants, "full_size")
+    _check_labels("full_size", variants, labels)
+    predictions = {label: fit(variant, gpu) for label, variant in variants.items()}
+    return {label: FullSize(needed.allocated, gpu.name, needed.verdict(gpu)) for label, needed in predictions.items()}
 
 
 def check_expected(which: str, given: Mapping | None, labels: Sequence[str]) -> dict[str, dict[str, float]]:

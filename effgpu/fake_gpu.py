@@ -50,12 +50,13 @@ class Recorder(TorchDispatchMode):
     """Every storage that operations create, as a `Block` with its owner, in order of events.
 
     `capability` is that of the GPU that the step is to run on: it decides between attention's kernels. With None, the
-    step runs as on a CPU: without a GPU's rules, and sizes are not rounded.
+    step runs as on a CPU: without a GPU's rules, and sizes are not rounded. `real` counts real tensors, not fake ones.
     """
 
-    def __init__(self, capability: tuple[int, int] | None):
+    def __init__(self, capability: tuple[int, int] | None, *, real: bool = False):
         super().__init__()
         self.capability = capability
+        self._counted = torch.Tensor if real else FakeTensor
         self.blocks: list[Block] = []
         self.first = 0
         self.assumptions: dict[str, None] = {}  # in the order of their appearance
@@ -105,8 +106,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._read(func, args, kwargs)
-        for value in (*args, *kwargs.values()):
-            self._see_real(value)
+        if self._counted is FakeTensor:
+            for value in (*args, *kwargs.values()):
+                self._see_real(value)
         result = func(*args, **kwargs)
         name = func._schema.name
         if name in _EXTRA and self.capability:
@@ -126,7 +128,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            if isinstance(value, FakeTensor):
+            if isinstance(value, self._counted):
                 self._add(value)
         elif isinstance(value, (tuple, list)):
             for item in value:
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
             return
         self._events += 1
         owner = "activations" if self._started and not self.optimizing and not _in_backward() else "other"
-        block = Block(round_size(size) if self.capability else size, self._events, owner)
+        block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
         finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
@@ -294,6 +296,19 @@ def _on_cpu(value: object) -> object:
 @contextlib.contextmanager
 def as_gpu(recorder: Recorder) -> Iterator[None]:
     """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before."""
+    with (
+        _registered(_kernels(recorder) if recorder.capability else {}),
+        _replaced(recorder),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        observed_by(recorder),
+        _Translator(recorder),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def observed_by(recorder: Recorder) -> Iterator[None]:
+    """Inside, `recorder` sees all operations, and which tensors belong to modules and optimizers."""
     from torch.nn.modules import module
     from torch.optim import optimizer
 
@@ -303,13 +318,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         optimizer.register_optimizer_step_post_hook(recorder.after_step),
     ]
     try:
-        with (
-            _registered(_kernels(recorder) if recorder.capability else {}),
-            _replaced(recorder),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            recorder,
-            _Translator(recorder),
-        ):
+        with recorder:
             yield
     finally:
         recorder.stop()

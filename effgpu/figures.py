@@ -72,11 +72,12 @@ def plot(comparison: Comparison) -> Figure:
 
     A diamond marks what was predicted, a ring what was guessed. Reserved memory is outlined over allocated. Faint
     triangles show the ratios that stored GPUs gave under the same name, times this baseline. A CPU's times are hatched
-    and said to be a CPU's.
+    and said to be a CPU's. Where `full_size` was given, a panel shows what it is predicted to need.
     """
     _check("comparison", comparison, Comparison)
     others = _elsewhere(comparison)
     panels = [partial(_plot_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
+    panels += [partial(_plot_full_size, comparison=comparison)] * bool(comparison.full_size)
     marks = {label: "\n" + OTHER_TRAINING.strip() for label in comparison.other_training}
     return _plot_rows(comparison, [m.label + marks.get(m.label, "") for m in comparison], panels)
 
@@ -327,6 +328,20 @@ def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _draw_stored(ax, comparison, others, quantity)
     outlined = quantity == "memory" and any(m.peak_reserved for m in comparison)
     ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * outlined)
+
+
+def _plot_full_size(ax, comparison: Comparison) -> None:
+    """A dashed outline for each variant's predicted peak at full size, in the colour of its verdict."""
+    for row, m in enumerate(comparison):
+        if needed := comparison.full_size.get(m.label):
+            color = VERDICT_COLORS[needed.verdict]
+            ax.barh(
+                row, needed.allocated, height=0.62, facecolor="none", edgecolor=color, linestyle="--", linewidth=1.5
+            )
+            _write(ax, needed.allocated, row, str(needed))
+    ax.set_xlim(0, 1.15 * max((needed.allocated for needed in comparison.full_size.values()), default=1))
+    _value_axis(ax.xaxis, units.format_bytes)
+    ax.set_title(f"peak memory {comparison.full_size_heading()}")
 
 
 def _mark_expected(ax, comparison: Comparison, m: Measurement, quantity: str, row: int, unit: float | None) -> list:

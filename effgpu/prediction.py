@@ -17,7 +17,8 @@ from typing import Literal
 
 from effgpu.allocator import count_reserved, find_peak
 from effgpu.device import gc_frozen
-from effgpu.fake_gpu import Recorder, as_gpu
+from effgpu.fake_gpu import Recorder, as_gpu, observed_by
+from effgpu.memory import trace
 from effgpu.units import GiB, MiB, check_positive, format_bytes
 from effgpu.variants import Step, Variant, check_worked, run_variant
 
@@ -88,6 +89,7 @@ class Fit:
     `assumptions` says which values the step read and what they were taken to be. `unknown` says what could not be
     predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
+    `measured` divides the peak that was measured on this device in the same way, if that was asked for.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Fit:
     unknown: tuple[str, ...] = ()
     resting: int = 0
     holds_from: tuple[int, int] = (0, 0)
+    measured: Mapping[str, int] | None = None
 
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
         """All that the process takes on the GPU: the step, workspaces and CUDA's context."""
@@ -126,9 +129,18 @@ class Fit:
         return ["GPU", "memory", "needed", "verdict"], rows
 
     def _summary(self) -> list[tuple[str, str]]:
-        owners = [(f"  {name}", format_bytes(size)) for name, size in self.owners.items() if size]
+        measured = self.measured or {}
+
+        def tell(size: int, found: int | None) -> str:
+            return format_bytes(size) + (f" (measured here: {format_bytes(found)})" if measured else "")
+
+        owners = [
+            (f"  {name}", tell(size, measured.get(name, 0)))
+            for name, size in self.owners.items()
+            if size or measured.get(name)
+        ]
         return [
-            ("predicted peak, allocated", format_bytes(self.allocated)),
+            ("predicted peak, allocated", tell(self.allocated, sum(measured.values()))),
             *owners,
             ("predicted reserved", str(self.reserved_range)),
             ("workspaces of cuBLAS and cuDNN", str(self.workspaces)),
@@ -171,13 +183,15 @@ def fit(
     *,
     steps: int = STEPS,
     rules: Literal["gpu", "cpu"] = "gpu",
+    measured: bool = False,
 ) -> Fit:
     """Predict the memory that a variant's training step needs on a GPU, and whether a GPU has it.
 
     `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes) or None for all
     known GPUs. `steps` steps are counted after building. They run on fake tensors, without values. Everything that the
     variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a CPU, where kernels
-    keep other things: with it, any machine can check the counting.
+    keep other things: with it, any machine can check the counting. `measured` also runs the variant on this device and
+    says who owned its peak, which takes the memory and the time that the prediction saves.
 
     Raises ValueError for an unknown GPU. Raises RuntimeError, with the reason, for a step that cannot run without
     values: a result's shape depends on them, or an operation is not known to fake tensors.
@@ -195,18 +209,39 @@ def fit(
         if why := _explain(error):
             raise RuntimeError(f"fit: {why}") from error
         raise
-    blocks, first = recorder.blocks, recorder.first
-    peak, at = find_peak(blocks, first)
+    peak, owners, resting = _divide(recorder)
+    return Fit(
+        getattr(variant, "__name__", "variant"),
+        peak,
+        owners,
+        count_reserved(recorder.blocks),
+        Range(*recorder.workspaces()),
+        gpus,
+        tuple(recorder.assumptions),
+        tuple(recorder.unknown),
+        resting,
+        recorder.holds_from,
+        _measure_owners(variant, steps) if measured else None,
+    )
+
+
+def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
+    """The recorded peak, its bytes by owner, and how much of it stays from step to step."""
+    peak, at = find_peak(recorder.blocks, recorder.first)
     owners = dict.fromkeys(OWNERS, 0)
-    for block in blocks:
+    for block in recorder.blocks:
         if block.born <= at < block.died:
             owners[block.owner] += block.size
-    name = getattr(variant, "__name__", "variant")
-    reserved = count_reserved(blocks)
-    resting = sum(block.size for block in blocks if block.owner in OWNERS[:3] and block.born <= at < block.died)
-    workspaces = Range(*recorder.workspaces())
-    told = tuple(recorder.assumptions), tuple(recorder.unknown)
-    return Fit(name, peak, owners, reserved, workspaces, gpus, *told, resting, recorder.holds_from)
+    return peak, owners, sum(owners[name] for name in OWNERS[:3])
+
+
+def _measure_owners(variant: Variant, steps: int) -> dict[str, int]:
+    """The measured peak by owner. The recorder sees results of operations; what kernels take inside is "other"."""
+    recorder = Recorder(None, real=True)
+    with gc_frozen(), _state_kept(), observed_by(recorder):
+        run_variant(variant, partial(_run, recorder=recorder, steps=steps))
+    seen, owners, _ = _divide(recorder)
+    return owners | {"other": owners["other"] + max(0, trace(variant).peak - seen)}
 
 
 @dataclass(frozen=True, repr=False)

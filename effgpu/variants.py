@@ -133,18 +133,18 @@ def check_worked(result: object) -> None:
         raise TypeError(f"step: expected a training step that does its work when called, got a {got} from it")
 
 
-def check_variants(variants: Mapping[str, Variant]) -> dict[str, Variant]:
-    """The variants as a dict. Raises TypeError or ValueError that says what was expected."""
+def check_variants(variants: Mapping[str, Variant], name: str = "variants") -> dict[str, Variant]:
+    """The variants as a dict. Raises TypeError or ValueError that says what was expected of the argument `name`."""
     if not isinstance(variants, Mapping):
-        raise TypeError(f"variants: expected a mapping of labels to functions, got {type(variants).__name__}")
+        raise TypeError(f"{name}: expected a mapping of labels to functions, got {type(variants).__name__}")
     if not variants:
-        raise ValueError("variants: expected at least one labelled function, got an empty mapping")
+        raise ValueError(f"{name}: expected at least one labelled function, got an empty mapping")
     for label, variant in variants.items():
         if not isinstance(label, str) or not label.strip():
-            raise TypeError(f"variants: expected every label to be a non-empty string, got {label!r}")
+            raise TypeError(f"{name}: expected every label to be a non-empty string, got {label!r}")
         if not is_function(variant):
             got = type(variant).__name__
-            raise TypeError(f"variants[{label!r}]: expected a function that returns a training step, got {got}")
+            raise TypeError(f"{name}[{label!r}]: expected a function that returns a training step, got {got}")
     return dict(variants)
 
 

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from effgpu import comparison, power
+from effgpu import comparison, power, prediction, units
 from effgpu.comparison import (
     BASELINE,
     BASELINE_FAILED,
@@ -24,11 +25,13 @@ from effgpu.comparison import (
     SAME,
     SLOWER,
     Comparison,
+    FullSize,
     Ratio,
     compare,
 )
 from effgpu.device import Device
 from effgpu.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement, hodges_lehmann_interval
+from effgpu.units import GiB
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
 GPU = Device("NVIDIA Test", "cuda", 2**36, 16, 132, (9, 0), "580.1", {"bf16": "yes"}, {"torch": "2.15", "cuda": "13.0"})
@@ -411,6 +414,15 @@ def test_what_does_not_train_the_same_is_marked(make_measurement):
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))).other_training == ("b",)
 
 
+def test_full_size_has_a_column_and_is_stored(make_measurement):
+    needed = {"b": FullSize(5 * GiB, "T4", "fits")}
+    result = Comparison("big", (make_measurement("a"), make_measurement("b")), full_size=needed)
+    headings, rows = result.table()
+    column = headings.index("at full size on a T4 (predicted)")
+    assert [row[column] for row in rows] == [units.NOT_MEASURED, "5.00 GiB, fits"]
+    assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
 def test_the_plot_in_words_tells_each_result(make_measurement):
     told = Comparison("some", (make_measurement("a"), make_measurement("b", 0.01))).alt_text()
     assert told == "Plot of some on Test CPU (CPU, 2 cores). a: baseline, b: 2.00 × faster [2.00, 2.00]"
@@ -518,6 +530,9 @@ def test_an_expectation_that_is_none_is_named_before_anything_is_built(which, gi
         ({"min_effect": "1 %"}, "min_effect: expected a positive number, got '1 %'"),
         ({"other_training": "c"}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
         ({"other_training": ["b", "c"]}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
+        ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
+        ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
+        ({"gpu": "Z80"}, f"gpu: expected one of {', '.join(prediction.GPUS)} or a size as \"16 GiB\", got 'Z80'"),
         ({"blocks": 7}, "blocks: expected at least 8, as many as a verdict takes, got 7"),
         ({"blocks": np.int64(3)}, "blocks: expected at least 8, as many as a verdict takes, got 3"),
         ({"blocks": 0}, "blocks: expected a positive whole number, got 0"),
@@ -599,6 +614,10 @@ def spoil(stored, path, value):
         (["min_effect"], None),
         (["other_training"], ["c"]),
         (["other_training"], 3),
+        (["full_size"], {"c": {"allocated": 1, "gpu": "T4", "verdict": "fits"}}),
+        (["full_size"], {"b": {"allocated": -1, "gpu": "T4", "verdict": "fits"}}),
+        (["full_size"], {"b": {"allocated": 1, "gpu": "T4", "verdict": "perhaps"}}),
+        (["full_size"], {"b": 3}),
     ],
 )
 def test_what_is_no_comparison_is_refused(make_measurement, path, value):
@@ -645,6 +664,19 @@ def test_compare_survives_out_of_memory(tiny, failing, no_collecting):
 def test_compare_notes_what_does_not_train_the_same(tiny, other, not_measured):
     result = compare({"first": tiny, "second": tiny}, other_training=other)
     assert result.other_training == ("second",)
+
+
+def test_compare_predicts_full_size_without_running_it(tiny, not_measured):
+    def training(width):
+        weight = torch.zeros(width, requires_grad=True)
+        return lambda: (weight * weight).sum().backward()
+
+    sizes = {"first": 2**40, "second": 2**30}  # 4 TiB would not be there
+    variants = dict.fromkeys(sizes, tiny)
+    result = compare(variants, full_size={label: partial(training, n) for label, n in sizes.items()}, gpu="24 GiB")
+    assert [needed.verdict for needed in result.full_size.values()] == ["does not fit", "fits"]
+    assert {needed.gpu for needed in result.full_size.values()} == {"24 GiB"}
+    assert 2 * 4 <= result.full_size["second"].allocated / 2**30 <= 6 * 4  # two to six vectors of 4 GiB
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../a", "a/b", "a\\b", ".hidden", "a\n", "ä", "a:b", "-a", None, 3])

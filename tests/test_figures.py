@@ -16,18 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from nbclient import NotebookClient
 
 from effgpu import figures
 from effgpu.ablation import Ablation
-from effgpu.comparison import Comparison
+from effgpu.comparison import Comparison, FullSize
 from effgpu.device import Device
-from effgpu.figures import plot, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches, to_png
+from effgpu.figures import GREEN, RED, plot, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches, to_png
 from effgpu.measurement import Measurement, hodges_lehmann_interval
 from effgpu.memory import Trace
-from effgpu.units import MiB
+from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
 
@@ -246,6 +247,17 @@ def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_me
 def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
     figure = plot(replace(on_gpu, other_training=("bf16",)))
     assert ticks(figure.axes[0].yaxis) == ["fp32", "bf16\n(not the same training)", "fp8"]
+    assert_readable(figure)
+
+
+def test_full_size_has_a_panel_of_outlines_in_the_colour_of_the_verdict(on_gpu):
+    needed = {"fp32": FullSize(20 * GiB, "T4", "does not fit"), "bf16": FullSize(10 * GiB, "T4", "fits")}
+    figure = plot(replace(on_gpu, full_size=needed))
+    ax = figure.axes[-1]
+    assert ax.get_title(loc="left") == "peak memory at full size on a T4 (predicted)"
+    assert [bar.get_width() for bar in ax.patches] == [20 * GiB, 10 * GiB]
+    assert [to_hex(bar.get_edgecolor()) for bar in ax.patches] == [RED.lower(), GREEN.lower()]
+    assert [text.get_text() for text in ax.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
     assert_readable(figure)
 
 

@@ -221,6 +221,32 @@ def test_with_a_cpus_rules_the_count_is_what_the_trace_records(name):
     assert not predicted.unknown and sum(predicted.owners.values()) == predicted.allocated
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "ResNet-18", "LoRA"])
+def test_owners_are_measured_where_the_step_can_run(name):
+    both = fit(MODELS[name], rules="cpu", measured=True)
+    assert sum(both.measured.values()) == pytest.approx(peak_bytes(MODELS[name], warmup=1), rel=0.01)
+    for owner, size in both.owners.items():
+        assert both.measured[owner] == pytest.approx(size, rel=0.02, abs=0.01 * both.allocated)
+    assert "  weights" in repr(both) and "(measured here: " in repr(both)
+
+
+def test_a_step_that_fails_on_this_device_leaves_nothing_behind():
+    def variant():
+        model = nn.Linear(4, 4)
+
+        def step():
+            model(torch.ones(2, 4)).sum().backward()
+            if type(model.weight) is nn.Parameter and model.weight.sum().item() != 1.0:  # fake tensors read 1
+                raise KeyError("only for real")
+
+        return step
+
+    before = len(optimizer._global_optimizer_pre_hooks)
+    with pytest.raises(KeyError, match="only for real"):
+        fit(variant, measured=True)
+    assert len(optimizer._global_optimizer_pre_hooks) == before
+
+
 # --- a GPU's rules ---
 
 
@@ -685,6 +711,9 @@ def test_what_is_predicted_is_what_a_gpu_needs(autocast):
     predicted = fit(variant, here)
     measured = peak_bytes(variant)
     assert predicted.allocated + predicted.workspaces.low == pytest.approx(measured, rel=0.05)
+    owners = fit(variant, here, measured=True).measured
+    for owner in ("weights", "gradients", "optimizer state", "activations"):
+        assert owners[owner] == pytest.approx(predicted.owners[owner], rel=0.05, abs=MiB)
     with memory_limit(predicted.total().high):
         assert peak_bytes(variant) is not None
     with memory_limit(0.8 * predicted.allocated):

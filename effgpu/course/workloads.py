@@ -36,6 +36,9 @@ GPU_SIZES = {
     "language_model": {"length": 256, "layers": 6, "width": 768, "heads": 12, "vocabulary": 16384},
     "image_classifier": {"size": 96},
 }
+# The sizes of two well-known models, for what a lesson predicts without running it: `compare(full_size=...)`.
+DISTILBERT = {"length": 512, "layers": 6, "width": 768, "heads": 12, "vocabulary": 30_522}
+GPT2_SMALL = {"length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257}
 STEP_SECONDS = 0.03  # of a training step on a GPU
 MEMORY_SHARE = 1 / 3  # of the GPU
 SMALLEST_BATCH, LARGEST_BATCH = 2, 4096

@@ -123,7 +123,7 @@ def run(count: int, slower: bool, bursts: bool) -> tuple[list[Comparison], float
     variants = {"A": training(width, PARTS), "B": training(width, PARTS + 3 * slower)}
     with load_in_bursts(bursts):
         start = time.perf_counter()
-        results = [effgpu.compare(variants, seconds=1.5, energy=False) for _ in range(count)]
+        results = [effgpu.compare(variants, seconds=1.7, energy=False) for _ in range(count)]
         return results, (time.perf_counter() - start) / count
 
 
