@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart
-ORANGE, SKY, GREEN, BLUE, RED = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
+ORANGE, SKY, GREEN, BLUE, RED, PINK = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
 INK, GREY, PALE, WHITE = "#222222", "#6B7280", "#E4E7EB", "#FFFFFF"
 COLORS = {"A": BLUE, "B": ORANGE}
 WIDTH, UNITS_PER_INCH = 360, 80
@@ -137,17 +137,17 @@ def rounds():
 
 
 def anatomy():
-    """The memory of one training step, and the work in it. Weights and moments are a constant floor. Activations rise
-    through the forward pass and fall through the backward pass, while gradients grow beneath them; at the peak there is
-    no gradient yet. Below, bars of arithmetic and of data moved for three groups of operations: contractions have
-    nearly all of the arithmetic, normalisations and element-wise operations most of the data moved."""
+    """The memory of one training step, and the work in it. Weights and optimizer state are a constant floor.
+    Activations rise through the forward pass and fall through the backward pass, while gradients grow beneath them. At
+    the peak there is no gradient yet. Below, bars of arithmetic and of data moved for three groups of operations:
+    matrix products have nearly all of the arithmetic, the norms and GELU and the rest most of the data moved."""
     ax = card(430, "One step: its memory, its work")
     xs, floor, turn = (24, 126, 290, 336), 196, 126  # forward ends at the turn
     owners = (  # heights at these places, and where the name stands
         ("weights", BLUE, (20, 20, 20, 20), (180, 186)),
-        ("moments", SKY, (34, 34, 34, 34), (180, 159)),
+        ("optimizer state", SKY, (34, 34, 34, 34), (180, 159)),
         ("gradients", GREEN, (0, 0, 20, 20), (288, 132)),
-        ("activations", ORANGE, (0, 74, 0, 0), (150, 116)),
+        ("activations", ORANGE, (0, 74, 0, 0), (176, 118)),
     )
     below = [floor] * 4
     for words, color, heights, place in owners:
@@ -155,16 +155,17 @@ def anatomy():
         ax.fill_between(xs, above, below, color=color, lw=0)
         text(ax, *place, words, color=WHITE if color in (BLUE, GREEN) else INK)
         below = above
-    line(ax, (turn, turn), (52, floor), RED, dashed=True)
-    text(ax, turn + 8, 60, "peak: no gradient yet", ha="left")
+    line(ax, (turn, turn), (52, 68), RED, dashed=True)
+    dot(ax, turn, 69, 4, RED)
+    text(ax, turn + 8, 56, "peak: no gradient yet", ha="left")
     for left, right, words in zip(xs, xs[1:], ("forward", "backward", "step")):
         box(ax, left, floor + 5, right - left, 20, PALE, words)
-    groups = (("contractions", 196, 60), ("normalisations", 5, 46), ("element-wise", 3, 120))
+    groups = (("matrix products", 196, 60), ("norms, GELU", 4, 120), ("optimizer, rest", 3, 46))
     for k, (words, arithmetic, moved) in enumerate(groups):
         y = 248 + 48 * k
         text(ax, 18, y + 17, words, ha="left", weight="bold")
-        box(ax, 136, y, arithmetic, 16, BLUE, radius=2)
-        box(ax, 136, y + 18, moved, 16, ORANGE, radius=2)
+        box(ax, 142, y, arithmetic, 16, BLUE, radius=2)
+        box(ax, 142, y + 18, moved, 16, ORANGE, radius=2)
     for x, color, words in ((76, BLUE, "arithmetic"), (196, ORANGE, "data moved")):
         box(ax, x, 398, 16, 16, color)
         text(ax, x + 22, 406, words, ha="left")
@@ -438,7 +439,7 @@ def mixed_precision():
 
 def text_rows(ax, x, y, rows, wide):
     """Rows of numbered texts, a token 13 wide; what is left of each row's `wide` tokens is padding."""
-    lengths, colors = (4, 11, 3, 7, 2, 5), (BLUE, ORANGE, GREEN, SKY, RED, PALE)
+    lengths, colors = (4, 11, 3, 7, 2, 5), (BLUE, ORANGE, GREEN, SKY, RED, PINK)
     for down, row in enumerate(rows):
         left = x
         for number in row:
@@ -462,13 +463,13 @@ def mask(ax, x, y, texts, cell=9):
 
 def padding_and_packing():
     """Six texts of different lengths, laid out in three ways. Padded to the longest: one wide rectangle, about half of
-    it hatched padding. Bucketed by length: two rectangles, one of them narrow, with less padding. Packed: three rows,
+    it hatched padding. Grouped by length: two rectangles, one of them narrow, with less padding. Packed: three rows,
     nearly full. Below, the mask of a packed row: one triangle for each of its texts is right; a single large
     triangle, in which texts see each other, is wrong."""
     ax = card(434, "Fill the rectangle with text")
     heading(ax, 18, 58, "to the longest")
     text_rows(ax, 18, 72, [[0], [1], [2], [3], [4], [5]], 11)
-    heading(ax, 195, 58, "bucketed by length")
+    heading(ax, 195, 58, "grouped by length")
     text_rows(ax, 195, 72, [[4], [2], [0]], 4)
     text_rows(ax, 195, 130, [[5], [3], [1]], 11)
     heading(ax, 18, 208, "packed")
@@ -477,7 +478,7 @@ def padding_and_packing():
     text(ax, 217, 230, "padding:", ha="left")
     text(ax, 195, 248, "costs as much as text", ha="left")
     heading(ax, 18, 300, "sees its own text", True)
-    mask(ax, 36, 316, [(5, PALE), (3, GREEN), (2, RED)])
+    mask(ax, 36, 316, [(5, PINK), (3, GREEN), (2, RED)])
     heading(ax, 195, 300, "sees other texts", False)
     mask(ax, 213, 316, [(10, ORANGE)])
     text(ax, 18, 419, "the mask of the last packed row", color=GREY, ha="left")
@@ -485,22 +486,22 @@ def padding_and_packing():
 
 
 def optimizers():
-    """Bytes for each parameter in fp32, as stacked bars. SGD: 4 of weight and 4 of gradient. Momentum: 4 more. AdamW:
-    8 more, 16 in all; written as foreach, another 4 while it steps. 8-bit AdamW: 2 instead of 8, so 10. AdamW that
-    steps in the backward pass: 12, as nearly all gradients are gone again. Adafactor: hardly more than 8."""
+    """Bytes for each parameter in fp32, as stacked bars. AdamW: 4 of weight, 4 of gradient, 8 of state; as foreach,
+    another 4 while it steps. In the backward pass: little more than 12, as nearly all gradients are gone again. Muon
+    and SGD with momentum: 12. AdamW with 8-bit state: 10. With 4-bit state: 9. Adafactor: little more than 8."""
     ax = card(376, "Bytes for each parameter")
     byte, left, held = 11.4, 112, ((BLUE, 4), (SKY, 4))
     rows = {
-        "SGD": held,
-        "+ momentum": (*held, (ORANGE, 4)),
         "AdamW": (*held, (ORANGE, 4), (GREEN, 4)),
         "… foreach": (*held, (ORANGE, 4), (GREEN, 4), (WHITE, 4)),
-        "… in 8 bits": (*held, (ORANGE, 1), (GREEN, 1)),
         "… in backward": ((BLUE, 4), (SKY, 0.4), (ORANGE, 4), (GREEN, 4)),
+        "Muon, SGD": (*held, (ORANGE, 4)),
+        "8-bit AdamW": (*held, (ORANGE, 1), (GREEN, 1)),
+        "4-bit AdamW": (*held, (ORANGE, 0.5), (GREEN, 0.5)),
         "Adafactor": (*held, (GREEN, 0.25)),
     }
     for k in range(6):
-        line(ax, (left + 4 * k * byte,) * 2, (52, 298), PALE, 1)
+        line(ax, (left + 4 * k * byte,) * 2, (52, 298), PALE, 1, zorder=1)
         text(ax, left + 4 * k * byte, 308, str(4 * k), color=GREY)
     for row, (name, parts) in enumerate(rows.items()):
         x, y = left, 56 + 34 * row
@@ -509,7 +510,7 @@ def optimizers():
             style = {"edge": "#B4B9C0", "hatch": "////"} if color == WHITE else {"lw": 0.8}
             box(ax, x, y, count * byte, 26, color, radius=3, **style)
             x += count * byte
-    keys = ((BLUE, "weight"), (SKY, "gradient"), (ORANGE, "momentum"), (GREEN, "mean square"))
+    keys = ((BLUE, "weight"), (SKY, "gradient"), (ORANGE, "mean"), (GREEN, "mean square"))
     keys += ((WHITE, "while it steps"),)
     for x, y, (color, words) in zip((18, 104, 204, 18, 150), (326, 326, 326, 350, 350), keys, strict=True):
         style = {"edge": "#B4B9C0", "hatch": "////"} if color == WHITE else {}
@@ -556,31 +557,35 @@ def pruning():
     return ax.figure
 
 
-def layer(ax, y, parts, passes, words, right=None):
-    """One layer as boxes in a row, each (name, colour, width), over the number of its passes over memory."""
-    heading(ax, 18, y, words, right)
+def layer(ax, y, parts, passes, words, long=18):
+    """One layer as boxes in a row, each (name, colour, width), beside its passes over memory, `long` as their bytes."""
+    heading(ax, 18, y, words)
     x = 18
     for name, color, width in parts:
         box(ax, x, y + 14, width, 30, color, name)
         x += width + 4
     for k in range(passes):
-        line(ax, (258 + 17 * k, 258 + 17 * k), (y + 20, y + 38), GREEN if passes == 1 else RED, 5)
+        line(ax, (272 + 17 * k, 272 + 17 * k), (y + 29 - long / 2, y + 29 + long / 2), RED, 5)
+    if not passes:
+        text(ax, 298, y + 29, "none", color=GREEN, weight="bold")
 
 
 def inference():
-    """One layer, four ways, with its passes over memory. In training: convolution, norm with the batch's statistics and
-    ReLU, each keeping something for the backward pass. In eval() in inference_mode(): the same three, nothing kept,
-    five passes. Folded: the norm is part of the convolution, three passes. In an engine: one operation, one pass."""
-    ax = card(372, "What a layer no longer needs")
-    text(ax, 292, 58, "passes", color=GREY)
+    """One layer, five ways, with the passes over memory of its norm and ReLU. In training: convolution, norm and ReLU
+    each keep their input for the backward pass, and there are four passes. In inference_mode: nothing is kept. In 16
+    bits: four passes of half the bytes. Compiled: norm and ReLU are one operation. In an engine: all three are one."""
+    ax = card(436, "What a layer no longer needs")
+    text(ax, 298, 52, "passes of norm", color=GREY)
+    text(ax, 298, 66, "and ReLU", color=GREY)
     three = [("conv", BLUE, 84), ("norm", ORANGE, 64), ("ReLU", SKY, 64)]
-    layer(ax, 62, three, 5, "in training")
+    layer(ax, 62, three, 4, "in training")
     for x, width in ((18, 84), (106, 64), (174, 64)):
         arrow(ax, (x + width / 2, 108), (x + width / 2, 124), lw=1.6)
     box(ax, 18, 126, 220, 22, PALE, "kept for the backward pass", edge=GREY)
-    layer(ax, 178, three, 5, "eval() in inference_mode(): nothing kept")
-    layer(ax, 244, [("conv × scale + bias", BLUE, 152), ("ReLU", SKY, 64)], 3, "norm folded")
-    layer(ax, 310, [("one operation", BLUE, 220)], 1, "in an engine, fused")
+    layer(ax, 178, three, 4, "inference_mode: nothing kept")
+    layer(ax, 244, three, 4, "16 bits: half the bytes", 9)
+    layer(ax, 310, [("conv", BLUE, 84), ("norm and ReLU", SKY, 132)], 2, "compiled: fewer passes", 9)
+    layer(ax, 376, [("one operation", BLUE, 220)], 0, "in an engine: all in one")
     return ax.figure
 
 
@@ -657,38 +662,70 @@ def multi_gpu():
 
 
 def debug_apis():
-    """Two time lines of a training loop. With loss.item() in every step, the CPU launches a step and then waits for its
-    loss, and the GPU idles while the next step is launched. With a look at every fourth step, the CPU launches ahead,
-    the GPU works without a gap, and the same four steps are done sooner."""
-    ax = card(330, "A look at the loss is a wait")
-    left, launch, work = 62, 26, 42
+    """Two time lines of a training loop, in which the GPU computes longer than the CPU launches. With loss.item() in
+    every step, the CPU waits for each loss, and the GPU idles for a moment until the next step is on its way. With a
+    look at every fourth step, the CPU launches ahead, the GPU works without a gap, and is done a little sooner."""
+    ax = card(350, "A look at the loss is a wait")
+    left, launch, work, gap = 62, 26, 54, 9
     heading(ax, 18, 62, "loss.item() in every step", False)
-    heading(ax, 18, 182, "loss.item() in every fourth step", True)
-    for y, each in ((76, True), (196, False)):
+    heading(ax, 18, 202, "loss.item() in every fourth step", True)
+    last = left + 4 * (gap + work)
+    for y, each in ((76, True), (216, False)):
         text(ax, 18, y + 15, "CPU", ha="left")
         text(ax, 18, y + 53, "GPU", ha="left")
-        free = left + launch  # when the GPU has work for the first time
         for k in range(4):
-            begin = left + k * (launch + work if each else launch)
-            ready = begin + launch if each else free + k * work
+            begin = left + k * (gap + work if each else launch)
+            ready = begin + gap if each else left + gap + k * work
             box(ax, begin, y, launch, 30, ORANGE, str(k + 1))
             box(ax, ready, y + 38, work, 30, BLUE, str(k + 1))
             if each:
-                idle(ax, begin + launch, y, work, 30, "wait")
-                idle(ax, begin, y + 38, launch, 30, "")
-        if not each:
-            idle(ax, left + 4 * launch, y, free + 4 * work - left - 4 * launch, 30, "wait")
-            line(ax, [free + 4 * work] * 2, (y - 6, y + 82), GREEN, dashed=True)
-            arrow(ax, (free + 4 * work, y + 78), (left + 4 * (launch + work), y + 78), GREEN, "<|-|>", 2)
-            text(ax, free + 4 * work + 39, y + 94, "time saved")
+                idle(ax, begin + launch, y, gap + work - launch, 30, "wait")
+            if each and k:
+                arrow(ax, (begin + gap / 2, y + 86), (begin + gap / 2, y + 71), RED)
+        if each:
+            text(ax, left + gap + work, y + 96, "the GPU idles for a moment", ha="left", color=RED)
         else:
-            line(ax, [left + 4 * (launch + work)] * 2, (y - 6, y + 206), RED, dashed=True)
-    arrow(ax, (left, 314), (342, 314))
-    text(ax, 40, 314, "time", color=GREY)
+            end = left + gap + 4 * work
+            idle(ax, left + 4 * launch, y, end - left - 4 * launch, 30, "wait")
+            line(ax, (end, end), (y - 6, y + 76), GREEN, dashed=True)
+            line(ax, (last, last), (y - 6, y + 76), RED, dashed=True)
+            text(ax, end, y + 88, "a little sooner", ha="center", color=GREEN)
+    arrow(ax, (left, 334), (342, 334))
+    text(ax, 40, 334, "time", color=GREY)
     return ax.figure
 
 
-def batch_size_and_shapes():
+def batch_size():
+    """Above, the time of a step over the rows of its batch: a band of constant height, in which the weights are moved,
+    and on it a wedge of arithmetic that grows with the rows. At the knee both are equally high. Below, rows per second:
+    a curve that rises steeply up to the knee, where it reaches half of the best speed, and then levels off."""
+    ax = card(398, "The knee")
+    left, right, knee, constant = 30, 330, 75, 24
+    heading(ax, 18, 60, "time of a step")
+    floor = 210
+    ax.fill([left, right, right, left], [floor, floor, floor - constant, floor - constant], color=ORANGE, lw=0)
+    ax.fill([left, right, right], [floor - constant] * 2 + [floor - constant * (1 + 300 / knee)], color=BLUE, lw=0)
+    text(ax, right - 8, floor - constant / 2, "move the weights", ha="right")
+    text(ax, right - 8, floor - constant - 22, "compute each row", color=WHITE, ha="right")
+    text(ax, left + knee + 6, 106, "knee: both are equal", ha="left")
+    heading(ax, 18, 242, "rows per second")
+    base, best = 370, 100
+    line(ax, (left, right), (base - best, base - best), dashed=True)
+    text(ax, left + 4, base - best + 11, "best", color=GREY, ha="left")
+    xs = [left + x for x in range(0, 301, 3)]
+    line(ax, xs, [base - best * (x - left) / (knee + x - left) for x in xs], BLUE, 2.6)
+    for knees, words in ((1, "1/2"), (3, "3/4")):
+        x, y = left + knees * knee, base - best * knees / (knees + 1)
+        dot(ax, x, y, 5, ORANGE)
+        text(ax, x + 14, y + 14, words, weight="bold")
+    for top, bottom in ((98, floor), (256, base)):
+        line(ax, (left + knee,) * 2, (top, bottom), dashed=True)
+        arrow(ax, (left, bottom), (right + 8, bottom))
+    text(ax, 180, 384, "rows in the batch", color=GREY)
+    return ax.figure
+
+
+def shapes():
     """A matrix of 256 columns is four full tiles of 128 by 128. With one column more it needs six tiles, of which two
     are nearly empty and take as long as the others. Below, tiles over time: four tiles on four multiprocessors are one
     wave; a fifth tile makes a second wave, in which three of the four idle."""
@@ -807,6 +844,115 @@ def ladder():
     return ax.figure
 
 
+def under_limit(ax, floor, levels, words):
+    """Memory over 30 moments of a run, as heights, under the dashed line of what the GPU has, and where it fails."""
+    heading(ax, 18, floor - 66, words)
+    xs = [18 + 324 * k / (len(levels) - 1) for k in range(len(levels))]
+    ax.fill_between(xs, [floor - level for level in levels], floor, color="#CFE6F5", lw=0)
+    line(ax, xs, [floor - level for level in levels], BLUE, 2)
+    line(ax, (18, 342), (floor - 46, floor - 46), RED, 1.2, dashed=True)
+    line(ax, (18, 342), (floor, floor), GREY, 1)
+    failed = next(k for k, level in enumerate(levels) if level > 46)
+    text(ax, min(xs[failed] + 14, 334), floor - 58, "✗", size=14, color=RED, weight="bold")
+
+
+def out_of_memory():
+    """Memory over the steps of a run, under the dashed line of what the GPU has, and where each run fails. One long
+    batch is a single spike. A leak is a staircase. Logits that pile up climb once validation begins. In fragmented
+    memory, the free holes together are large enough for a new tensor, but no single hole is. After an error that keeps
+    the failed step alive, the floor stays high, and a smaller step fails as well."""
+    ax = card(546, "When does it fail?")
+    tooth = (0, 12, 24, 12)
+    under_limit(
+        ax, 120, [6 + height for height in tooth * 5] + [6, 30, 52, 30] + [6 + h for h in tooth] + [6], "one long batch"
+    )
+    under_limit(ax, 218, [6 + 6 * (k // 4) + tooth[k % 4] for k in range(15)], "a leak")
+    train = [6 + height for height in tooth * 3]
+    under_limit(ax, 316, [*train, *(6 + 4 * (k // 2) + 5 * (k % 2) for k in range(22))], "validation: logits pile up")
+    heading(ax, 18, 348, "fragmentation: holes that are too small")
+    for k in range(9):
+        box(
+            ax,
+            18 + 36 * k,
+            362,
+            36,
+            24,
+            WHITE if k % 2 else BLUE,
+            edge=GREY,
+            radius=2,
+            **({"ls": (0, (2.5, 2))} if k % 2 else {}),
+        )
+    box(ax, 148, 394, 64, 24, ORANGE, "new", radius=2)
+    text(ax, 230, 406, "✗", size=14, color=RED, weight="bold")
+    level = [6, 18, 36, 52, 34]
+    under_limit(
+        ax,
+        504,
+        [*level, *(30 + height for height in (0, 12, 20, 12, 0, 12, 20, 12))],
+        "after the error: the floor stays high",
+    )
+    text(ax, 180, 522, "dashed: what the GPU has", color=GREY)
+    return ax.figure
+
+
+def pairs(ax, left, rows, words, right):
+    """For each row a published bar, grey, above a bar of your own, blue, as (published, own) widths."""
+    heading(ax, left, 62, words, right)
+    for k, (published, own) in enumerate(rows):
+        y = 80 + 52 * k
+        box(ax, left, y, published, 16, GREY, radius=3)
+        box(ax, left, y + 18, own, 16, BLUE, radius=3)
+    line(ax, (left, left), (74, 74 + 52 * len(rows)), GREY, 1)
+
+
+def table_of_2022():
+    """Rows of a published table, each as a grey bar, above a blue bar of your own. On the left, memory, counted at the
+    same size: each pair of bars is equally long. On the right, speed: one pair agrees, in others your bar is longer or
+    shorter."""
+    ax = card(344, "Bytes travel, seconds do not")
+    pairs(ax, 22, ((146, 146), (82, 82), (62, 62), (132, 130)), "memory", True)
+    pairs(ax, 196, ((70, 70), (61, 34), (47, 50), (146, 84)), "speed", False)
+    box(ax, 60, 304, 16, 16, GREY, radius=3)
+    text(ax, 82, 312, "published", ha="left")
+    box(ax, 196, 304, 16, 16, BLUE, radius=3)
+    text(ax, 218, 312, "yours", ha="left")
+    return ax.figure
+
+
+def lora():
+    """Above, a layer: the input goes through the large frozen matrix W, and beside it through two thin matrices A and
+    B, which are trained. Both outputs are added. Below, memory by owner as stacked bars. Full fine-tuning: weights,
+    gradients, optimizer state, activations. LoRA: weights and activations, and thin slices of the others. QLoRA: a
+    short bar of weights, the same thin slices, the same activations."""
+    ax = card(420, "Freeze the large, train the thin")
+    text(ax, 30, 136, "x", size=14, weight="bold")
+    for y in (104, 192):
+        arrow(ax, (42, 136), (86, y), lw=2)
+    box(ax, 96, 60, 88, 88, BLUE, "W")
+    text(ax, 192, 74, "frozen", color=GREY, ha="left")
+    box(ax, 96, 181, 88, 22, ORANGE, "A")
+    arrow(ax, (188, 192), (206, 192), lw=2)
+    box(ax, 212, 148, 22, 88, ORANGE, "B")
+    text(ax, 140, 218, "trained", color=GREY)
+    text(ax, 288, 136, "+", size=20, weight="bold")
+    arrow(ax, (186, 112), (276, 134), lw=2)
+    arrow(ax, (238, 186), (278, 146), lw=2)
+    arrow(ax, (300, 136), (338, 136), lw=2)
+    heading(ax, 14, 238, "memory")
+    kinds = (BLUE, "weights"), (SKY, "gradients"), (GREY, "optimizer state"), (GREEN, "activations")
+    rows = {"full": (60, 60, 120, 50), "LoRA": (62, 2, 4, 50), "QLoRA": (16, 2, 4, 50)}
+    for row, (name, parts) in enumerate(rows.items()):
+        x, y = 62, 254 + 34 * row
+        text(ax, 14, y + 13, name, ha="left")
+        for (color, _), wide in zip(kinds, parts, strict=True):
+            box(ax, x, y, wide, 26, color, radius=3, lw=0.8 if wide > 10 else 0.3)
+            x += wide
+    for x, y, (color, words) in zip((18, 130, 18, 180), (364, 364, 388, 388), kinds, strict=True):
+        box(ax, x, y, 16, 16, color)
+        text(ax, x + 22, y + 8, words, ha="left")
+    return ax.figure
+
+
 def course():
     """The road of every claim: predict the gain, prove that the technique is active, prove that the result is the same,
     measure both in turns; then the verdict against the baseline: faster, slower, same or inconclusive."""
@@ -857,10 +1003,14 @@ def main(folder=Path(__file__).parent):
         inference,
         compiling,
         multi_gpu,
-        batch_size_and_shapes,
+        batch_size,
+        shapes,
         cudnn_benchmark,
         ladder,
         distilbert_150k,
+        out_of_memory,
+        table_of_2022,
+        lora,
         course,
     ):
         about = {"Title": " ".join(drawing.__doc__.split()), "Date": None, "Creator": None}
