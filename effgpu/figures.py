@@ -532,9 +532,10 @@ def _draw_trace(ax, trace: Trace) -> None:
     for (start, phase), (end, _) in pairwise([*starts, (left, "")]):
         ax.axvspan(start, end, color=PHASES[phase], alpha=0.10, linewidth=0)
         size = 9 if len(starts) < 4 else 7
-        ax.text(
-            (start + end) / 2, -0.09, phase, transform=ax.get_xaxis_transform(), ha="center", va="center", size=size
-        )
+        if len(starts) < 4 or (end - start) / left > 0.01 * len(phase):  # else the names would overlap
+            ax.text(
+                (start + end) / 2, -0.09, phase, transform=ax.get_xaxis_transform(), ha="center", va="center", size=size
+            )
     ax.fill_between([*xs, left], [*trace.bytes, trace.bytes[-1]], step="post", color=BLUE, alpha=0.25, linewidth=0)
     ax.step([*xs, left], [*trace.bytes, trace.bytes[-1]], where="post", color=BLUE, linewidth=1.3)
     ax.axhline(trace.peak, color=RED, linewidth=1, linestyle="--")
