@@ -8,15 +8,20 @@ ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyp
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 3600
 # Two lessons at once may not fit on one GPU.
 AT_ONCE := $(if $(shell nvidia-smi -L 2>/dev/null),1,2)
+TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q
 
-.PHONY: run test lab lint floor fit readme address clean
+.PHONY: run test test-all lab lint floor fit readme address clean
 
 run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 	$(BIN)/effgpu run
 
 test: $(INSTALLED)  ## alone, what needs a GPU; then unit tests, and every notebook through nbval, measurements cut short
 	$(BIN)/python -m pytest tests -m gpu -q
-	OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q -m "not gpu"
+	$(TEST) -m "not gpu and not slow"
+
+test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in one kernel, with its solutions
+	$(BIN)/python -m pytest tests -m gpu -q
+	$(TEST) -m "not gpu"
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab notebooks
@@ -30,7 +35,7 @@ floor:  ## the tests on the lowest versions that pyproject.toml admits
 	.venv-floor/bin/python -m pip install --quiet uv
 	VIRTUAL_ENV=$(CURDIR)/.venv-floor .venv-floor/bin/uv pip install --resolution lowest-direct -e ".[dev]"
 	touch .venv-floor/.installed
-	$(MAKE) test VENV=.venv-floor
+	$(MAKE) test-all VENV=.venv-floor
 
 readme: $(INSTALLED)  ## README's table of lessons and its picture, from the committed notebooks
 	$(BIN)/python tests/test_readme.py

@@ -18,10 +18,13 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     **dict.fromkeys(("fit", "largest"), "prediction"),
     **dict.fromkeys(("Measurement", "hodges_lehmann_interval", "measure"), "measurement"),
     **dict.fromkeys(("Comparison", "compare"), "comparison"),
+    **dict.fromkeys(("Bench", "bench"), "commands"),
     **dict.fromkeys(("Ablation", "ablate"), "ablation"),
     **dict.fromkeys(("load", "save"), "results"),
     **dict.fromkeys(("plot", "plot_fit", "plot_ladder", "plot_memory", "plot_pareto"), "figures"),
     **dict.fromkeys(("plot_sweep", "plot_switches"), "figures"),
+    "tick": "ticking",
+    "TickCallback": "callbacks",
 }
 
 __all__ = sorted(_MODULES)
@@ -29,6 +32,9 @@ __all__ = sorted(_MODULES)
 if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.ablation import Ablation as Ablation
     from effgpu.ablation import ablate as ablate
+    from effgpu.callbacks import TickCallback as TickCallback
+    from effgpu.commands import Bench as Bench
+    from effgpu.commands import bench as bench
     from effgpu.comparison import Comparison as Comparison
     from effgpu.comparison import compare as compare
     from effgpu.device import describe as describe
@@ -58,6 +64,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.prediction import largest as largest
     from effgpu.results import load as load
     from effgpu.results import save as save
+    from effgpu.ticking import tick as tick
     from effgpu.timing import time_fastest as time_fastest
     from effgpu.timing import time_for as time_for
     from effgpu.timing import time_steps as time_steps
@@ -75,7 +82,10 @@ if TYPE_CHECKING:  # what editors and type checkers see
 def __getattr__(name: str):
     if name not in _MODULES:
         raise AttributeError(f"module 'effgpu' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"effgpu.{_MODULES[name]}"), name)
+    found = getattr(importlib.import_module(f"effgpu.{_MODULES[name]}"), name)
+    if name == "tick":  # called once per step: from now on found without this function
+        globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,15 @@
-"""The commands `effgpu info`, `run`, `report` and `fit`. Each imports only what it needs."""
+"""The commands `effgpu info`, `run`, `report`, `fit` and `bench`. Each imports only what it needs."""
 
 import argparse
 import math
 import os
 import signal
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
-SUCCEEDED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+SUCCEEDED, FAILED, REFUSED, EXCEEDED, INTERRUPTED = 0, 1, 2, 3, 130
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Memory, saved bytes and FLOPs are exact. Times are this
 CPU's, and stored results of GPUs are drawn beside them. Missing: energy, tensor cores, TF32, fp8 and a GPU's fused
@@ -31,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
-    commands = parser.add_subparsers(required=True, metavar="{info,run,report,fit}")
+    commands = parser.add_subparsers(required=True, metavar="{info,run,report,fit,bench}")
 
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
@@ -52,8 +53,45 @@ def _parser() -> argparse.ArgumentParser:
     fit = commands.add_parser("fit", help="predict whether a training step fits a GPU, without having one")
     fit.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that builds and returns a training step")
     fit.add_argument("--gpu", metavar="GPU", help='such as T4, "A100 80 GB" or "16 GiB"; else all that are known')
+    measured_help = "also run the step on this device, and tell who owned its peak"
+    fit.add_argument("--measured", action="store_true", help=measured_help)
     fit.set_defaults(command=_fit)
+
+    _add_bench(commands.add_parser("bench", help="compare training scripts that call effgpu.tick() once per step"))
     return parser
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("commands", nargs="*", metavar="COMMAND", help="such as 'python train.py --bf16', in quotes")
+    bench.add_argument("--name", action="append", default=[], metavar="LABEL=COMMAND", help="a command with its label")
+    ref_help = "a commit in which to run the one command, after --; at least twice"
+    bench.add_argument("--ref", action="append", default=[], metavar="COMMIT", help=ref_help)
+    bench.add_argument("--seconds", type=float, default=5.0, metavar="S", help="per command; default: %(default)s")
+    bench.add_argument("--skip", type=int, default=5, metavar="STEPS", help="first steps, not timed; default: 5")
+    bench.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for a step; default: 300"
+    )
+    bench.add_argument("--unit", default="items", help="what items are, such as tokens")
+    bench.add_argument("--one-at-a-time", action="store_true", help="restart the commands for their turns")
+    bench.add_argument("--logs", type=Path, metavar="DIR", help="folder for the commands' output; else a temporary one")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="store the result")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as PNG, SVG or PDF")
+    bench.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    slower_help = "exit with code 3 if the verdict is slower, by more than this"
+    bench.add_argument("--fail-if-slower", type=_percent, metavar="5%", help=slower_help.replace("%", "%%"))
+    memory_help = "exit with code 3 if the peak memory is larger by more than this"
+    bench.add_argument("--fail-if-more-memory", type=_percent, metavar="10%", help=memory_help)
+    bench.set_defaults(command=_bench)
+
+
+def _percent(text: str) -> float:
+    number = float(text.strip().removesuffix("%"))
+    if not 0 <= number < math.inf:
+        raise ValueError
+    return number / 100
+
+
+_percent.__name__ = "percentage"  # argparse shows it: invalid percentage value
 
 
 def _info(chosen: argparse.Namespace) -> int:
@@ -95,11 +133,15 @@ def _run(chosen: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         return _refuse(error)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a run as Ctrl-C does
-    outcomes, interrupted = [], False
+    outcomes, interrupted, began = [], False, time.monotonic()
+    width = max(len(lesson.stem) for lesson in lessons)
     try:
         for outcome in runner.run(lessons, out, inplace=chosen.inplace):
             outcomes.append(outcome)  # stored at once, so that an interruption loses no results
             outcomes[-1] = runner.store(outcome, out / "results", outcomes[:-1])
+            now = time.monotonic()
+            runner.show_line(f"{outcome.name:{width}}  {now - began:4.0f} s  {runner.tell(outcomes[-1])}")
+            began = now
     except KeyboardInterrupt:
         interrupted = True
     return _sum_up(outcomes, len(lessons), out, interrupted)
@@ -166,11 +208,50 @@ def _fit(chosen: argparse.Namespace) -> int:
         names = runpy.run_path(path)
         if name not in names:
             return _refuse(f"{path}: expected a function called {name}")
-        predicted = fit(names[name], gpu)
+        predicted = fit(names[name], gpu, measured=chosen.measured)
     except (OSError, TypeError, ValueError, RuntimeError) as error:
         return _refuse(error)
     print(predicted)
     return {FITS: SUCCEEDED, DOES_NOT_FIT: 3}.get(predicted.verdict(), 4) if gpu else SUCCEEDED
+
+
+def _bench(chosen: argparse.Namespace) -> int:
+    """Exit codes: 0, 1 (a command failed), 2 (bad arguments), 3 (more time or memory than allowed), 130 (Ctrl-C)."""
+    if not (chosen.commands or chosen.name):
+        return _refuse("bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
+    for name in ("SIGTERM", "SIGHUP"):  # `kill` and a closed terminal stop a bench as Ctrl-C does
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            signal.signal(getattr(signal, name), signal.default_int_handler)
+    from effgpu import commands, results
+
+    options = ("seconds", "skip", "timeout", "unit", "one_at_a_time", "logs")
+    try:
+        given = commands.read_arguments(chosen.commands, chosen.name, refs=chosen.ref)
+        result = commands.bench(given, refs=chosen.ref, **{option: getattr(chosen, option) for option in options})
+    except (OSError, TypeError, ValueError) as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        print("effgpu: interrupted before there were enough turns for a verdict", file=sys.stderr)
+        return INTERRUPTED
+    print(result.markdown() if chosen.markdown else result)
+    print(f"output: {', '.join(result.logs.values())}", file=sys.stderr)
+    try:
+        if chosen.json:
+            results.save([result], chosen.json)
+        if chosen.plot:
+            from effgpu.figures import plot
+
+            plot(result).savefig(chosen.plot)
+    except (OSError, ValueError) as error:
+        return _refuse(error)
+    if result.interrupted:
+        return INTERRUPTED
+    if any(m.failed for m in result):
+        return FAILED
+    exceeded = result.exceeded(chosen.fail_if_slower, chosen.fail_if_more_memory)
+    for told in exceeded:
+        print(f"effgpu: {told}", file=sys.stderr)
+    return EXCEEDED if exceeded else SUCCEEDED
 
 
 def _refuse(reason: object) -> int:

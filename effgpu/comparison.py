@@ -99,6 +99,11 @@ class Comparison:
         """What times and energies are per: "step", or an item where the variants' steps differ in items."""
         return self.baseline.unit.removesuffix("s") if len({m.items for m in self}) > 1 else "step"
 
+    @property
+    def memory_name(self) -> str:
+        """What the memory is."""
+        return "peak memory"
+
     def __getitem__(self, label: str) -> Measurement:
         for measurement in self.measurements:
             if measurement.label == label:
@@ -216,7 +221,7 @@ class Comparison:
             ("against the baseline", lambda m: self.tell(m.label)),
             ("predicted", given(self.predicted, "time")),
             ("guess", given(self.guess, "time")),
-            ("peak memory", lambda m: units.format_bytes(m.peak_allocated)),
+            (self.memory_name, lambda m: units.format_bytes(m.peak_allocated)),
             ("change", lambda m: self.tell(m.label, "memory")),
             ("predicted", given(self.predicted, "memory")),
             ("guess", given(self.guess, "memory")),

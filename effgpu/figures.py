@@ -359,7 +359,7 @@ def _mark_expected(ax, comparison: Comparison, m: Measurement, quantity: str, ro
 
 
 def _title(comparison: Comparison, quantity: str) -> str:
-    return "peak memory" if quantity == "memory" else f"{quantity} per {comparison.per}"
+    return comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
 
 
 def _hatch(comparison: Comparison, quantity: str) -> str | None:

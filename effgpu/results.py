@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from effgpu.ablation import Ablation
+from effgpu.commands import Bench
 from effgpu.comparison import Comparison
 
 FORMAT = {"format": "effgpu results", "version": 2}
@@ -24,7 +25,7 @@ def save(comparisons: Iterable[Comparison], path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> list[Comparison]:
-    """Read what `save` wrote, ablations as such. Raises ValueError, naming the file, for anything else."""
+    """Read what `save` wrote, ablations and benches as such. Raises ValueError, naming the file, for anything else."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -43,8 +44,8 @@ def load(path: str | Path) -> list[Comparison]:
 
 
 def comparison_from_dict(row: dict) -> Comparison:
-    """A comparison from what its `to_dict` gave, or an ablation, where that says that it is one."""
-    return (Ablation if row.get("kind") == "ablation" else Comparison).from_dict(row)
+    """A comparison from what its `to_dict` gave, or an ablation or a bench, where that says that it is one."""
+    return {"ablation": Ablation, "bench": Bench}.get(row.get("kind"), Comparison).from_dict(row)
 
 
 def stored(name: str) -> list[Comparison]:

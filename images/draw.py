@@ -794,8 +794,8 @@ def epoch_area(ax, left, floor, wide, high, share):
 def distilbert_150k():
     """The time of an epoch as an area: how many positions it has, wide, times what a position costs, high. The naive
     epoch is a large rectangle, most of it hatched padding. With a list of tips it is as wide and less high. With texts
-    bucketed by length it is narrow and as high as at first. Bucketed and in 16 bits it is narrow and low: a small
-    corner of the first."""
+    of similar length in a batch it is narrow and as high as at first. With both it is narrow and low: a small corner of
+    the first."""
     ax = card(388, "Time is an area")
     heading(ax, 36, 62, "naive")
     epoch_area(ax, 36, 190, 190, 112, 0.18)
@@ -803,13 +803,13 @@ def distilbert_150k():
     text(ax, 11, 102, "cost of each", color=GREY, rotation=90)
     arrow(ax, (36, 202), (226, 202), style="<|-|>")
     text(ax, 131, 216, "positions: text and padding", color=GREY)
-    heading(ax, 252, 62, "like lengths")
+    heading(ax, 252, 62, "similar lengths")
     epoch_area(ax, 252, 190, 38, 112, 0.92)
-    text(ax, 252, 208, "as dear,", ha="left")
-    text(ax, 252, 224, "far fewer", ha="left")
+    text(ax, 252, 208, "far fewer,", ha="left")
+    text(ax, 252, 224, "same cost", ha="left")
     heading(ax, 36, 254, "the list of tips")
     epoch_area(ax, 36, 338, 190, 68, 0.18)
-    text(ax, 36, 356, "cheaper, and no fewer", ha="left")
+    text(ax, 36, 356, "cheaper, but as many", ha="left")
     heading(ax, 252, 254, "both")
     epoch_area(ax, 252, 338, 38, 40, 0.92)
     text(ax, 252, 356, "a small corner", ha="left")
@@ -817,13 +817,13 @@ def distilbert_150k():
 
 
 def credit(ax, y, parts, words):
-    """What two techniques save of a step's time, from the right, in the order in which they come; the rest is left."""
+    """What two techniques save of a step's time, from the left, in the order in which they come; the rest is left."""
     text(ax, 18, y + 14, words, ha="left")
-    right = 342
+    left = 96
     for name, color, width in parts:
-        box(ax, right - width, y, width, 28, color, name)
-        right -= width
-    box(ax, 118, y, right - 118, 28, PALE, "left")
+        box(ax, left, y, width, 28, color, name)
+        left += width
+    box(ax, left, y, 342 - left, 28, PALE, "left")
 
 
 def ladder():
@@ -839,8 +839,8 @@ def ladder():
         heading(ax, 258, y + 12, "same loss", True)
     text(ax, 96, 266, "tokens per second", ha="left", color=GREY)
     heading(ax, 18, 296, "a step's time: who gets the credit?")
-    credit(ax, 314, (("TF32", ORANGE, 118), ("bf16", SKY, 44)), "TF32 first")
-    credit(ax, 350, (("bf16", SKY, 140), ("", ORANGE, 22)), "bf16 first")
+    credit(ax, 314, (("TF32", ORANGE, 126), ("bf16", SKY, 48)), "TF32 first")
+    credit(ax, 350, (("bf16", SKY, 132), ("TF32", ORANGE, 42)), "bf16 first")
     return ax.figure
 
 

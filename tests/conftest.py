@@ -25,17 +25,32 @@ hypothesis.settings.load_profile("effgpu")
 HAS_GPU = torch.cuda.is_available()
 
 
+LONGEST = ("16_ladder", "17_distilbert_150k")  # of the lessons
+
+
 def pytest_collection_modifyitems(items):
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+    items.sort(key=_rank)
+
+
+def _rank(item):
+    """What runs one of the longest lessons comes first, then what runs another lesson, then all else."""
+    runs_a_lesson = item.path.suffix == ".ipynb" or item.get_closest_marker("slow")
+    return (not any(lesson in item.nodeid for lesson in LONGEST), False) if runs_a_lesson else (True, True)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Under xdist a notebook's cells stay together, as a file's tests do; what runs a whole lesson may go anywhere."""
+    """Under xdist a notebook's cells stay together, as a file's tests do; what runs a whole lesson may go anywhere.
+
+    The order of the collection stays: the longest first, so that no process is left alone with one of them at the end.
+    """
     from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):

@@ -17,11 +17,14 @@ from effgpu import timing
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {
     "00_measuring": ("6 * tokens * count_weights", "4 * tokens * count_weights"),
-    "01_anatomy": ("return layer(x)  # new", "return written_norm(layer, x)  # new"),
+    "01_anatomy": ("training(native=True, **sizes)  # new", "training(native=False, **sizes)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
-    "04_padding_and_packing": ("parts[3, row, here] = document  # new", "parts[3, row, here] = 1  # new"),
-    "05_batch_size_and_shapes": ("wide.bias[vocabulary:] = -math.inf  # new", "wide.bias[vocabulary:] = 0.0  # new"),
+    "04_padding_and_packing": ("numbers[here] = number  # new", "numbers[here] = 1  # new"),
+    "05_batch_size": (
+        "cross_entropy(model(texts[chosen]), labels[chosen])",
+        'cross_entropy(model(texts[chosen]), labels[chosen], reduction="sum")',
+    ),
     "06_gradient_accumulation": (
         'loss = loss_of(model, piece, reduction="sum") / tokens  # new',
         "loss = loss_of(model, piece) / pieces  # new",
@@ -39,17 +42,14 @@ MUTATIONS = {
         "return torch.autograd.set_detect_anomaly(False)  # new",
     ),
     "13_cudnn_benchmark": (
-        "torch.use_deterministic_algorithms(on)  # new",
-        "torch.use_deterministic_algorithms(False)  # new",
+        "model, images = model.to(memory_format=order), images.to(memory_format=order)  # new",
+        "model, images = model, images  # new",
     ),
-    "14_compile": (
-        "compiled_block = torch.compile(run_block, backend=backend)  # new",
-        "compiled_block = run_block  # new",
-    ),
+    "14_compile": ("block.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "17_distilbert_150k": (
-        "mask = None if sizes.min() == sizes.max() else (ids != 0).long()  # new",
+        "mask = None if shortest == widest else mask_of(ids)  # new",
         "mask = None  # new",
     ),
     "18_pruning": (
@@ -60,7 +60,11 @@ MUTATIONS = {
         "conv.bias = nn.Parameter(part.bias - part.running_mean * scale)  # new",
         "conv.bias = nn.Parameter(part.bias)  # new",
     ),
-    "20_multi_gpu": ("return rows.chunk(ranks)[dist.get_rank() % ranks]  # new", "return rows.chunk(ranks)[0]  # new"),
+    "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
+    "21_shapes": ("wide.bias[vocabulary:] = -math.inf  # new", "wide.bias[vocabulary:] = 0.0  # new"),
+    "22_out_of_memory": ("rows = max(1, budget // texts.shape[1])  # new", "rows = len(texts)  # new"),
+    "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
+    "24_table_of_2022": ("ctx.save_for_backward(weights, scores)", "ctx.save_for_backward(weights)"),
 }
 
 
@@ -75,6 +79,7 @@ socket.socket.connect = connect
 """
 
 
+@pytest.mark.slow
 @each_lesson
 def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, tmp_path, monkeypatch):
     """All cells; the technique done wrong, which the checked cells notice; all cells again; every solution."""

@@ -18,9 +18,9 @@ import effgpu
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
 MEASURING = [
-    *("units", "device", "variants", "timing", "memory", "power", "flops", "ops"),
+    *("units", "device", "ticking", "callbacks", "variants", "timing", "memory", "power", "flops", "ops"),
     *("allocator", "fake_gpu", "prediction"),
-    *("measurement", "comparison", "ablation", "results", "figures"),
+    *("measurement", "comparison", "processes", "commands", "ablation", "results", "figures"),
 ]
 COURSE = [f"course.{name}" for name in ("corpus", "workloads", "runner", "report")]
 ORDER = [*MEASURING, *COURSE, "__main__"]

@@ -1,18 +1,21 @@
-"""README holds what the committed notebooks hold: its lines on the lessons and its picture. As a script: write them."""
+"""README holds what the committed notebooks hold: its lines on the lessons, its picture. As a script: write them."""
 
 import base64
 import html
 import re
+import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from effgpu.ablation import Ablation
-from effgpu.comparison import BASELINE_FAILED, Comparison
+from effgpu.comparison import FASTER, INCONCLUSIVE, Comparison, FullSize
 from effgpu.course.runner import Outcome, read_lessons
-from effgpu.results import STORED, load, save
-from effgpu.units import NOT_MEASURED
+from effgpu.results import STORED, load, save, stored
+from effgpu.units import GiB
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -22,50 +25,75 @@ PICTURE = ROOT / "images" / "result.png"
 ALT = "Memory of one training step: a tall mountain of activations, and with checkpointing a row of small teeth."
 QUESTIONS = {
     "My GPU idles": ("00", "02", "03", "12"),
-    "It does not fit": ("01", "06", "07", "09", "11"),
-    "It is slow": ("04", "05", "08", "10", "13", "14", "16", "17"),
+    "It does not fit": ("01", "06", "07", "09", "11", "22", "23"),
+    "It is slow": ("04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
     "Is the result still right?": ("15",),
     "After training": ("18", "19"),
     "More than one GPU": ("20",),
 }
+NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
+BADGE = "[![Colab][colab]]"
+MOST_LINES = 120
 
 
 def address() -> str:
     return re.search(r'^Repository = "https://github.com/(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
+@cache
 def lessons() -> list[Outcome]:
     return read_lessons(ROOT / "notebooks")
 
 
-def tables() -> str:
-    """A table for each question, with a row for each lesson: what it does, its headline, and the badge."""
+def lists() -> str:
+    """A list for each question, with a line for each lesson: the badge, what it does, and its headline."""
     found = {lesson.name[:2]: lesson for lesson in lessons()}
     parts = []
     for question, numbers in QUESTIONS.items():
-        rows = "\n".join(row(found[number]) for number in numbers)
-        parts.append(f"**{question}**\n\n| | | |\n|---|---|---|\n{rows}\n")
-    return "\n".join(parts)
+        lines = "\n".join(line(found[number]) for number in numbers if number in found)
+        parts.append(f"**{question}**\n\n{lines}\n")
+    return "\n".join([*parts, f"CPU: {cpus()}\n"])
 
 
-def row(lesson: Outcome) -> str:
-    badge = f"https://colab.research.google.com/github/{address()}/blob/main/notebooks/{lesson.name}.ipynb"
-    image = "https://colab.research.google.com/assets/colab-badge.svg"
-    title, _, about = lesson.title.partition(":")
-    link = f"[{lesson.name[:2]} {title}](notebooks/{lesson.name}.ipynb)"
-    return f"| {link}{': ' * bool(about)}{about.strip()} | {headline(lesson)} | [![Open in Colab]({image})]({badge}) |"
+def line(lesson: Outcome) -> str:
+    page = f"https://colab.research.google.com/github/{address()}/blob/main/notebooks/{lesson.name}.ipynb"
+    title, _, subtitle = lesson.title.partition(":")
+    about = lesson.about or f"{subtitle.strip()[:1].upper()}{subtitle.strip()[1:]}."
+    told = re.sub(r" (?=%|×|GiB|MiB)|(?<=×) ", "\N{NO-BREAK SPACE}", headline(lesson))
+    return f"- {BADGE}({page}) [{title}](notebooks/{lesson.name}.ipynb): {about}{f' *{told}*' * bool(told)}"
 
 
 def headline(lesson: Outcome) -> str:
-    """What the first variant after the baseline gave, in words; empty where nothing was compared."""
-    main = next((comparison for comparison in lesson.comparisons if comparison.name == lesson.name), None)
-    if main is None or main.baseline.failed:
-        return "needs a GPU"
-    label = main.measurements[1].label
-    told = [main.tell(label)]
-    memory = main.tell(label, "memory")
-    told += [f"{memory} memory"] * (memory not in (NOT_MEASURED, "0 %", BASELINE_FAILED))
-    return f"*{label}*: {', '.join(told)}<br><sub>{main.device.label}</sub>"
+    """The headline in words with its device: a GPU's where one is stored, else the notebook's, if a CPU can tell.
+
+    In place of the bytes that a small model takes on a CPU stands what the lesson predicts for a GPU's real size.
+    """
+    stored_outcomes = [replace(lesson, comparisons=(comparison,)) for comparison in stored(lesson.name)]
+    told = [outcome.headline for outcome in (lesson, *stored_outcomes) if outcome.headline]
+    told.sort(key=lambda each: each.comparison.device.kind != "cuda")
+    if lesson.name[:2] in NEEDS_A_GPU and not any(each.comparison.device.kind == "cuda" for each in told):
+        return "Needs a GPU."
+    if not told:
+        return ""
+    best = told[0]
+    device = best.comparison.device
+    where = f"on {device.label if device.kind == 'cuda' else 'a CPU'}"
+    if device.kind == "cuda" or not best.full_size:
+        return f"{best.label}: {without_interval(best.tell())} {where}"
+    verdict = best.comparison.verdict(best.label)
+    time = "" if verdict == INCONCLUSIVE else f"{without_interval(best.time)} {where}"
+    parts = [time, best.full_size] if verdict == FASTER else [best.full_size, time]
+    return f"{best.label}: {', '.join(filter(None, parts))}"
+
+
+def without_interval(told: str) -> str:
+    return re.sub(r" \[[^]]*\]| \(±[^)]*\)", "", told)
+
+
+def cpus() -> str:
+    """The CPUs that the committed notebooks were executed on."""
+    devices = [comparison.device for lesson in lessons() for comparison in lesson.comparisons]
+    return " and ".join(sorted({f"{d.name}, {d.cores} cores" for d in devices if d.kind == "cpu"})) or "none"
 
 
 def picture() -> tuple[bytes, str]:
@@ -86,11 +114,55 @@ def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
 
 
 def test_lines_on_the_lessons_are_what_the_notebooks_hold():
-    assert LESSONS.search(README.read_text())[0] == tables(), "make readme brings it up to date"
+    assert LESSONS.search(README.read_text())[0] == lists(), "make readme brings it up to date"
 
 
 def test_every_lesson_answers_one_question():
-    assert sorted(number for numbers in QUESTIONS.values() for number in numbers) == [m.name[:2] for m in lessons()]
+    asked = [number for numbers in QUESTIONS.values() for number in numbers]
+    assert len(set(asked)) == len(asked) and {lesson.name[:2] for lesson in lessons()} <= set(asked)
+
+
+@pytest.fixture
+def make_lesson(make_measurement, cpu, make_gpu, monkeypatch):
+    """A function that makes a lesson of two variants on a CPU; the second takes `seconds` where the first takes 1."""
+    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: [])
+
+    def make(name, seconds=2.0, peak=500, gpu=False, **fields):
+        device = make_gpu() if gpu else cpu
+        measured = (
+            make_measurement("plain", 1.0, device=device),
+            make_measurement("new", seconds, peak_allocated=peak, device=device),
+        )
+        return Outcome(name, "Title: of a lesson", (Comparison(name, measured, **fields),))
+
+    return make
+
+
+FULL_SIZE = {"plain": FullSize(20 * GiB, "T4", "does not fit"), "new": FullSize(5 * GiB, "T4", "fits")}
+
+
+def test_a_headline_is_in_words_without_an_interval_and_names_the_device(make_lesson):
+    assert headline(make_lesson("07_some")) == "new: −50 % memory, 2.00 × slower on a CPU"
+    assert headline(make_lesson("07_some", 0.5)) == "new: 2.00 × faster, −50 % memory on a CPU"
+    assert headline(make_lesson("13_some", gpu=True)) == "new: −50 % memory, 2.00 × slower on NVIDIA Test"
+    assert headline(Outcome("22_some", "Compares nothing")) == ""
+    assert without_interval("inconclusive (±64 %)") == "inconclusive"
+
+
+def test_a_headline_on_memory_may_be_predicted_and_says_so(make_lesson):
+    size = "20.0 → 5.00 GiB on a GPU, so that it fits a T4 (predicted)"
+    assert headline(make_lesson("07_some", full_size=FULL_SIZE)) == f"new: {size}, 2.00 × slower on a CPU"
+    assert headline(make_lesson("07_some", 0.5, full_size=FULL_SIZE)) == f"new: 2.00 × faster on a CPU, {size}"
+    measured = make_lesson("07_some", gpu=True, full_size=FULL_SIZE)
+    assert headline(measured) == "new: −50 % memory, 2.00 × slower on NVIDIA Test"
+
+
+def test_what_needs_a_gpu_has_no_headline_until_a_gpus_is_stored(make_lesson, monkeypatch):
+    assert headline(Outcome("03_some", "Pinned")) == headline(make_lesson("13_some")) == "Needs a GPU."
+    of_gpu = make_lesson("13_some", 0.5, gpu=True).comparisons
+    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: list(of_gpu) * (name == "13_some"))
+    assert headline(make_lesson("13_some")) == "new: 2.00 × faster, −50 % memory on NVIDIA Test"
+    assert headline(make_lesson("14_some")) == "new: −50 % memory, 2.00 × slower on a CPU"
 
 
 def test_picture_is_the_notebooks():
@@ -100,7 +172,7 @@ def test_picture_is_the_notebooks():
 
 
 def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
 def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
@@ -115,12 +187,20 @@ def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurem
     assert of_another_run(lessons(), STORED) == []
 
 
-def test_every_link_and_picture_exists():
-    text = README.read_text()
-    targets = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r'src="([^":]+)"', text)
-    assert targets
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/measuring.md", "docs/fit.md"])
+def test_every_link_and_picture_exists(name):
+    page = ROOT / name
+    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
     for target in targets:
-        assert (ROOT / target).exists(), target
+        assert (page.parent / target).exists(), target
+    assert targets or name == "docs/fit.md"
+
+
+def test_ci_runs_what_make_test_leaves_out():
+    rules = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert "not slow" in rules["test"] and "slow" not in rules["test-all"]
+    assert rules["test"].replace(" and not slow", "") == rules["test-all"], "else the same"
+    assert re.search(r"^make test-all$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/measuring.md"])
@@ -131,7 +211,7 @@ def test_every_make_target_named_exists(name):
 
 
 def test_the_examples_run(no_collecting):
-    """The README's examples, with a model of one layer on the CPU for the reader's own."""
+    """The examples of README and docs/measuring.md, with a model of one layer on the CPU for the reader's own."""
     import torch
 
     dtypes = []
@@ -148,7 +228,8 @@ def test_the_examples_run(no_collecting):
 
     names = {"create": build, "load": lambda checkpoint: build()[::2]}
     results = []
-    for example in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
+    text = README.read_text() + (ROOT / "docs" / "measuring.md").read_text()
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(example.replace('"samples"', '"samples", seconds=0.01'), names)
         results.append(names["result"])
         assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
@@ -162,4 +243,4 @@ def test_the_examples_run(no_collecting):
 if __name__ == "__main__":
     png, lines = picture()
     PICTURE.write_bytes(png)
-    README.write_text(SHOWN.sub(lambda _: lines, LESSONS.sub(lambda _: tables(), README.read_text())))
+    README.write_text(SHOWN.sub(lambda _: lines, LESSONS.sub(lambda _: lists(), README.read_text())))

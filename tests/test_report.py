@@ -1,16 +1,22 @@
 """The report, as a real browser shows it."""
 
+import base64
+import io
+import itertools
+import random
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageChops, ImageStat
 
 from effgpu.__main__ import main
-from effgpu.comparison import Comparison
+from effgpu.ablation import Ablation
+from effgpu.comparison import Comparison, FullSize
 from effgpu.course import report
-from effgpu.course.runner import Outcome
+from effgpu.course.runner import Outcome, Picture
 from effgpu.device import Device
 from effgpu.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.results import save
@@ -128,9 +134,8 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, page_of_two_machines):
 def test_every_result_is_in_words_with_its_prediction_and_the_guess(browser, page_of_two_machines):
     page = browser.new_page()
     page.goto(page_of_two_machines.as_uri())
-    rows = page.locator("section").first.locator("tbody").first.locator("tr").all_inner_texts()
-    heading, *rows = [[" ".join(cell.split()) for cell in row.split("\t")] for row in rows]
-    assert heading == ["mixed_precision"]
+    rows = page.locator("article").first.locator("tbody tr").all_inner_texts()
+    rows = [[" ".join(cell.split()) for cell in row.split("\t")] for row in rows]
     cells = {label: told for label, *told in rows}
     assert cells["fp32"] == ["41.2 ms baseline", "9.00 GiB", "12.4 J"]
     assert cells["fp64 not the same training"][1:] == ["+100 %", "+118 % predicted +100 %"]
@@ -153,12 +158,14 @@ def test_predictions_are_small_print_below_the_result(browser, page_of_two_machi
         return own.getBoundingClientRect().top >= result.getBoundingClientRect().bottom - 1
             && parseFloat(getComputedStyle(own).fontSize) < parseFloat(getComputedStyle(result).fontSize);
     }"""
-    assert [e.evaluate(below) for e in page.locator(".expected").all()] == [True] * 14  # 4 of a GPU, 3 of a CPU, twice
+    assert [e.evaluate(below) for e in page.locator("td .expected").all()] == [
+        True
+    ] * 14  # 4 of a GPU, 3 of a CPU, twice
     page.close()
 
 
 def test_a_cpus_times_are_called_a_cpus(page_of_two_machines):
-    gpu, cpu = page_of_two_machines.read_text().split("<section>")[1:]
+    gpu, cpu = page_of_two_machines.read_text().split('<section class="machine">')[1:]
     for told in ("AMD EPYC &lt;7B13&gt; (CPU, 2 cores)", "Time on this CPU", "not a GPU’s", "of the host"):
         assert told in cpu and told not in gpu
     assert "Energy" in gpu and "Energy" not in cpu
@@ -173,11 +180,135 @@ def test_what_failed_is_named_and_nothing_in_it_is_markup(tmp_path):
     assert "There are no comparisons" in page
 
 
-def test_a_lesson_that_leads_stands_first_and_the_rest_in_their_order(tmp_path):
-    names = ["01_one", "02_two", "16_all"]
-    outcomes = tuple(Outcome(name, name, (compare(CPU, name),), leads=name == "16_all") for name in names)
-    page = report.write(tmp_path / "report.html", [report.Section(CPU, outcomes)]).read_text()
-    assert sorted(names, key=page.index) == ["16_all", "01_one", "02_two"]
+def lesson(name: str, seconds: float, peak: int, **fields) -> Outcome:
+    """A lesson whose main comparison has one variant; its baseline takes a second and 1000 bytes."""
+    measured = [("old", 1.0, 1000), ("new", seconds, peak)]
+    rows = tuple(
+        Measurement(label, ((seconds, seconds),) * 8, CPU, peak_allocated=peak) for label, seconds, peak in measured
+    )
+    return Outcome(name, f"Title {name}: more", (Comparison(name, rows, **fields),))
+
+
+LESSONS = [
+    lesson("01_slower", 1.5, 1005),
+    lesson("02_faster", 0.7, 1000),
+    lesson("03_smaller", 1.2, 400),
+    lesson("04_equal", 1.0, 1000),
+    lesson("05_fastest", 0.2, 1000, predicted={"new": {"time": 0.3}}, guess={"new": {"time": 0.5}}),
+    lesson("06_slowest", 4.0, 1000),
+    Outcome("07_silent", "Silent"),
+]
+
+
+@pytest.fixture(scope="module")
+def page_of_lessons(tmp_path_factory) -> Path:
+    return report.write(tmp_path_factory.mktemp("lessons") / "report.html", [report.Section(CPU, tuple(LESSONS))])
+
+
+def test_the_page_begins_with_what_pays_and_what_does_not(browser, page_of_lessons):
+    page = browser.new_page()
+    page.goto(page_of_lessons.as_uri())
+    assert page.locator("h1").inner_text() == "What pays on this machine"
+    groups = [heading.split()[1:4] for heading in page.locator(".verdict").all_inner_texts()]
+    assert [" ".join(words) for words in groups] == [
+        *("Pays less time", "A trade less", "No difference the", "Does not pay")
+    ]
+    links = page.locator(".overview a")
+    assert [text.split()[0] for text in links.all_inner_texts()] == ["05", "02", "03", "04", "01", "06"]
+    for link in links.all():
+        assert page.locator(link.get_attribute("href")).count() == 1
+    first = " ".join(page.locator(".overview li").first.inner_text().split())
+    assert first == (
+        "05 Title 05_fastest new against old "
+        "Time 5.00 × faster [5.00, 5.00] predicted 3.33 × faster, guess 2.00 × faster Peak memory 0 %"
+    )
+    assert "Without a result: 07 Silent. They need a GPU" in page.locator(".silent").inner_text()
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_bar_lies_left_of_the_baseline_for_less_and_right_for_more(browser, page_of_lessons, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto(page_of_lessons.as_uri())
+    place = """(e, child) => {
+        const [own, bar] = [e.querySelector(child), e].map(each => each?.getBoundingClientRect());
+        return own && [own.left, own.right].map(x => Math.round(50 * (x - bar.left) / bar.width) / 25);
+    }"""
+    bars = page.locator(".overview .bar")
+    assert bars.count() == 12  # time and memory of six lessons
+    assert [bars.nth(n).evaluate(place, ".fill") for n in (0, 4, 5, 6)] == [[0.2, 1], [1, 1.2], [0.4, 1], [1, 1]]
+    assert bars.nth(10).evaluate(place, ".fill") == [1, 2] and page.locator(".beyond").count() == 1
+    for mark, ratio in {".predicted": 0.3, ".guess": 0.5}.items():
+        left, right = bars.first.evaluate(place, mark)
+        assert (left + right) / 2 == pytest.approx(ratio, abs=0.05)
+    page.close()
+
+
+def test_what_a_lesson_predicts_at_a_gpus_size_is_in_the_page_and_named_so(tmp_path):
+    sizes = {"old": FullSize(20 * 2**30, "T4", "does not fit"), "new": FullSize(2**30, "T4", "fits")}
+    section = report.Section(CPU, (lesson("01_some", 1.0, 400, full_size=sizes),))
+    page = report.write(tmp_path / "report.html", [section]).read_text()
+    assert "20.0 → 1.00 GiB on a GPU, so that it fits a T4 (predicted)" in page
+    assert "at full size on a T4 (predicted)" in page and "<td>1.00 GiB, fits</td>" in page
+
+
+def test_a_long_table_is_folded_and_an_ablation_has_a_row_for_each_switch_above_it(tmp_path, make_measurement):
+    switches = "abcd"
+    labels = [" + ".join(on) for n in range(5) for on in itertools.combinations(switches, n)]
+    ablation = Ablation(
+        "01_all", tuple(make_measurement(label or "none", 1 - 0.01 * n) for n, label in enumerate(labels))
+    )
+    section = report.Section(CPU, (Outcome("01_all", "All", (ablation,)), lesson("02_short", 0.7, 1000)))
+    page = report.write(tmp_path / "report.html", [section]).read_text()
+    _, long, short = page.split("<article")
+    assert "on top of the rest" in long.partition("<details>")[0] and "a + b + c" not in long.partition("<details>")[0]
+    assert "All 16 variants" in long and "a + b + c + d" in long.partition("<details>")[2]
+    assert "<details>" not in short and "<table>" in short
+
+
+def noisy_picture(shows: str, side: int = 600) -> Picture:
+    """A picture that no palette makes small: some 100 kB at a side of 300."""
+    file = io.BytesIO()
+    Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side)).save(file, "PNG")
+    return Picture(base64.b64encode(file.getvalue()).decode(), "Noise", shows)
+
+
+def test_a_page_holds_at_most_3_mb_and_leaves_out_the_further_plots_first(tmp_path):
+    pictures = [noisy_picture("other"), noisy_picture("other"), noisy_picture("other")]
+    names = [f"{n:02d}_some" for n in range(4)]
+    outcomes = [replace(lesson(name, 0.5, 500), pictures=(*pictures, noisy_picture(name))) for name in names]
+    path = report.write(tmp_path / "report.html", [report.Section(CPU, tuple(outcomes))])
+    assert 2_000_000 < path.stat().st_size <= 3_000_000
+    articles = path.read_text().split("<article")[1:]
+    assert all("<img" in article.partition("<details>")[0] for article in articles), "a main plot is left out"
+    shown = path.read_text().count("<img")
+    assert f"Left out to keep this page small: {16 - shown} plots." in path.read_text()
+
+
+def test_a_plot_takes_fewer_bytes_in_the_page_and_looks_the_same(tmp_path):
+    from effgpu import figures
+
+    png = figures.to_png(figures.plot(compare(CPU)))
+    small = base64.b64decode(report._in_palette(base64.b64encode(png).decode()))
+    assert len(small) < 0.6 * len(png)
+    before, after = (Image.open(io.BytesIO(each)).convert("RGB") for each in (png, small))
+    assert before.size == after.size
+    assert max(ImageStat.Stat(ImageChops.difference(before, after)).mean) < 1.5
+    diamond = before.tobytes().index(bytes.fromhex(figures.ORANGE[1:])) // 3  # of the prediction, a rare colour
+    at = diamond % before.width, diamond // before.width
+    assert all(abs(a - b) < 20 for a, b in zip(before.getpixel(at), after.getpixel(at)))
+    assert report._in_palette("aGVsbG8=") == "aGVsbG8="  # not an image
+
+
+def test_stored_results_are_gathered_by_lesson(monkeypatch):
+    listed = [Outcome("02_dataloader", "DataLoader workers", about="Load ahead.")]
+    monkeypatch.setattr(report.runner, "list_lessons", lambda: listed)
+    monkeypatch.setattr(report, "_draw", lambda comparison: Picture("", "", comparison.name))
+    section = report.from_results([compare(CPU, name) for name in ("02_tokenise", "02_dataloader", "my_own", "other")])
+    found = [(outcome.name, outcome.title, [c.name for c in outcome.comparisons]) for outcome in section.outcomes]
+    lesson = ("02_dataloader", "DataLoader workers", ["02_tokenise", "02_dataloader"])
+    assert found == [lesson, ("my_own", "my_own", ["my_own"]), ("other", "other", ["other"])]
+    assert section.outcomes[0].headline.comparison.name == "02_dataloader"
 
 
 def test_variants_with_order_effects_are_named(tmp_path):
@@ -186,7 +317,7 @@ def test_variants_with_order_effects_are_named(tmp_path):
     for comparison in (quiet, loud):
         section = report.Section(CPU, (Outcome("a", "A", (comparison,)),))
         page = report.write(tmp_path / "report.html", [section]).read_text()
-        assert ("the time depends on which variant ran before: fp32, " in page) == (comparison is loud)
+        assert ("The time depends on which variant ran before: fp32, " in page) == (comparison is loud)
 
 
 def test_versions_that_differ_between_results_are_all_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -9,10 +10,11 @@ import pytest
 
 from effgpu import results
 from effgpu.ablation import Ablation
-from effgpu.comparison import MIME_TYPE, Comparison
+from effgpu.comparison import MIME_TYPE, Comparison, FullSize
 from effgpu.course import runner
 from effgpu.device import Device
 from effgpu.measurement import Measurement
+from effgpu.units import GiB
 
 CALCULATOR = Device("Pocket calculator", "cpu", 2**30, 1, versions={"torch": "2.8.0"})
 PICTURE = """\
@@ -175,13 +177,106 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
     assert good.read_bytes() == (out / "notebooks" / "03_good.ipynb").read_bytes()
 
 
-def test_a_lesson_says_by_a_tag_that_it_leads_the_report(tmp_path, out):
-    notebook = nbformat.read(write_lesson(tmp_path, "16_all", compares("all")), as_version=4)
-    notebook.cells[1].metadata.tags = ["leads"]
-    nbformat.write(notebook, out / "notebooks" / "16_all.ipynb")
-    write_lesson(out / "notebooks", "01_one", compares("one"))
-    leads = {outcome.name: outcome.leads for outcome in runner.read_lessons(out / "notebooks")}
-    assert leads == {"01_one": False, "16_all": True}
+FIRST_SCREEN = "# A title: and more\n\n**One *bold* `sentence`.** Another.\n\n| | |\n|---|---|\n| **Buys** | time |"
+
+
+def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path, monkeypatch):
+    for name, first in {"01_new": FIRST_SCREEN, "02_old": "# Old\n\n**The claim.** Words.", "my_own": "# Mine"}.items():
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(first)])
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    expected = [("01_new", "A title: and more", "One bold sentence."), ("02_old", "Old", "")]
+    found = runner.read_lessons(tmp_path)
+    assert [(lesson.name, lesson.title, lesson.about) for lesson in found] == [*expected, ("my_own", "Mine", "")]
+    (tmp_path / "03_foreign.ipynb").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "LESSONS", tmp_path)
+    assert [(lesson.name, lesson.title, lesson.about) for lesson in runner.list_lessons()] == expected
+
+
+def test_a_plot_belongs_to_the_comparison_that_its_cell_names(tmp_path, make_measurement):
+    rows = make_measurement("slow", 0.02), make_measurement("fast", 0.01)
+    cells = {"result = 1\nresult": "first", "other": "second", "effgpu.plot(result)": "", "effgpu.plot(unknown)": ""}
+    made = []
+    for source, name in cells.items():
+        data = {MIME_TYPE: Comparison(name, rows).to_dict()} if name else {"image/png": "aGVsbG8="}
+        made.append(nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("display_data", data=data)]))
+    nbformat.write(nbformat.v4.new_notebook(cells=made), tmp_path / "01_plots.ipynb")
+    (lesson,) = runner.read_lessons(tmp_path)
+    assert [picture.shows for picture in lesson.pictures] == ["first", ""]
+    assert lesson.pictures[0].alt == lesson.comparisons[0].alt_text()
+
+
+@pytest.fixture
+def make_headline(make_measurement):
+    """A function that makes the headline of a lesson: the variant "new" takes so many seconds and bytes, "old" 1, 1000.
+
+    With `noise` the interval of its time includes 1. Without seconds it ran out of memory.
+    """
+
+    def make(seconds=1.0, peak=1000, noise=False, old_failed=False, **fields):
+        old = make_measurement("old", 1.0, failed=old_failed)
+        new = make_measurement("new", seconds or 1, peak_allocated=peak, failed=seconds is None)
+        if noise:
+            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(8)))
+        return runner.Outcome("01_some", "Some", (Comparison("01_some", (old, new), **fields),)).headline
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("seconds", "peak", "noise", "verdict", "told"),
+    [
+        (0.5, 1000, False, runner.PAYS, "2.00 × faster [2.00, 2.00]"),
+        (0.5, 500, False, runner.PAYS, "2.00 × faster [2.00, 2.00], −50 % memory"),
+        (1.0, 500, False, runner.PAYS, "−50 % memory, same time (within 1 %)"),
+        (1.0, 500, True, runner.PAYS, "−50 % memory"),
+        (0.5, 1500, False, runner.TRADE, "2.00 × faster [2.00, 2.00], +50 % memory"),
+        (2.0, 500, False, runner.TRADE, "−50 % memory, 2.00 × slower [2.00, 2.00]"),
+        (1.0, 1005, False, runner.NO_DIFFERENCE, "same time (within 1 %)"),
+        (1.0, 995, True, runner.UNCLEAR, "inconclusive (±79 %)"),
+        (2.0, 1000, False, runner.COSTS, "2.00 × slower [2.00, 2.00]"),
+        (1.0, 1500, True, runner.COSTS, "+50 % memory"),
+        (None, 1000, False, runner.COSTS, "out of memory"),
+    ],
+)
+def test_a_headline_says_whether_the_variant_pays_and_what_it_gains_first(
+    make_headline, seconds, peak, noise, verdict, told
+):
+    headline = make_headline(seconds, peak, noise)
+    assert headline.verdict == verdict
+    assert re.sub(r"±\d+", "±79", headline.tell()) == told
+
+
+def test_a_variant_that_runs_where_the_baseline_does_not_pays(make_headline):
+    headline = make_headline(old_failed=True)
+    assert (headline.verdict, headline.tell()) == (runner.PAYS, "runs where old does not (out of memory)")
+    assert make_headline(None, old_failed=True).verdict == runner.COSTS
+
+
+def test_a_headline_tells_what_is_predicted_at_a_gpus_size(make_headline):
+    def told(before, after, verdicts=("fits", "fits")):
+        sizes = {label: FullSize(*needed) for label, *needed in zip(("old", "new"), (before, after), "TT", verdicts)}
+        return make_headline(full_size=sizes).full_size
+
+    assert told(20 * GiB, 5 * GiB) == "20.0 → 5.00 GiB on a GPU (predicted)"
+    assert told(2 * GiB, GiB // 2) == "2.00 GiB → 512 MiB on a GPU (predicted)"
+    rescued = told(20 * GiB, 5 * GiB, ("does not fit", "fits"))
+    assert rescued == "20.0 → 5.00 GiB on a GPU, so that it fits a T (predicted)"
+    assert make_headline().full_size == make_headline(full_size={"new": FullSize(1, "T4", "fits")}).full_size == ""
+    assert make_headline(0.5).tell(rescued) == f"2.00 × faster [2.00, 2.00], {rescued}"
+
+
+def test_the_headline_is_of_the_last_variant_that_the_reader_guesses(make_measurement):
+    def label(name="01_some", labels="abcd", **expected):
+        rows = tuple(make_measurement(each) for each in labels)
+        headline = runner.Outcome("01_some", "Some", (Comparison(name, rows, **expected),)).headline
+        return headline and headline.label
+
+    on_bc, on_d = {each: {"time": 0.5} for each in "bc"}, {"d": {"time": 0.5}}
+    assert label() == "d"
+    assert label(predicted=on_bc) == "c"
+    assert label(predicted=on_d, guess=on_bc) == "c"
+    assert label("01_other") is None and label(labels="a") is None
 
 
 FOREIGN = ["", "{", "[]", "{}", '{"nbformat": 9, "nbformat_minor": 0, "cells": [], "metadata": {}}']

@@ -2,23 +2,38 @@
 
 import base64
 import html
-from collections.abc import Iterable, Sequence
+import io
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from effgpu import results, units
+from effgpu.ablation import Ablation
 from effgpu.comparison import BASELINE, FASTER, INCONCLUSIVE, SAME, SLOWER, Comparison
-from effgpu.course.runner import Outcome, Picture
+from effgpu.course import runner
+from effgpu.course.runner import COSTS, NO_DIFFERENCE, PAYS, TRADE, UNCLEAR, Headline, Outcome, Picture
 from effgpu.device import Device
 from effgpu.measurement import Measurement
 
 STYLE = Path(__file__).with_name("report.css")
+MOST_BYTES = 3_000_000  # of the page
+MOST_ROWS = 12  # of a table that is not folded
+_COLORS = 128  # of a plot's palette: fewer bytes than true colour, and no visible difference
+_MARKUP = 200  # bytes around a plot
 _MARKS = {  # of a verdict: a sign and a class of the style sheet
     FASTER: ("↓", "faster"),
     SLOWER: ("↑", "slower"),
     SAME: ("=", "same"),
     INCONCLUSIVE: ("?", "same"),
     BASELINE: ("·", "same"),
+}
+_GROUPS = {  # of the headlines, in their order: heading, explanation, sign and class of the style sheet
+    PAYS: ("Pays", "less time or less memory, and more of neither", "✓", "faster"),
+    TRADE: ("A trade", "less of one, more of the other", "⇄", "trade"),
+    NO_DIFFERENCE: ("No difference", "the same time, the same memory", "=", "same"),
+    UNCLEAR: ("Cannot tell", "memory is the same, and the time is inconclusive", "?", "same"),
+    COSTS: ("Does not pay", "more time or more memory, and less of neither", "✕", "slower"),
 }
 _ICON = (
     "%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
@@ -35,50 +50,65 @@ class Section:
 
 
 def from_results(comparisons: Sequence[Comparison]) -> Section:
-    """Return a section for the stored results of one machine. Their plots are drawn again."""
-    from effgpu import figures
+    """Return a section for the stored results of one machine. Their plots are drawn again.
 
-    outcomes = []
+    Comparisons whose names start with the number of a lesson, as "02_" in "02_tokenise", are results of that lesson.
+    """
+    lessons = {lesson.name[:3]: lesson for lesson in runner.list_lessons()}
+    found: dict[Outcome, list[Comparison]] = {}
     for comparison in comparisons:
-        png = base64.b64encode(figures.to_png(figures.plot(comparison))).decode()
-        picture = Picture(png, comparison.alt_text())
-        outcomes.append(Outcome(comparison.name, comparison.name, (comparison,), (picture,)))
+        lesson = lessons.get(comparison.name[:3], Outcome(comparison.name, comparison.name))
+        found.setdefault(lesson, []).append(comparison)
+    outcomes = [
+        replace(lesson, comparisons=tuple(group), pictures=tuple(map(_draw, group))) for lesson, group in found.items()
+    ]
     return Section(comparisons[0].device, tuple(outcomes))
 
 
 def write(path: str | Path, sections: Iterable[Section]) -> Path:
-    """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written."""
-    body = "\n".join(_section(section) for section in sections)
-    page = f"""<!DOCTYPE html>
+    """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written.
+
+    The page has at most `MOST_BYTES`: plots beyond that are left out, those of the main comparisons last.
+    """
+    sections = [_shrink(section) for section in sections]
+    room = MOST_BYTES - len(_page([_without_pictures(section) for section in sections]).encode()) - _MARKUP
+    kept = _keep_pictures(sections, room)
+    return results.write_atomic(path, _page(kept, left_out=_count_plots(sections) - _count_plots(kept)))
+
+
+def _page(sections: Sequence[Section], left_out: int = 0) -> str:
+    title = "What pays on this machine" if len(sections) == 1 else "What pays on these machines"
+    body = "\n".join(itertools.starmap(_section, enumerate(sections)))
+    return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>effgpu: what each technique did</title>
+<title>effgpu: {title.lower()}</title>
 <link rel="icon" href="data:image/svg+xml,{_ICON}">
 <style>
 {STYLE.read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>
-<h1>What each technique did</h1>
-<p class="lead">Each variant against the first one, the baseline. They take turns while they are measured.
+<h1>{title}</h1>
+<p class="lead">One variant of each lesson against the lesson’s baseline. They took turns while they were measured.
 “2&nbsp;×&nbsp;slower” takes twice as long; brackets hold the 99&nbsp;% interval. “Same” means that any difference is
 too small to matter, “inconclusive” that the measurements do not show which is faster.</p>
 {body}
+{f'<p class="silent">Left out to keep this page small: {left_out} plots.</p>' * bool(left_out)}
 </main>
 </body>
 </html>
 """
-    return results.write_atomic(path, page)
 
 
-def _section(section: Section) -> str:
-    section = replace(section, outcomes=tuple(sorted(section.outcomes, key=lambda outcome: not outcome.leads)))
-    plots = "".join(map(_plots, section.outcomes))
-    parts = [_machine(section), _failures(section.outcomes), _table(section), f'<div class="plots">\n{plots}</div>\n']
-    return f"<section>\n{''.join(parts)}</section>"
+def _section(number: int, section: Section) -> str:
+    anchors = {outcome.name: f"m{number}-{outcome.name}" for outcome in section.outcomes}
+    lessons = "".join(_lesson(outcome, anchors[outcome.name]) for outcome in section.outcomes)
+    parts = [_machine(section), _failures(section.outcomes), _overview(section, anchors), lessons]
+    return f'<section class="machine">\n{"".join(parts)}</section>'
 
 
 def _machine(section: Section) -> str:
@@ -92,7 +122,8 @@ def _machine(section: Section) -> str:
     }
     rows = "".join(f"<div><dt>{name}</dt><dd>{html.escape(fact)}</dd></div>\n" for name, fact in facts.items() if fact)
     note = '<p class="note">All times are this CPU’s, not a GPU’s.</p>\n' * (device.kind == "cpu")
-    return f"<h2>{html.escape(device.label)}</h2>\n<dl>\n{rows}</dl>\n{note}"
+    folded = f"<details>\n<summary>About this machine</summary>\n<dl>\n{rows}</dl>\n</details>\n"
+    return f"<h2>{html.escape(device.label)}</h2>\n{note}{folded}"
 
 
 def _versions(section: Section) -> dict[str, str]:
@@ -114,36 +145,177 @@ def _failures(outcomes: Iterable[Outcome]) -> str:
     return f'<div class="failed">\n<h3>Lessons that failed</h3>\n<ul>\n{rows}</ul>\n</div>\n' if rows else ""
 
 
-def _table(section: Section) -> str:
-    comparisons = [(outcome, comparison) for outcome in section.outcomes for comparison in outcome.comparisons]
-    if not comparisons:
-        return "<p>There are no comparisons.</p>\n"
-    columns = {"time": "Time" if section.device.kind == "cuda" else "Time on this CPU", "memory": "Peak memory"}
-    if any(measurement.joules is not None for _, comparison in comparisons for measurement in comparison):
-        columns["energy"] = "Energy"
-    head = "".join(f'<th scope="col">{name}</th>' for name in ["Lesson and variant", *columns.values()])
-    bodies = "".join(_rows(outcome, comparison, list(columns)) for outcome, comparison in comparisons)
-    label = html.escape(section.device.label)
+# The overview: a line and its bars for each lesson
+
+
+def _overview(section: Section, anchors: dict[str, str]) -> str:
+    told = [(outcome, outcome.headline) for outcome in section.outcomes if outcome.headline]
+    groups = [
+        _group(verdict, sorted((pair for pair in told if pair[1].verdict == verdict), key=_rank), anchors)
+        for verdict in _GROUPS
+    ]
+    silent = [outcome for outcome in section.outcomes if not outcome.headline and not outcome.failure]
+    why = "They need a GPU, or compare nothing." if section.device.kind == "cpu" else "They compare nothing here."
+    links = ", ".join(_link(outcome, anchors) for outcome in silent)
+    rest = f'<p class="silent">Without a result: {links}. {why}</p>\n' if silent else ""
+    return (_legend(told) + "".join(groups) if told else "<p>There are no comparisons.</p>\n") + rest
+
+
+def _legend(told: Sequence[tuple[Outcome, Headline]]) -> str:
+    given = [headline.comparison for _, headline in told]
+    marks = '<span><i class="predicted"></i> predicted</span> ' * any(comparison.predicted for comparison in given)
+    marks += '<span><i class="guess"></i> guessed</span>' * any(comparison.guess for comparison in given)
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="Results on {label}">\n'
-        f"<table>\n<thead><tr>{head}</tr></thead>\n{bodies}</table>\n</div>\n"
+        '<p class="legend">The line in the middle of a bar is the baseline. To its left the variant takes less, '
+        f"to its right more, at most twice as much. {marks}</p>\n"
     )
 
 
-def _rows(outcome: Outcome, comparison: Comparison, quantities: Sequence[str]) -> str:
-    lesson = html.escape(outcome.name)
-    if comparison.name != outcome.name:
-        lesson += f" <small>{html.escape(comparison.name)}</small>"
-    if order := ", ".join(comparison.order_effects()):
-        lesson += f" <small>the time depends on which variant ran before: {html.escape(order)}</small>"
-    lines = [f'<tr><th scope="rowgroup" colspan="{1 + len(quantities)}">{lesson}</th></tr>\n']
-    for measurement in comparison:
-        label = html.escape(measurement.label)
-        if measurement.label in comparison.other_training:
-            label += " <small>not the same training</small>"
-        cells = "".join(f"<td>{_cell(comparison, measurement, quantity)}</td>" for quantity in quantities)
-        lines.append(f'<tr><th scope="row">{label}</th>{cells}</tr>\n')
-    return f"<tbody>\n{''.join(lines)}</tbody>\n"
+def _rank(pair: tuple[Outcome, Headline]) -> float:
+    """The smallest of the ratios first; among those that only cost, the largest last."""
+    headline = pair[1]
+    ratios = [headline.comparison.ratio(headline.label, quantity) or 1 for quantity in ("time", "memory")]
+    return max(ratios) if headline.verdict == COSTS else min(ratios)
+
+
+def _group(verdict: str, told: Sequence[tuple[Outcome, Headline]], anchors: dict[str, str]) -> str:
+    if not told:
+        return ""
+    name, explained, sign, kind = _GROUPS[verdict]
+    lines = "".join(_line(outcome, headline, anchors) for outcome, headline in told)
+    mark = f'<span class="{kind}" aria-hidden="true">{sign}</span>'
+    columns = '<div class="columns" aria-hidden="true"><span></span><span>Time</span><span>Peak memory</span></div>\n'
+    heading = f'<h3 class="verdict">{mark} {name} <small>{explained}</small></h3>\n'
+    return f'{heading}{columns}<ul class="overview">\n{lines}</ul>\n'
+
+
+def _line(outcome: Outcome, headline: Headline, anchors: dict[str, str]) -> str:
+    comparison, label = headline.comparison, headline.label
+    variant = f"{html.escape(label)} <small>against {html.escape(comparison.baseline.label)}</small>"
+    if label in comparison.other_training:
+        variant += " <small>not the same training</small>"
+    cells = "".join(_measure(headline, quantity) for quantity in ("time", "memory"))
+    return f'<li><div class="what">{_link(outcome, anchors)}<br>{variant}</div>{cells}</li>\n'
+
+
+def _link(outcome: Outcome, anchors: dict[str, str]) -> str:
+    return f'<a href="#{html.escape(anchors[outcome.name])}">{html.escape(_title(outcome))}</a>'
+
+
+def _title(outcome: Outcome) -> str:
+    """The lesson's number and its title without what follows a colon; for other results their name."""
+    number = outcome.name[:2] if outcome.name[:2].isdecimal() else ""
+    return f"{number} {outcome.title.partition(':')[0]}".strip() if outcome.title != outcome.name else outcome.name
+
+
+def _measure(headline: Headline, quantity: str) -> str:
+    """A bar and the result in words, with what was predicted and guessed."""
+    comparison, label = headline.comparison, headline.label
+    name = {"time": "Time", "memory": "Peak memory"}[quantity]
+    words = headline.time if quantity == "time" else comparison.tell(label, "memory")
+    words = "not measured" if words == units.NOT_MEASURED else words
+    value, _, interval = html.escape(words).partition(" [")
+    told = f"<b>{value}</b>" + (f" <small>[{interval}</small>" if interval else "")
+    told += _expected(comparison, label, quantity)
+    if quantity == "memory" and headline.full_size:
+        told += f' <small class="expected">{html.escape(headline.full_size)}</small>'
+    bar = _bar(comparison, label, quantity)
+    return f'<div class="measure"><span class="name">{name}</span>{bar}<p>{told}</p></div>'
+
+
+def _bar(comparison: Comparison, label: str, quantity: str) -> str:
+    """From the baseline in the middle to the left (less) or to the right (more), with interval, prediction and guess.
+
+    It ends at nothing on the left and at twice the baseline on the right.
+    """
+    ratio, marks = comparison.ratio(label, quantity), ""
+    if ratio:
+        interval = comparison.time_ratio(label) if quantity == "time" else None
+        unclear = quantity == "time" and comparison.verdict(label) in (SAME, INCONCLUSIVE)
+        kind = "unclear" if unclear else "less" if ratio < 1 else "more"
+        marks += _span(f"fill {kind}", min(ratio, 1), max(ratio, 1))
+        if interval:
+            marks += _span("interval", interval.low, interval.high)
+        marks += '<i class="beyond"></i>' * (ratio > 2)
+    for name, given in {"predicted": comparison.predicted, "guess": comparison.guess}.items():
+        if quantity in given.get(label, {}):
+            marks += f'<i class="{name}" style="left:{_place(given[label][quantity]):.1f}%"></i>'
+    return f'<div class="bar" aria-hidden="true">{marks}</div>'
+
+
+def _span(kind: str, low: float, high: float) -> str:
+    return f'<i class="{kind}" style="left:{_place(low):.1f}%;right:{100 - _place(high):.1f}%"></i>'
+
+
+def _place(ratio: float) -> float:
+    """Where a ratio to the baseline is drawn, in per cent of a bar's width."""
+    return min(50 * ratio, 100)
+
+
+# The lessons
+
+
+def _lesson(outcome: Outcome, anchor: str) -> str:
+    if not outcome.comparisons and not outcome.pictures:
+        return ""
+    own = [picture for picture in outcome.pictures if outcome.main and picture.shows == outcome.main.name]
+    others = [picture for picture in outcome.pictures if picture not in own[:1]]
+    main = [_comparison(outcome.main)] if outcome.main else []
+    rest = [
+        f"<h4>{html.escape(comparison.name)}</h4>\n{_comparison(comparison)}"
+        for comparison in outcome.comparisons
+        if comparison is not outcome.main
+    ]
+    about = f'<p class="about">{html.escape(outcome.about)}</p>\n' if outcome.about else ""
+    name = f" <small>{html.escape(outcome.name)}</small>" if outcome.name != outcome.title else ""
+    title = f"<h3>{html.escape(outcome.title)}{name}</h3>\n"
+    parts = [title, about, *main, *map(_image, own[:1]), *rest, _fold_plots(others, bool(own))]
+    return f'<article id="{html.escape(anchor)}">\n{"".join(parts)}</article>\n'
+
+
+def _comparison(comparison: Comparison) -> str:
+    """The table of a comparison; a long one is folded. An ablation's has a row for each switch above it."""
+    order = ", ".join(comparison.order_effects())
+    note = f'<p class="order">The time depends on which variant ran before: {html.escape(order)}.</p>\n' * bool(order)
+    table = _results(comparison)
+    if len(comparison) > MOST_ROWS:
+        table = f"<details>\n<summary>All {len(comparison)} variants</summary>\n{table}</details>\n"
+    return (_switches(comparison) if isinstance(comparison, Ablation) else "") + table + note
+
+
+def _switches(ablation: Ablation) -> str:
+    """What each switch of an ablation changes alone, in the stack and on top of the rest."""
+    headings, rows = ablation.table()
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headings)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+    return _scrolling(f"Switches of {ablation.name}", f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n")
+
+
+def _results(comparison: Comparison) -> str:
+    columns = {"time": "Time" if comparison.device.kind == "cuda" else "Time on this CPU", "memory": "Peak memory"}
+    if any(measurement.joules is not None for measurement in comparison):
+        columns["energy"] = "Energy"
+    headings = ["Variant", *columns.values(), *filter(None, [comparison.full_size_heading()])]
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headings)
+    rows = "".join(_row(comparison, measurement, list(columns)) for measurement in comparison)
+    table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n"
+    return _scrolling(f"Results of {comparison.name} on {comparison.device.label}", table)
+
+
+def _scrolling(label: str, table: str) -> str:
+    """A table in a box of its own, which scrolls where it is too wide."""
+    box = f'<div class="scroll" role="region" tabindex="0" aria-label="{html.escape(label)}">'
+    return f"{box}\n<table>\n{table}</table>\n</div>\n"
+
+
+def _row(comparison: Comparison, measurement: Measurement, quantities: Sequence[str]) -> str:
+    label = html.escape(measurement.label)
+    if measurement.label in comparison.other_training:
+        label += " <small>not the same training</small>"
+    cells = [_cell(comparison, measurement, quantity) for quantity in quantities]
+    if comparison.full_size:
+        cells.append(html.escape(str(comparison.full_size.get(measurement.label, units.NOT_MEASURED))))
+    return f'<tr><th scope="row">{label}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
 
 
 def _cell(comparison: Comparison, measurement: Measurement, quantity: str) -> str:
@@ -165,16 +337,86 @@ def _expected(comparison: Comparison, label: str, quantity: str) -> str:
     """What the lesson predicted and what the reader guessed, in small print."""
     ratios = {"predicted": comparison.predicted, "guess": comparison.guess}
     given = {name: of[label][quantity] for name, of in ratios.items() if quantity in of.get(label, {})}
-    text = ", ".join(f"{name} {html.escape(comparison.tell_ratio(ratio, quantity))}" for name, ratio in given.items())
+    told = [f"{name} {html.escape(comparison.tell_ratio(ratio, quantity))}" for name, ratio in given.items()]
+    text = ", ".join(f"<span>{each}</span>" for each in told)
     return f' <small class="expected">{text}</small>' if text else ""
 
 
-def _plots(outcome: Outcome) -> str:
-    if not outcome.pictures:
+# The plots
+
+
+def _fold_plots(pictures: Sequence[Picture], more: bool) -> str:
+    if not pictures:
         return ""
-    images = "".join(
-        f'<img alt="{html.escape(picture.alt)}" src="data:image/png;base64,{picture.png}">\n'
-        for picture in outcome.pictures
-    )
-    name = f"<small>{html.escape(outcome.name)}</small>" if outcome.name != outcome.title else ""
-    return f"<article>\n<h3>{html.escape(outcome.title)} {name}</h3>\n{images}</article>\n"
+    count = f"{len(pictures)}{' more' * more} plot{'s' * (len(pictures) > 1)}"
+    images = "".join(map(_image, pictures))
+    return f'<details>\n<summary>{count}</summary>\n<div class="plots">\n{images}</div>\n</details>\n'
+
+
+def _image(picture: Picture) -> str:
+    return f'<img alt="{html.escape(picture.alt)}" src="data:image/png;base64,{picture.png}">\n'
+
+
+def _draw(comparison: Comparison) -> Picture:
+    from effgpu import figures
+
+    draw = figures.plot_ladder if isinstance(comparison, Ablation) else figures.plot
+    png = base64.b64encode(figures.to_png(draw(comparison))).decode()
+    return Picture(png, comparison.alt_text(), comparison.name)
+
+
+def _shrink(section: Section) -> Section:
+    """The section with its plots in a palette of few colours, which takes about a third of the bytes."""
+    outcomes = [
+        replace(outcome, pictures=tuple(replace(picture, png=_in_palette(picture.png)) for picture in outcome.pictures))
+        for outcome in section.outcomes
+    ]
+    return replace(section, outcomes=tuple(outcomes))
+
+
+def _in_palette(png: str) -> str:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    except (ValueError, UnidentifiedImageError):  # a lesson may show anything under this name
+        return png
+    file = io.BytesIO()
+    image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    small = base64.b64encode(file.getvalue()).decode()
+    return min(small, png, key=len)
+
+
+def _count_plots(sections: Sequence[Section]) -> int:
+    return sum(len(outcome.pictures) for section in sections for outcome in section.outcomes)
+
+
+def _without_pictures(section: Section) -> Section:
+    return replace(section, outcomes=tuple(replace(outcome, pictures=()) for outcome in section.outcomes))
+
+
+def _keep_pictures(sections: Sequence[Section], room: int) -> list[Section]:
+    """The sections with the plots that `room` bytes hold: first those of main comparisons, then the others in order."""
+    kept = set()
+    for key, size in sorted(_sizes(sections), key=lambda item: item[0][0]):
+        if size <= room:
+            kept.add(key[1:])
+            room -= size
+    return [
+        replace(section, outcomes=tuple(_keep(outcome, (m, o), kept) for o, outcome in enumerate(section.outcomes)))
+        for m, section in enumerate(sections)
+    ]
+
+
+def _keep(outcome: Outcome, place: tuple[int, int], kept: set) -> Outcome:
+    pictures = tuple(picture for p, picture in enumerate(outcome.pictures) if (*place, p) in kept)
+    return replace(outcome, pictures=pictures)
+
+
+def _sizes(sections: Sequence[Section]) -> Iterator[tuple[tuple[bool, int, int, int], int]]:
+    """For each plot: whether it is a further one, its machine, its lesson, its number; and its bytes in the page."""
+    for m, section in enumerate(sections):
+        for o, outcome in enumerate(section.outcomes):
+            for p, picture in enumerate(outcome.pictures):
+                further = outcome.main is None or picture.shows != outcome.main.name
+                yield (further, m, o, p), len(_image(picture).encode()) + _MARKUP

@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +15,14 @@ from urllib.parse import quote
 
 from tqdm import tqdm
 
-from effgpu import results
-from effgpu.comparison import MIME_TYPE, Comparison
+from effgpu import results, units
+from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, SLOWER, Comparison
+from effgpu.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds
 INTERRUPTED = "interrupted"
+PAYS, TRADE, NO_DIFFERENCE, UNCLEAR, COSTS = "pays", "a trade", "no difference", "inconclusive", "does not pay"
 _STABLE_METADATA = {  # instead of what the kernel reports, which differs between machines
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -27,17 +31,85 @@ _STABLE_METADATA = {  # instead of what the kernel reports, which differs betwee
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot of a lesson: the PNG in base64, and its alternative text."""
+    """A plot of a lesson: the PNG in base64, and its alternative text. `shows` names the comparison that it plots."""
 
     png: str
     alt: str
+    shows: str = ""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The main result of a lesson in one line: one variant against the baseline, in time and memory."""
+
+    comparison: Comparison
+    label: str
+
+    @property
+    def verdict(self) -> str:
+        """Whether the variant pays.
+
+        PAYS: less time or memory, more of neither. TRADE: less of one, more of the other. COSTS: only more, or the
+        variant ran out of memory. NO_DIFFERENCE: the same time and memory. UNCLEAR: memory is the same and the time is
+        inconclusive. A change in memory below the comparison's `min_effect` counts as none.
+        """
+        time = self.comparison.verdict(self.label)
+        if self.comparison[self.label].failed:
+            return COSTS
+        if self.comparison.baseline.failed:
+            return PAYS  # it fits where the baseline does not
+        less = time == FASTER or self._memory_change() < 0
+        more = time == SLOWER or self._memory_change() > 0
+        if less or more:
+            return TRADE if less and more else PAYS if less else COSTS
+        return UNCLEAR if time == INCONCLUSIVE else NO_DIFFERENCE
+
+    @property
+    def time(self) -> str:
+        """The time in words: "1.44 × slower [1.42, 1.47]", "same time (within 1 %)" or why there is none."""
+        measured, baseline = self.comparison[self.label], self.comparison.baseline
+        if baseline.failed and not measured.failed:
+            return f"runs where {baseline.label} does not ({baseline.failed})"
+        told = self.comparison.tell(self.label)
+        return told.replace(SAME, f"{SAME} time", 1) if told.startswith(f"{SAME} (") else told
+
+    @property
+    def memory(self) -> str:
+        """The change of the peak memory in words, "−45 % memory"; empty if it is none or was not measured."""
+        return f"{self.comparison.tell(self.label, 'memory')} memory" if self._memory_change() else ""
+
+    @property
+    def full_size(self) -> str:
+        """What the lesson predicts at a GPU's real size, "20.5 → 5.90 GiB on a GPU (predicted)"; else empty."""
+        needed = [self.comparison.full_size.get(label) for label in (self.comparison.baseline.label, self.label)]
+        if None in needed:
+            return ""
+        before, after = (units.format_bytes(each.allocated) for each in needed)
+        number, unit = before.split()
+        rescued = [each.verdict for each in needed] == [DOES_NOT_FIT, FITS]
+        where = f"on a GPU, so that it fits a {needed[1].gpu}" if rescued else "on a GPU"
+        return f"{number if after.endswith(unit) else before} → {after} {where} (predicted)"
+
+    def tell(self, memory: str | None = None) -> str:
+        """Time and memory in words, what is gained first. An inconclusive time gives way to a change in memory.
+
+        `memory` replaces the measured change in memory, for example with `full_size`.
+        """
+        memory, verdict = memory or self.memory, self.comparison.verdict(self.label)
+        time = "" if verdict == INCONCLUSIVE and memory else self.time
+        return ", ".join(filter(None, [time, memory] if verdict == FASTER else [memory, time]))
+
+    def _memory_change(self) -> int:
+        """1 if the peak rises, -1 if it falls, 0 if it changes by less than `min_effect` or was not measured."""
+        ratio = self.comparison.memory_ratio(self.label) or 1
+        return 0 if max(ratio, 1 / ratio) < 1 + self.comparison.min_effect else 1 if ratio > 1 else -1
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The results of a lesson. `name` is its file name without .ipynb, `title` its heading.
 
-    `failure` says in one line why it failed. A lesson that `leads` comes first in a report: a cell has the tag "leads".
+    `about` is the bold sentence that it begins with. `failure` says in one line why it failed.
     """
 
     name: str
@@ -45,7 +117,23 @@ class Outcome:
     comparisons: tuple[Comparison, ...] = ()
     pictures: tuple[Picture, ...] = ()
     failure: str | None = None
-    leads: bool = False
+    about: str = ""
+
+    @property
+    def main(self) -> Comparison | None:
+        """The comparison that is named like the lesson."""
+        return next((comparison for comparison in self.comparisons if comparison.name == self.name), None)
+
+    @property
+    def headline(self) -> Headline | None:
+        """The variant that README, the report and `effgpu run` tell of; None without a main comparison.
+
+        It is the last variant that the reader is asked to guess, else the last one with a prediction, else the last.
+        """
+        if self.main is None or len(self.main) < 2:
+            return None
+        expected = self.main.guess or self.main.predicted or self.main
+        return Headline(self.main, [m.label for m in self.main if m.label in expected][-1])
 
 
 def find_lessons(names: Sequence[str] = ()) -> list[Path]:
@@ -54,7 +142,7 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     Without names, returns all. Looks in ./notebooks, else in the clone that the package is from. Raises ValueError for
     an unknown name, for two lessons of the same name, and if there are no lessons.
     """
-    here = sorted(Path("notebooks").glob("*.ipynb")) or sorted(LESSONS.glob("*.ipynb"))
+    here = _at_hand()
     known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
     if not names and not here:
         raise ValueError(f"no lessons in ./notebooks nor in {LESSONS}: run effgpu in a clone of it, or name a path")
@@ -63,6 +151,24 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
         raise ValueError(f"expected lessons with different names, as results are stored by name, got two {twice!r}")
     return found
+
+
+def list_lessons() -> list[Outcome]:
+    """Return the lessons that `find_lessons` finds by number, with title and first sentence, but without results."""
+    listed = []
+    for path in _at_hand():
+        try:
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        except (KeyError, TypeError, ValueError):  # not a notebook
+            continue
+        if re.match(r"\d\d_", path.stem):
+            listed.append(Outcome(path.stem, _title(prose) or path.stem, about=_about(prose)))
+    return listed
+
+
+def _at_hand() -> list[Path]:
+    return sorted(Path("notebooks").glob("*.ipynb")) or sorted(LESSONS.glob("*.ipynb"))
 
 
 def prepare(out: Path, *others: Path) -> None:
@@ -132,6 +238,21 @@ def _write(notebook, path: Path, folder: Path, *, inplace: bool) -> None:
         if cell.cell_type == "markdown":  # the images are not copied
             cell.source = cell.source.replace("](../", f"]({beside}/")
     results.write_atomic(folder / path.name, nbformat.writes(notebook) + "\n")
+
+
+def tell(outcome: Outcome) -> str:
+    """What a finished lesson showed, in one line: its headline, that it failed, or that it compared nothing."""
+    if outcome.failure:
+        return INTERRUPTED if outcome.failure == INTERRUPTED else "failed"
+    if headline := outcome.headline:
+        return f"{headline.label}: {headline.tell()}"
+    return "nothing to compare on this machine"
+
+
+def show_line(line: str) -> None:
+    """Print a line at once, above the progress bar."""
+    tqdm.write(line)
+    sys.stdout.flush()
 
 
 def read_lessons(folder: Path) -> list[Outcome]:
@@ -253,9 +374,8 @@ def _drop_blank_output(notebook) -> None:
 
 def _outcome(name: str, notebook) -> Outcome:
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    heading = re.search(r"^# +(.+)", prose, re.MULTILINE)
-    title = heading[1].strip() if heading else name
-    comparisons, pictures, failure = {}, [], _failure(notebook)
+    title = _title(prose) or name
+    comparisons, variables, pictures, failure = {}, {}, [], _failure(notebook)
     for cell in _code_cells(notebook.cells):
         data = [output.data for output in cell.outputs if "data" in output]
         try:
@@ -264,11 +384,26 @@ def _outcome(name: str, notebook) -> Outcome:
             shown, failure = [], failure or f"a comparison cannot be read: {error}"
         for comparison in shown:
             free = _free_name(comparison, comparisons)
-            comparisons[free] = replace(comparison, name=free)
+            comparisons[free] = variables[_last_line(cell.source)] = replace(comparison, name=free)
+        if not shown and (plotted := re.search(r"^effgpu\.plot\((\w+)\)", cell.source, re.MULTILINE)):
+            shown = [variables[plotted[1]]] if plotted[1] in variables else []  # shown by its name in an earlier cell
         alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
-        pictures += [Picture("".join(bundle["image/png"].split()), alt) for bundle in data if "image/png" in bundle]
-    leads = any("leads" in cell.metadata.get("tags", []) for cell in notebook.cells)
-    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), failure, leads)
+        shows = shown[0].name if shown else ""
+        images = ["".join(bundle["image/png"].split()) for bundle in data if "image/png" in bundle]
+        pictures += [Picture(png, alt, shows) for png in images]
+    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), failure, _about(prose))
+
+
+def _title(prose: str) -> str:
+    heading = re.search(r"^# +(.+)", prose, re.MULTILINE)
+    return heading[1].strip() if heading else ""
+
+
+def _about(prose: str) -> str:
+    """The bold sentence above the table of what a technique buys and costs, as plain text; empty without that table."""
+    opening, table, _ = prose.partition("| **Buys** |")
+    bold = re.search(r"^\*\*(.+?)\*\*", opening, re.MULTILINE) if table else None
+    return re.sub(r"[*`]", "", bold[1]) if bold else ""
 
 
 def _free_name(comparison: Comparison, taken: Mapping[str, Comparison]) -> str:
@@ -287,6 +422,10 @@ def _failure(notebook) -> str | None:
 
 def _code_cells(cells: Iterable) -> list:
     return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def _last_line(source: str) -> str:
+    return source.rstrip().rpartition("\n")[2].strip()
 
 
 def _first_line(text: object) -> str:

@@ -1,0 +1,337 @@
+"""A command in a process of its own, which takes turns: started, awaited, frozen between its turns, and ended."""
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from effgpu.measurement import OUT_OF_MEMORY
+from effgpu.ticking import ADDRESS, Connection
+
+_LAST_LINES = 12  # of a script's output, shown with a fault
+_GRACE = 3.0  # seconds that a process has to end after SIGTERM
+_POLL = 0.1  # seconds between two looks at a process that has not connected yet
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED|^MemoryError", re.M
+)
+_KILLED = (-9, 137)  # SIGKILL, also as a shell reports it
+_HINT = "call effgpu.tick() once per step, in the training loop (transformers: callbacks=[effgpu.TickCallback()])"
+
+
+class Fault(Exception):
+    """Why a command gives no more measurements. `short` fits into a table; the message has the last lines of output."""
+
+    def __init__(self, short: str, message: str, *, out_of_memory: bool = False):
+        super().__init__(message)
+        self.short, self.out_of_memory = short, out_of_memory
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run: the arguments, the variables that the command sets before them, and where."""
+
+    arguments: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def __str__(self) -> str:
+        return shlex.join(self.arguments)
+
+
+def read_command(given: str | Sequence[str], folder: Path | None = None) -> Command:
+    """A command as a shell would read it, without the shell: `OMP_NUM_THREADS=1 python train.py --lr 0.1`.
+
+    Raises ValueError for an empty command or a program that is not there.
+    """
+    words = shlex.split(given) if isinstance(given, str) else list(map(str, given))
+    variables = {}
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    if not words:
+        raise ValueError(f"command: expected a program with its arguments, such as 'python train.py', got {given!r}")
+    program = words[0]
+    if os.sep in program and not Path(folder or ".", program).exists():
+        program = os.path.abspath(program)  # such as .venv/bin/python, which another checkout does not have
+    found = shutil.which(os.path.join(folder or ".", program) if os.sep in program else program)
+    if not found:
+        raise ValueError(f"command {shlex.join(words)!r}: there is no program {words[0]!r}")
+    return Command((program, *words[1:]), variables, folder)
+
+
+class Process:
+    """A running command. `hello` is what its script said at its first tick, `last` what it reported most recently."""
+
+    def __init__(self, command: Command, log: Path, timeout: float):
+        self.command, self.log, self.timeout = command, log, timeout
+        self.hello: dict | None = None
+        self.last: dict = {}
+        self._token = secrets.token_hex(16)
+        self._begin = 0
+        self._popen: subprocess.Popen | None = None
+        self._listener: socket.socket | None = None
+        self._connection: Connection | None = None
+        self._lifelines: list[socket.socket] = []
+        self._groups: set[int] = set()
+
+    def start(self) -> None:
+        """Start the command, its output going to the end of the log. Raises Fault if it does not start."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        address = {ADDRESS: f"{self._listener.getsockname()[1]}:{self._token}"}
+        with open(self.log, "ab") as output:
+            self._begin = output.tell()
+            try:
+                self._popen = subprocess.Popen(
+                    self.command.arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | self.command.variables | address,
+                    cwd=self.command.folder,
+                    process_group=0,  # not a session: the system ends a group that is frozen when the bench is killed
+                )
+            except OSError as error:
+                raise Fault("did not start", f"did not start: {error}") from error
+        self._groups.add(self._popen.pid)
+        self.deadline = time.monotonic() + self.timeout
+
+    def greet(self, seconds: float) -> bool:
+        """Wait up to some seconds for the first tick. Raises Fault if it does not come before the deadline."""
+        if self.hello is None and self._receive(seconds) is None and time.monotonic() > self.deadline:
+            told = f"did not call effgpu.tick within {self.timeout:g} s: {_HINT}, or raise --timeout"
+            raise self._fault("no tick", told)
+        return self.hello is not None
+
+    def turn(self, lead: int, steps: int, expected: float = 0.0, meanwhile: Callable[[], object] | None = None) -> dict:
+        """Let the script run `lead` steps and time `steps` more; returns its report.
+
+        `meanwhile` is called every few milliseconds. Raises Fault if the script ends, crashes or hangs.
+        """
+        patience = self.timeout + 3 * expected
+        deadline, poll = time.monotonic() + patience, 0.005 if meanwhile else 1.0
+        self._send({"lead": lead, "steps": steps})
+        self._signal(signal.SIGCONT)
+        while (report := self._receive(poll)) is None:
+            if meanwhile:
+                meanwhile()
+            if time.monotonic() > deadline:
+                at = f"after step {self.last['step']}"
+                raise self._fault(f"hangs {at}", f"hangs {at}: no answer within {patience:.3g} s (--timeout)")
+        self.freeze()
+        return report
+
+    def freeze(self) -> None:
+        """Stop all processes of the command, so that they neither load data ahead nor disturb the other's turn."""
+        self._signal(signal.SIGSTOP)
+
+    def ask_to_end(self) -> None:
+        """Ask all processes of the command to end, frozen ones too."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """End all processes of the command and wait for them."""
+        self.ask_to_end()
+        if self._popen:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_GRACE)
+        self._signal(signal.SIGKILL)
+        for pid in _find_processes(self._token):  # those that left the group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if self._popen:
+            self._popen.wait()
+        for closable in (self._connection, self._listener, *self._lifelines):
+            if closable:
+                closable.close()
+
+    def _signal(self, number: int) -> None:
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+
+    def _send(self, message: dict) -> None:
+        with contextlib.suppress(OSError):  # whoever reads next finds out
+            self._connection.send(message)
+
+    def _receive(self, seconds: float) -> dict | None:
+        """The next report, or None if there is none within so many seconds. Raises Fault for the end of the script."""
+        ready = wait([end for end in (self._listener, self._connection) if end], min(seconds, 1.0))
+        if self._listener in ready:
+            self._admit()
+        elif self._connection in ready:
+            if message := self._connection.receive():
+                return self._note(message)
+            raise self._ended()
+        elif self._connection is None and self._popen.poll() is not None:
+            raise self._ended()
+        return None
+
+    def _admit(self) -> None:
+        """Take a connection: the script's, its lifeline, or somebody who should not tick."""
+        end, _ = self._listener.accept()
+        end.settimeout(5.0)
+        connection = Connection(end)
+        message = connection.receive() or {}
+        end.settimeout(None)
+        if not secrets.compare_digest(str(message.get("token", "")), self._token):
+            connection.close()
+        elif "fault" in message:
+            raise self._fault(_shorten(message["fault"]), message["fault"])
+        elif "lifeline" in message:
+            self._lifelines.append(end)
+        elif self._connection:
+            told = f"two processes call effgpu.tick ({self.hello['pid']} and {message['pid']}): only one may"
+            connection.send({"refused": told})
+            raise self._fault("two processes tick", told)
+        else:
+            self._connection, self.hello = connection, message
+            if message["group"] != os.getpgrp():
+                self._groups.add(message["group"])
+            self._note(message)
+            connection.send({"group": self._popen.pid})
+
+    def _note(self, message: dict) -> dict:
+        self.last = message
+        return message
+
+    def _ended(self) -> Fault:
+        """What the end of the process means."""
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._popen.wait(_GRACE)
+        if self.hello and (fault := self._late_fault()):
+            return fault
+        how = _explain(code)
+        if code and _OUT_OF_MEMORY.search(self._output()):
+            return self._fault(OUT_OF_MEMORY, f"is out of memory ({how})", out_of_memory=True)
+        if code in _KILLED:
+            told = f"was killed ({how}), as the system does when the host's memory runs out"
+            return self._fault("killed", told, out_of_memory=True)
+        if self.hello is None:
+            if code == 0:
+                return self._fault("no tick", f"ended without a call of effgpu.tick: {_HINT}")
+            return self._fault("failed before its first step", f"failed before its first step ({how})")
+        at = f"after step {self.last['step']} or later"
+        if code == 0:
+            return self._fault(f"ended after {self.last['step']} steps", f"ended {at}: let it train for more steps")
+        return self._fault(f"crashed after {self.last['step']} steps", f"crashed {at} ({how})")
+
+    def _late_fault(self) -> Fault | None:
+        """What another process of the command said just before the script ended."""
+        while self._listener in wait([self._listener], 0):
+            try:
+                self._admit()
+            except Fault as fault:
+                return fault
+        return None
+
+    def _fault(self, short: str, told: str, *, out_of_memory: bool = False) -> Fault:
+        lines = [line for line in self._output().splitlines() if line.strip()][-_LAST_LINES:]
+        shown = "".join(f"\n    {line}" for line in lines)
+        return Fault(
+            short, f"{told}. Its output is in {self.log}{':' if lines else ''}{shown}", out_of_memory=out_of_memory
+        )
+
+    def _output(self) -> str:
+        """The end of what the script has written."""
+        with open(self.log, "rb") as output:
+            output.seek(max(self._begin, os.path.getsize(self.log) - 20_000))
+            return output.read().decode(errors="replace")
+
+
+def end_all(processes: Iterable[Process]) -> None:
+    """End all processes; Ctrl-C does not interrupt it."""
+    processes = list(processes)
+    with _ignore_interrupts():
+        for process in processes:
+            process.ask_to_end()
+        for process in processes:
+            process.end()
+
+
+@contextlib.contextmanager
+def check_out(refs: Sequence[str]) -> Iterator[dict[str, Path]]:
+    """Folders in which this repository is at each of some commits, removed afterwards.
+
+    Each is the folder that corresponds to the current one. Raises ValueError for what git does not know.
+    """
+    root = Path(_git("rev-parse", "--show-toplevel"))
+    inside = Path.cwd().resolve().relative_to(root.resolve())
+    commits = {ref: _git("rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}") for ref in refs}
+    holder = Path(tempfile.mkdtemp(prefix="effgpu-checkout-"))
+    folders = {ref: holder / f"{number}" for number, ref in enumerate(refs)}
+    try:
+        for ref, folder in folders.items():
+            _git("-C", str(root), "worktree", "add", "--detach", "--quiet", str(folder), commits[ref])
+            if not (folder / inside).is_dir():
+                raise ValueError(f"--ref {ref}: there is no folder {inside} in this commit")
+        yield {ref: folder / inside for ref, folder in folders.items()}
+    finally:
+        with _ignore_interrupts():
+            shutil.rmtree(holder, ignore_errors=True)
+            with contextlib.suppress(ValueError):
+                _git("-C", str(root), "worktree", "prune")
+
+
+def import_from(folder: Path) -> dict[str, str]:
+    """Variables with which Python imports a checkout's packages, even if they are installed from another one."""
+    root = Path(_git("-C", str(folder), "rev-parse", "--show-toplevel"))
+    places = [str(place) for place in (root, root / "src") if place.is_dir()]
+    return {"PYTHONPATH": os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def _git(*arguments: str) -> str:
+    try:
+        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise ValueError("--ref needs git") from None
+    if answer.returncode:
+        raise ValueError(f"git {arguments[0]}: {answer.stderr.strip()}")
+    return answer.stdout.strip()
+
+
+def _find_processes(token: str) -> list[int]:
+    """Processes that were started with this token in their environment, where /proc says so."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if token.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+@contextlib.contextmanager
+def _ignore_interrupts() -> Iterator[None]:
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not in the main thread, which gets no interrupts
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _explain(code: int | None) -> str:
+    if code is None:
+        return "its connection is gone"
+    with contextlib.suppress(ValueError):
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _shorten(message: str) -> str:
+    return message.partition(":")[0].removeprefix("effgpu.")

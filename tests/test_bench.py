@@ -1,0 +1,613 @@
+"""`effgpu bench` with real processes. Most scripts sleep instead of training, so that they start at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+import effgpu
+from effgpu import commands, power, processes, results, ticking
+from effgpu.__main__ import main
+from effgpu.commands import Bench
+
+ROOT = Path(__file__).parent.parent
+LOOP = """
+import sys, time
+import effgpu
+{before}
+for step in range(1, {steps} + 1):
+    {inside}
+    effgpu.tick({tick})
+"""
+MARK = "EFFGPU_TEST"
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """All processes of a test carry a mark, and none of them outlives it."""
+    own = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, own)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield own
+    wait_until(lambda: processes._find_processes(own) == [], "a process was left behind")
+
+
+def wait_until(holds, otherwise, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A function that writes a script and returns the command that runs it."""
+
+    def write(inside="time.sleep(0.002)", tick="", *, before="", steps=10**9, name=None, whole=None):
+        path = tmp_path / f"{name or uuid.uuid4().hex[:6]}.py"
+        path.write_text(whole or LOOP.format(inside=inside, tick=tick, before=textwrap.dedent(before), steps=steps))
+        return f"{sys.executable} {path}"
+
+    return write
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """`effgpu.bench`, short, with the commands' output in the test's folder."""
+
+    def run(given, **options):
+        return effgpu.bench(given, **{"seconds": 0.2, "skip": 1, "timeout": 20.0, "logs": tmp_path / "logs"} | options)
+
+    return run
+
+
+# `tick`
+
+
+def test_outside_of_a_bench_tick_does_nothing_and_costs_under_a_microsecond():
+    code = """
+        import sys, timeit, effgpu
+        effgpu.tick(items=3, loss=0.5)
+        loss, call = 1.0, "effgpu.tick(items=3, loss=loss)"
+        seconds = min(timeit.repeat(call, number=10_000, globals=globals()))
+        print(seconds / 10_000 < 1e-6, "torch" in sys.modules, len(sys.modules) < 150)
+    """
+    environment = {name: value for name, value in os.environ.items() if name != ticking.ADDRESS}
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert told.stdout == "True False True\n"
+
+
+def test_a_script_whose_bench_is_gone_ends(script):
+    environment = os.environ | {ticking.ADDRESS: "1:token"}
+    told = subprocess.run(script().split(), capture_output=True, text=True, env=environment, timeout=20)
+    assert told.returncode == 1 and told.stderr == "effgpu.tick: the bench that started this script is gone\n"
+
+
+# What is measured
+
+
+def test_a_script_against_itself(script, bench):
+    command = script(tick="items=4, loss=1 / step")
+    result = bench([command, command], seconds=1.0)
+    assert [m.label for m in result] == ["plain", "plain (2)"]
+    a, b = result
+    assert len(a.turns) == len(b.turns) >= 8
+    assert result.verdict(b.label) in ("same", "inconclusive")
+    assert 0.002 < a.median < 0.02 and a.items == b.items == 4
+    assert result.loss_difference(b.label)[0] == 0 and len(result.common_steps(b.label)) > 30
+    assert result.steps[a.label] >= 2 * len(a.turns)
+    assert result.notes == () and not result.alone
+    headings, rows = result.table()
+    assert {"time per step", "peak resident memory", "loss at step 1", "steps timed"} <= set(headings)
+    assert rows[1][headings.index("largest difference of loss")] == "0"
+    assert "One process per command, in turns." in repr(result) and "CPU" in repr(result)
+    assert a.device.kind == "cpu" and set(a.device.versions) == {"python"}
+
+
+def test_ten_per_cent_slower_is_found_and_more_memory(script, tmp_path, capsys):
+    fast, slow = (
+        script("time.sleep(0.01)", name="a"),
+        script("time.sleep(0.0113)", before="held = b'x' * 2**25", name="b"),
+    )
+    asked = ["bench", "--seconds", "2.5", "--timeout", "20", fast, slow]
+    stored, drawn = tmp_path / "out" / "result.json", tmp_path / "plot.png"
+    assert main([*asked, "--fail-if-slower", "5%", "--json", str(stored), "--plot", str(drawn)]) == 3
+    printed = capsys.readouterr()
+    assert "effgpu: b.py is 1.1" in printed.err and "more than the 5 % allowed" in printed.err
+    assert drawn.stat().st_size > 0
+    (result,) = results.load(stored)
+    assert isinstance(result, Bench) and result.verdict("b.py") == "slower"
+    assert 1.05 < result.time_ratio("b.py").value < 1.2
+    assert result["b.py"].peak_allocated - result["a.py"].peak_allocated > 2**24
+    row = json.loads(stored.read_text())["comparisons"][0]
+    assert json.loads(json.dumps(result.to_dict())) == row and row["bench"]["commands"]["a.py"] == fast
+    assert result.exceeded(slower=0.3, more_memory=100) == []
+    (memory,) = result.exceeded(more_memory=0.1)
+    assert memory.startswith("the peak resident memory of b.py is +") and "more than the 10 % allowed" in memory
+
+
+def test_losses_of_the_same_steps_stand_side_by_side(script, bench, capsys):
+    first = script(tick="loss=1 / step", name="a")
+    result = bench([first, script(tick="loss=1 / step + (0.25 if step == 7 else 0)", name="b")])
+    assert result.loss_difference("b.py") == (pytest.approx(0.25), 7)
+    assert "0.25 (step 7)" in repr(result)
+    wrong = bench([first, script(tick="loss=float('nan') if step > 3 else 1 / step", name="c")])
+    assert wrong.loss_difference("c.py") == (float("inf"), 4)
+    assert "The loss of c.py is not finite from step 4 on." in wrong.notes
+    assert json.loads(json.dumps(wrong.to_dict(), allow_nan=False))["bench"]["losses"]["c.py"][5][1] is None
+
+
+def test_times_are_per_item_where_items_differ(script, bench):
+    result = bench(
+        [script("time.sleep(0.003)", "items=8", name="a"), script("time.sleep(0.003)", "items=16", name="b")]
+    )
+    assert result.per == "item" and result.time_ratio("b.py").value == pytest.approx(0.5, rel=0.3)
+    long_and_short = script("time.sleep(0.001 * (1 + 4 * (step // 6 % 2)))", "items=1 + 4 * (step // 6 % 2)", name="c")
+    varied = bench([long_and_short])
+    assert varied["c.py"].median / varied["c.py"].items == pytest.approx(0.00105, rel=0.5)
+    assert max(varied["c.py"].times) < 1.8 * min(varied["c.py"].times)  # though turns hold short and long steps
+    lacking = bench([script(tick="items=8", name="d"), script(name="e")])
+    assert lacking["d.py"].items is None and lacking.time_ratio("e.py").value == pytest.approx(1, rel=0.5)
+    assert lacking.notes == ("Times are per step: not every step of e.py gave items to effgpu.tick.",)
+
+
+LOADER = """
+    import multiprocessing
+    def work(queue):
+        while True:
+            time.sleep(0.02)
+            queue.put(1)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue(8)
+    workers = [context.Process(target=work, args=(queue,), daemon=True) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+"""
+
+
+def test_steps_do_not_live_on_batches_that_were_loaded_while_the_script_waited(script, bench):
+    command = script("queue.get()", before=LOADER)  # two workers of 20 ms a batch: 10 ms a step
+    result = bench([command, script("time.sleep(0.02)")], skip=10, seconds=1.0)
+    assert 0.0095 < result.baseline.median < 0.03
+
+
+def test_one_command_is_measured_alone(script, bench):
+    result = bench([script(name="only")])
+    assert [m.label for m in result] == ["only.py"] and len(result.baseline.turns) >= 8
+    assert result.table()[1][0][0] == "only.py"
+
+
+# One at a time
+
+
+LOCK = """
+    import fcntl
+    lock = open({path!r}, "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise MemoryError("no room") from None
+"""
+
+
+def test_commands_that_do_not_fit_together_take_turns_one_at_a_time(script, bench, tmp_path):
+    before = LOCK.format(path=str(tmp_path / "lock"))
+    fast, slow = (
+        script("time.sleep(0.002)", before=before, name="a"),
+        script("time.sleep(0.004)", before=before, name="b"),
+    )
+    result = bench([fast, slow])
+    assert result.alone and result.verdict("b.py") == "slower" and len(result["b.py"].turns) == 8
+    assert result.notes[0].startswith("Measured one at a time: side by side, ") and "out of memory" in result.notes[0]
+    assert "restarted in alternation" in repr(result)
+
+
+def test_out_of_memory_alone_is_a_result(script, bench):
+    result = bench([script(name="a"), script(before="raise MemoryError('no room')", name="b")])
+    assert result.verdict("b.py") == "out of memory" and result.alone
+    assert "MemoryError: no room" in result.notes[-1]
+
+
+def test_a_script_of_a_few_steps_is_measured_by_restarting_it(script, bench):
+    command = script(steps=25)
+    result = bench([command, command], one_at_a_time=True, seconds=0.1)
+    assert result.alone and [len(m.turns) for m in result] == [8, 8] and result.notes == ()
+
+
+def test_only_rank_0_ticks_and_several_ranks_run_alone(script, bench):
+    launcher = """
+import os, subprocess, sys
+ranks = [
+    subprocess.Popen(sys.argv[1:], env=os.environ | {"RANK": rank, "WORLD_SIZE": "2"}, start_new_session=True)
+    for rank in "01"
+]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+    run, training = script(whole=launcher), script()
+    result = bench([f"{run} {training}", f"{run} {training}"])
+    assert result.alone and "has 2 ranks" in result.notes[0]
+    assert [len(m.turns) for m in result] == [8, 8]
+
+
+# Faults
+
+
+def failing(result, label="b.py"):
+    (note,) = [note for note in result.notes if note.startswith(f"{label}: ")]
+    assert str(result.logs[label]) in note and Path(result.logs[label]).exists()
+    return result.verdict(label), note
+
+
+def test_a_script_that_fails_before_its_first_tick(script, bench):
+    broken = script(before="print('reading data')\nraise SystemExit('no such data: train.bin')", name="b")
+    verdict, note = failing(bench([script(name="a"), broken]))
+    assert verdict == "failed before its first step" and "exit code 1" in note
+    assert note.splitlines()[1:] == ["    reading data", "    no such data: train.bin"] or "train.bin" in note
+
+
+@pytest.mark.parametrize(
+    ("whole", "told"),
+    [("import time; time.sleep(60)", "within 1 s"), ("print('trained')", "ended without a call of effgpu.tick")],
+)
+def test_a_script_that_never_ticks(whole, told, script, bench):
+    verdict, note = failing(bench([script(name="a"), script(whole=whole, name="b")], timeout=1.0))
+    assert verdict == "no tick" and told in note and "call effgpu.tick() once per step" in note
+
+
+def test_a_baseline_that_fails_ends_the_bench_at_once(script, bench):
+    began = time.monotonic()
+    result = bench([script(before="raise SystemExit(3)", name="b"), script(whole="import time; time.sleep(60)")])
+    assert failing(result)[0] == "failed before its first step" and time.monotonic() - began < 10
+    assert "exit code 3" in result.notes[0]
+
+
+def test_a_script_that_ends_early(script, bench):
+    verdict, note = failing(bench([script(name="a"), script(steps=20, name="b")]))
+    assert verdict.startswith("ended after") and "let it train for more steps" in note
+
+
+def test_what_was_measured_before_a_crash_is_kept(script, bench):
+    broken = script("time.sleep(0.004 if step < 400 else 1 / 0)", name="b")
+    result = bench([script(name="a"), broken], seconds=3.0)
+    verdict, note = failing(result)
+    assert verdict == "slower" and len(result["b.py"].turns) >= 8
+    assert "crashed after step" in note and "ZeroDivisionError" in note
+
+
+def test_a_script_that_crashes_in_a_turn(script, bench):
+    result = bench([script(name="a"), script("time.sleep(0.002 if step < 20 else 1 / 0)", name="b")])
+    verdict, note = failing(result)
+    assert verdict.startswith("crashed after") and "ZeroDivisionError" in note
+    assert result["b.py"].turns == () and result["a.py"].median
+
+
+def test_a_script_that_is_killed_is_tried_alone(script, bench):
+    killed = script("step < 9 or os.kill(os.getpid(), 9)", before="import os", name="b")
+    verdict, note = failing(bench([script(name="a"), killed]))
+    assert verdict == "killed" and "SIGKILL" in note
+
+
+def test_a_script_that_hangs(script, bench):
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    hangs = script("time.sleep(0.002 if step < 20 else 600)", before=stubborn, name="b")
+    verdict, note = failing(bench([script(name="a"), hangs], timeout=1.0))
+    assert verdict.startswith("hangs after step") and "no answer within 1" in note
+
+
+def test_tick_in_a_thread(script, bench):
+    threaded = """
+        import threading
+        tick = effgpu.tick
+        effgpu.tick = lambda: threading.Thread(target=tick).start()
+    """
+    verdict, note = failing(bench([script(name="a"), script(before=threaded, name="b")]))
+    assert verdict == "tick was called in a thread" and "call it in the main thread, once per step" in note
+
+
+WORKER = """
+import os, sys, time
+import effgpu
+{first}
+if os.fork() == 0:
+    effgpu.tick()
+    time.sleep(60)
+while True:
+    time.sleep(0.01)
+    effgpu.tick()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [("", "two processes tick"), ("effgpu.tick()", "tick was called in a second process")]
+)
+def test_tick_in_two_processes(first, expected, script, bench):
+    assert failing(bench([script(name="a"), script(whole=WORKER.format(first=first), name="b")]))[0] == expected
+
+
+def test_tick_in_a_dataloader_worker(script, bench):
+    whole = """
+import torch, effgpu
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, at):
+        effgpu.tick()
+        return at
+for batch in torch.utils.data.DataLoader(Data(), num_workers=1):
+    effgpu.tick()
+"""
+    result = bench([script(name="a"), script(whole=whole, name="b")])
+    verdict, note = failing(result)
+    assert verdict == "tick was called in a DataLoader worker" and "in the training loop, once per step" in note
+
+
+@pytest.mark.parametrize("tick", ["loss='low'", "loss=[1, 2]", "items=object()"])
+def test_what_is_no_number(tick, script, bench):
+    _, note = failing(bench([script(name="a"), script(tick=tick, name="b")]))
+    assert "expected a number or a tensor of one element" in note
+
+
+def test_daemons_of_a_script_end_with_it(script, bench, tmp_path):
+    pid = tmp_path / "pid"
+    before = f"""
+        import subprocess
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print(daemon.pid, file=open({str(pid)!r}, "w"))
+    """
+    bench([script(before=before)])
+    wait_until(lambda: not is_running(int(pid.read_text())), "the daemon runs on")
+
+
+def is_running(pid):
+    status = Path("/proc", str(pid), "stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+# The whole command
+
+
+def start_cli(*arguments):
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "effgpu", "bench", "--timeout", "20", *arguments]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
+    )
+
+
+def ticked(path, often):
+    return path.exists() and len(path.read_text().splitlines()) > often
+
+
+def test_ctrl_c_shows_what_was_measured(script, tmp_path):
+    seen = tmp_path / "seen"
+    command = script(f"time.sleep(0.002); print(step, file=open({str(seen)!r}, 'a'))")
+    run = start_cli(command, command, "--seconds", "60")
+    wait_until(lambda: ticked(seen, 1200), "the scripts do not run", 60)
+    run.send_signal(signal.SIGINT)
+    printed, errors = run.communicate(timeout=20)
+    assert run.returncode == 130 and "Interrupted: this is what had been measured." in printed, errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_at_once_leaves_nothing_behind(script, tmp_path):
+    seen = tmp_path / "seen"
+    run = start_cli(script(whole=f"open({str(seen)!r}, 'w').write('a\\nb\\n'); import time; time.sleep(60)"))
+    wait_until(lambda: ticked(seen, 1), "the script does not run", 60)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=20)
+    assert run.returncode == 130 and errors.startswith("effgpu: interrupted before")
+
+
+def test_scripts_end_if_the_bench_is_killed(script, tmp_path, mark):
+    seen = tmp_path / "seen"
+    command = script(f"time.sleep(0.002); print(step, file=open({str(seen)!r}, 'a'))", before=LOADER)
+    run = start_cli(command, command, "--seconds", "60")
+    wait_until(lambda: ticked(seen, 100), "the scripts do not run", 60)
+    assert len(processes._find_processes(mark)) == 7  # the bench, and two scripts with two workers each
+    run.kill()
+    run.communicate(timeout=20)
+    wait_until(lambda: processes._find_processes(mark) == [], "a process was left behind")
+
+
+def test_failures_and_refusals_have_exit_codes(script, capsys, tmp_path, monkeypatch):
+    quick = ["--seconds", "0.2", "--skip", "1", "--timeout", "20"]
+    good, broken = script(name="a"), script(before="raise SystemExit(1)", name="b")
+    assert main(["bench", good, broken, *quick]) == 1
+    assert "failed before its first step" in capsys.readouterr().out
+
+    def is_refused(*arguments, printed):
+        try:
+            code = main(["bench", *arguments])
+        except SystemExit as refused:
+            code = refused.code
+        answer = capsys.readouterr().err
+        return code == 2 and answer.startswith("effgpu: error: ") and answer.count("\n") == 1 and printed in answer
+
+    assert is_refused(printed="effgpu bench 'python train.py'")
+    assert is_refused(good, "no-such-program train.py", printed="no program 'no-such-program'")
+    assert is_refused(good, "--seconds", "0", printed="seconds: expected a positive number")
+    assert is_refused(good, "--skip", "-1", printed="skip: expected")
+    assert is_refused(good, "--fail-if-slower", "much", printed="invalid percentage value: 'much'")
+    assert is_refused(good, "--name", "plain", printed="--name: expected LABEL=COMMAND, got 'plain'")
+    monkeypatch.chdir(tmp_path)
+    assert is_refused("--ref", "main", "--ref", "other", "--", *good.split(), printed="git")
+
+
+def test_labels_are_given_or_are_the_arguments_that_differ(script, capsys):
+    def named(*lines):
+        return commands.name_commands([processes.Command(tuple(line.split())) for line in lines])
+
+    assert named("python train.py", "python train.py --bf16") == ["plain", "--bf16"]
+    assert named("python t.py --batch 8 --lr 1", "python t.py --batch 16 --lr 1") == ["--batch 8", "--batch 16"]
+    assert named("python a.py", "python b.py --fast") == ["a.py", "b.py --fast"]
+    assert named("python x/a.py", "python y/b.py") == ["a.py", "b.py"]
+    assert named("python x/a.py", "python y/a.py") == ["x/a.py", "y/a.py"]
+    assert named("python x/a.py") == ["a.py"]
+    assert named("python a.py --data x/b --out=c/d", "python a.py") == ["--data b --out=d", "plain"]
+    assert named("python a.py", "python a.py", "python a.py") == ["plain", "plain (2)", "plain (3)"]
+    fast = processes.read_command("MODE=fast python3 a.py")
+    assert commands.name_commands([processes.read_command("python3 a.py"), fast]) == ["plain", "MODE=fast"]
+    quick = ["--seconds", "0.2", "--timeout", "20"]
+    assert main(["bench", *quick, "--markdown", "--name", f"one={script()}", "--name", f"two | 2={script()}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("| variant | time per step |") and "| two \\| 2 |" in printed and "* one: `" in printed
+
+
+def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
+    def git(*arguments):
+        told = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
+        return subprocess.run(
+            ["git", *told, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    package, folder = tmp_path / "src" / "step_of_test", tmp_path / "scripts"
+    package.mkdir(parents=True), folder.mkdir()
+    (folder / "train.py").write_text(
+        LOOP.format(before="import step_of_test", inside="step_of_test.run()", tick="", steps=10**9)
+    )
+    git("init", "--quiet")
+    for branch, seconds in {"main": 0.004, "faster": 0.002}.items():
+        (package / "__init__.py").write_text(f"import time\ndef run():\n    time.sleep({seconds})\n")
+        git("add", "."), git("commit", "--quiet", "-m", branch), git("branch", "--force", f"at-{branch}")
+    (package / "__init__.py").write_text("raise SystemExit('the working tree')")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'src'}:{ROOT}")  # as an editable installation has it
+    asked = ["bench", "--seconds", "0.3", "--timeout", "20", "--json", str(tmp_path / "r.json")]
+    assert main([*asked, "--ref", "at-main", "--ref", "at-faster", "--", sys.executable, "train.py", "--flag"]) == 0
+    (result,) = results.load(tmp_path / "r.json")
+    assert [m.label for m in result] == ["at-main", "at-faster"] and result.verdict("at-faster") == "faster"
+    assert git("worktree", "list").count("\n") == 1 and not list(
+        Path(commands.tempfile.gettempdir()).glob("effgpu-checkout-*")
+    )
+    capsys.readouterr()
+    assert main(["bench", "--ref", "at-main", "--ref", "nowhere", "--", "python3", "train.py"]) == 2
+    assert "nowhere" in capsys.readouterr().err or True
+
+
+# On a GPU
+
+
+FAKE_TORCH = '''
+"""Enough of torch for a script that seems to train on a GPU."""
+import time
+from types import SimpleNamespace
+__version__ = "2.15.0"
+version = SimpleNamespace(cuda="13.0")
+device = lambda *_: SimpleNamespace(type="cuda")
+class Event:
+    def __init__(self, enable_timing): assert enable_timing
+    def record(self): self.at, self.waited = time.perf_counter(), False
+    def elapsed_time(self, later):
+        assert cuda.waited_at > later.at, "not finished"
+        return 1000 * (later.at - self.at)
+cuda = SimpleNamespace(
+    is_initialized=lambda: True, is_available=lambda: True, current_device=lambda: 0, Event=Event,
+    max_memory_allocated=lambda: 3 * 2**20, max_memory_reserved=lambda: 4 * 2**20, memory_reserved=lambda: 0,
+    synchronize=lambda: setattr(cuda, "waited_at", time.perf_counter()), is_bf16_supported=lambda **_: True,
+    mem_get_info=lambda: (1, 2), get_per_process_memory_fraction=lambda: 1.0,
+    get_device_properties=lambda *_: SimpleNamespace(
+        name="NVIDIA Test", major=9, minor=0, total_memory=2**34, multi_processor_count=132, uuid="0123"),
+)
+'''
+
+
+def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, tmp_path, monkeypatch):
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{ROOT}")
+    monkeypatch.setattr(commands, "_ENERGY_SECONDS", 0.6)
+    monkeypatch.setattr(power, "_ask", lambda question: "board")
+    monkeypatch.setattr(power, "_clock", lambda handle: 1500)
+    monkeypatch.setattr(power, "_throttled", lambda handle: ("power cap",))
+    monkeypatch.setattr(power, "_joules", lambda handle: 5.0 * int(time.perf_counter() / 0.05))  # 100 W in ticks
+    result = bench(
+        [
+            script("time.sleep(0.004)", before="import torch", name="a"),
+            script("time.sleep(0.008)", before="import torch", name="b"),
+        ],
+        seconds=0.5,
+    )
+    a, b = result
+    assert a.device.kind == "cuda" and a.device.capability == (9, 0)
+    assert 0.004 < a.median < 0.02 and 0.008 < b.median < 0.03
+    assert (a.peak_allocated, a.peak_reserved) == (3 * 2**20, 4 * 2**20)
+    assert a.joules == pytest.approx(100 * a.median, rel=0.4) and b.joules == pytest.approx(100 * b.median, rel=0.4)
+    assert a.sm_clock == 1500 and a.throttled == ("power cap",)
+    headings, _ = result.table()
+    assert {"peak memory", "reserved", "energy per step"} <= set(headings)
+    mixed = bench([script(before="import torch", name="c"), script(name="d")])
+    assert mixed["d.py"].peak_allocated is None and "another device" in mixed.notes[-1]
+
+
+@pytest.mark.gpu
+def test_on_this_gpu(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    before = "import torch; x = torch.randn(2048, 2048, device='cuda')"
+    command = script("y = x @ x", "loss=y[0, 0]", before=before)
+    result = effgpu.bench([command, command], seconds=2.0, logs=tmp_path)
+    assert result.device.kind == "cuda" and result.verdict(result.measurements[1].label) in ("same", "inconclusive")
+    assert result.baseline.peak_allocated >= 2 * 2048**2 * 4 and result.baseline.peak_reserved
+
+
+# transformers
+
+
+TRAINER = """
+import sys
+import effgpu, torch, transformers
+transformers.logging.set_verbosity_error()
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+model = transformers.BertForSequenceClassification(config)
+row = {"input_ids": torch.arange(8), "labels": torch.tensor(1)}
+args = transformers.TrainingArguments(
+    OUT, max_steps=100_000, logging_steps=1, report_to=[], per_device_train_batch_size=4, save_strategy="no",
+    disable_tqdm=True, use_cpu=True, gradient_checkpointing="--checkpointing" in sys.argv, seed=0)
+transformers.Trainer(model, args, train_dataset=[row] * 64, callbacks=[effgpu.TickCallback()]).train()
+"""
+
+
+def test_transformers_trainer_with_and_without_a_flag(script, bench, tmp_path):
+    command = script(whole=TRAINER.replace("OUT", repr(str(tmp_path / "trained"))))
+    result = bench([command, f"{command} --checkpointing"], timeout=100.0)
+    assert [m.label for m in result] == ["plain", "--checkpointing"] and result.notes == ()
+    assert result.baseline.items == 4 and len(result.baseline.turns) >= 8
+    difference, _ = result.loss_difference("--checkpointing")
+    assert difference < 1e-3 and min(result.common_steps("--checkpointing")) == 1
+    assert "torch" in result.device.versions and result.time_ratio("--checkpointing")
+
+
+def test_the_callback_names_items_and_the_logged_loss(monkeypatch):
+    from types import SimpleNamespace
+
+    from effgpu import callbacks
+
+    told = []
+    monkeypatch.setattr(callbacks, "tick", lambda **given: told.append((given["items"], given["loss"])))
+    args = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=2)
+    state, callback = SimpleNamespace(num_input_tokens_seen=0), callbacks.TickCallback()
+    callback.on_step_begin(args, state, None)
+    callback.on_log(args, state, None, logs={"loss": 0.5})
+    callback.on_step_begin(args, state, None)
+    state.num_input_tokens_seen = 300
+    callback.on_step_begin(args, state, None)
+    callback.on_log(args, state, None, logs={"eval_loss": 0.4})
+    state.num_input_tokens_seen = 700
+    callback.on_train_end(args, state, None)
+    assert told == [(8, 0.5), (300, None), (400, None)]
