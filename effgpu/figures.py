@@ -251,8 +251,9 @@ def _check(name: str, value: object, kind: type) -> None:
 
 
 def _measured(comparison: Comparison) -> list[str]:
-    """The quantities that get a panel: energy where there is any."""
-    return ["time", "memory"] + ["energy"] * any(m.joules for m in comparison)
+    """The quantities that get a panel: memory and energy where there is any."""
+    remembered = any(m.peak_allocated is not None or m.failed for m in comparison)
+    return ["time"] + ["memory"] * remembered + ["energy"] * any(m.joules for m in comparison)
 
 
 def _elsewhere(comparison: Comparison) -> list[Comparison]:

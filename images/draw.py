@@ -909,7 +909,7 @@ def table_of_2022():
     """Rows of a published table, each as a grey bar, above a blue bar of your own. On the left, memory, counted at the
     same size: each pair of bars is equally long. On the right, speed: one pair agrees, in others your bar is longer or
     shorter."""
-    ax = card(344, "Bytes travel, seconds do not")
+    ax = card(344, "Memory replicates, speed does not")
     pairs(ax, 22, ((146, 146), (82, 82), (62, 62), (132, 130)), "memory", True)
     pairs(ax, 196, ((70, 70), (61, 34), (47, 50), (146, 84)), "speed", False)
     box(ax, 60, 304, 16, 16, GREY, radius=3)

@@ -49,7 +49,7 @@ MUTATIONS = {
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "17_distilbert_150k": (
-        "mask = None if shortest == widest else mask_of(ids)  # new",
+        "mask = None if shortest == widest else (ids != 0).long()  # new",
         "mask = None  # new",
     ),
     "18_pruning": (
