@@ -17,7 +17,6 @@ from effgpu.comparison import MIME_TYPE
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## Your guess, and the arithmetic", "## Measure", "## When to use it", "## Try it"]
-FIRST_EDITION = ["## The idea", "## What changes", "## Same result", "## Prediction", "## Measure", "## When to use it"]
 CHECKED = "nbval-check-output"
 NEEDS_A_GPU = ("03_pinned_memory",)  # compares nothing without one
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -50,10 +49,6 @@ def test_there_are_lessons_in_reading_order():
     assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) for path in LESSONS)
 
 
-def is_second_edition(path: Path) -> bool:
-    return "**Buys**" in read(path).cells[0].source
-
-
 @each_lesson
 def test_follows_the_template(path):
     notebook = read(path)
@@ -62,7 +57,7 @@ def test_follows_the_template(path):
     assert setup.source == read(LESSONS[0]).cells[1].source
     assert 'print(f"measured on ' in imports.source
     lines = prose(notebook).splitlines()
-    places = [lines.index(heading) for heading in (HEADINGS if is_second_edition(path) else FIRST_EDITION)]
+    places = [lines.index(heading) for heading in HEADINGS]
     assert places == sorted(places)
     assert any(re.search(r"# new$", cell.source, re.MULTILINE) for cell in code(notebook))
     for word in ("**When not", "**Pitfalls.**", "**Sources.**"):
@@ -71,36 +66,33 @@ def test_follows_the_template(path):
 
 @each_lesson
 def test_first_screen_answers_what_it_buys_and_costs(path):
-    if is_second_edition(path):
-        first = read(path).cells[0].source
-        for row in ("**Buys**", "**Costs**", "**Changes the result?**"):
-            assert re.search(rf"^\| {re.escape(row)} \| \S.* \|$", first, re.MULTILINE), row
-        assert "](../images/" in first
+    first = read(path).cells[0].source
+    for row in ("**Buys**", "**Costs**", "**Changes the result?**"):
+        assert re.search(rf"^\| {re.escape(row)} \| \S.* \|$", first, re.MULTILINE), row
+    assert "](../images/" in first
 
 
 @each_lesson
 def test_the_reader_guesses_and_the_lesson_predicts_before_it_measures(path):
-    if is_second_edition(path):
-        sources = [cell.source for cell in code(read(path))]
-        guess, predicted = (
-            next(i for i, source in enumerate(sources) if re.search(rf"^{name} = ", source, re.MULTILINE))
-            for name in ("guess", "predicted")
-        )
-        assert guess < predicted
-        if path.stem not in NEEDS_A_GPU:
-            measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
-            assert predicted <= measured
-            assert "predicted=predicted" in sources[measured] and "guess=guess" in sources[measured]
+    sources = [cell.source for cell in code(read(path))]
+    guess, predicted = (
+        next(i for i, source in enumerate(sources) if re.search(rf"^{name} = ", source, re.MULTILINE))
+        for name in ("guess", "predicted")
+    )
+    assert guess < predicted
+    if path.stem not in NEEDS_A_GPU:
+        measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
+        assert predicted <= measured
+        assert "predicted=predicted" in sources[measured] and "guess=guess" in sources[measured]
 
 
 @each_lesson
 def test_every_exercise_has_a_solution_with_code(path):
-    if is_second_edition(path):
-        tasks = prose(read(path)).partition("\n## Try it\n")[2].partition("\n## ")[0]
-        numbered = re.split(r"^\*\*\d\.\*\*", tasks, flags=re.MULTILINE)[1:]
-        assert len(numbered) >= 2
-        for task in numbered:
-            assert re.search(r"<details>\s*<summary>Solution</summary>.*```python\n.*</details>", task, re.DOTALL)
+    tasks = prose(read(path)).partition("\n## Try it\n")[2].partition("\n## ")[0]
+    numbered = re.split(r"^\*\*\d\.\*\*", tasks, flags=re.MULTILINE)[1:]
+    assert len(numbered) >= 2
+    for task in numbered:
+        assert re.search(r"<details>\s*<summary>Solution</summary>.*```python\n.*</details>", task, re.DOTALL)
 
 
 @each_lesson
