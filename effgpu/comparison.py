@@ -237,7 +237,8 @@ class Comparison:
 
     def full_size_heading(self) -> str:
         """What the predicted bytes of `full_size` are of; empty without any."""
-        return next((f"at full size on a {needed.gpu} (predicted)" for needed in self.full_size.values()), "")
+        gpus = {units.with_article(needed.gpu) for needed in self.full_size.values()}
+        return "".join(f"at full size on {gpu} (predicted)" for gpu in gpus)
 
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""

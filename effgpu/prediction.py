@@ -19,7 +19,7 @@ from effgpu.allocator import count_reserved, find_peak
 from effgpu.device import gc_frozen
 from effgpu.fake_gpu import Recorder, as_gpu, observed_by
 from effgpu.memory import trace
-from effgpu.units import GiB, MiB, check_positive, format_bytes
+from effgpu.units import GiB, MiB, check_positive, format_bytes, with_article
 from effgpu.variants import Step, Variant, check_worked, run_variant
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
@@ -261,8 +261,9 @@ class Largest:
 
     def __repr__(self) -> str:
         if not self.may_fit:
-            return f"nothing fits a {self.gpu.name}"
-        sure = f"{self.fits} fits a {self.gpu.name}" if self.fits else f"no size surely fits a {self.gpu.name}"
+            return f"nothing fits {with_article(self.gpu.name)}"
+        size = self.fits if self.fits else "no size surely"
+        sure = f"{size} fits {with_article(self.gpu.name)}"
         return sure + (f", up to {self.may_fit} may" if self.may_fit > self.fits else "") + " (predicted)"
 
 

@@ -97,6 +97,11 @@ def check_positive(kind: type = Real, **values: object) -> None:
             raise ValueError(f"{name}: expected a positive {expected}, got {value!r}")
 
 
+def with_article(name: str) -> str:
+    """A name of letters and numbers as it is spoken: "a T4", "an L4", "an 80 GiB"."""
+    return f"{'an' if name[0] in 'AEFHILMNORSX8' else 'a'} {name}"
+
+
 def _scale(value: float | None, base: int, names: dict[float, str]) -> str:
     """The value in the largest unit that it fills, a value that rounds up to `base` counted as full."""
     if value is None:

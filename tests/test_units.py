@@ -238,3 +238,8 @@ def test_what_is_not_positive_is_refused_with_its_name(wrong):
 def test_what_is_not_a_whole_number_is_refused_with_its_name(wrong):
     with pytest.raises(ValueError, match=r"^blocks: expected a positive whole number, got "):
         units.check_positive(Integral, steps=3, blocks=wrong)
+
+
+@pytest.mark.parametrize("told", ["a T4", "a V100", "a 16 GiB", "an L4", "an A100 80 GB", "an H100", "an RTX 4090"])
+def test_a_gpu_has_the_article_that_it_is_spoken_with(told):
+    assert units.with_article(told.partition(" ")[2]) == told

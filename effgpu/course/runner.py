@@ -87,7 +87,7 @@ class Headline:
         before, after = (units.format_bytes(each.allocated) for each in needed)
         number, unit = before.split()
         rescued = [each.verdict for each in needed] == [DOES_NOT_FIT, FITS]
-        where = f"on a GPU, so that it fits a {needed[1].gpu}" if rescued else "on a GPU"
+        where = f"on a GPU, so that it fits {units.with_article(needed[1].gpu)}" if rescued else "on a GPU"
         return f"{number if after.endswith(unit) else before} → {after} {where} (predicted)"
 
     def tell(self, memory: str | None = None) -> str:
