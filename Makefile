@@ -6,8 +6,9 @@ INSTALLED := $(VENV)/.installed
 SOURCES := effgpu tests images notebooks
 ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 3600
+GPU := $(shell nvidia-smi -L 2>/dev/null)
 # Two lessons at once may not fit on one GPU.
-AT_ONCE := $(if $(shell nvidia-smi -L 2>/dev/null),1,2)
+AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q
 
 .PHONY: run test test-all lab lint floor fit readme address clean
@@ -16,11 +17,11 @@ run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 	$(BIN)/effgpu run
 
 test: $(INSTALLED)  ## alone, what needs a GPU; then unit tests, and every notebook through nbval, measurements cut short
-	$(BIN)/python -m pytest tests -m gpu -q
+	$(if $(GPU),$(BIN)/python -m pytest tests -m gpu -q)
 	$(TEST) -m "not gpu and not slow"
 
 test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in one kernel, with its solutions
-	$(BIN)/python -m pytest tests -m gpu -q
+	$(if $(GPU),$(BIN)/python -m pytest tests -m gpu -q)
 	$(TEST) -m "not gpu"
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
