@@ -144,6 +144,7 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
         top = max(trace.peak for trace in traces.values())
         axes[0].set_ylim(0, (top or 1) * 1.12)
         _value_axis(axes[0].yaxis, units.format_bytes)
+        _draw_legend(figure, axes)
         figure.supxlabel("allocations in their order: the width of a phase is not its time", fontsize=8, color=DIM)
     return figure
 
@@ -192,17 +193,18 @@ def plot_fit(fit: Fit) -> Figure:
     A thick line spans the range of what is needed. A GPU's bar is its memory, in the colour of the verdict.
     """
     _check("fit", fit, Fit)
-    gpus = fit.gpus
+    gpus, largest = fit.gpus, max(gpu.memory for gpu in fit.gpus)
     with _figure(2, height=0.9 + 0.2 * len(gpus)) as (figure, (peak, cards)):
         _draw_owners(peak, fit)
         for row, gpu in enumerate(gpus):
             needed, verdict = fit.total(gpu), fit.verdict(gpu)
             cards.barh(row, gpu.memory, height=0.62, color=VERDICT_COLORS[verdict], alpha=0.35)
             cards.plot([needed.low, needed.high], [row, row], color=DIM, linewidth=4, solid_capstyle="butt")
-            cards.text(gpu.memory, row, f" {verdict}", va="center", fontsize=8)
+            end = max(gpu.memory, needed.high) if needed.high < largest else gpu.memory
+            cards.text(end, row, f" {verdict}", va="center", fontsize=8)
         cards.set_yticks(range(len(gpus)), [gpu.name for gpu in gpus])
         cards.set_ylim(len(gpus) - 0.4, -0.6)
-        cards.set_xlim(0, 1.25 * max([gpu.memory for gpu in gpus] + [min(fit.total(gpu).high for gpu in gpus)]))
+        cards.set_xlim(0, 1.25 * max(largest, min(fit.total(gpu).high for gpu in gpus)))
         cards.set_title("GPU's memory (bar) and what the step needs on it (line)")
         for ax in (peak, cards):
             ax.grid(axis="y", visible=False)
@@ -524,7 +526,10 @@ def _short(ablation: Ablation, measurement: Measurement) -> str:
 
 
 def _draw_trace(ax, trace: Trace) -> None:
-    """The level after each event, over its phases; a run of one phase has the same width in every panel."""
+    """The level after each event, over its phases; a run of one phase has the same width in every panel.
+
+    Names of phases that would overlap stand in the legend instead.
+    """
     xs, starts, left = [], [], 0.0
     for first, last, phase in _runs(trace.phases):
         starts.append((left, phase))
@@ -532,11 +537,11 @@ def _draw_trace(ax, trace: Trace) -> None:
         left += PHASE_WIDTH[phase]
     for (start, phase), (end, _) in pairwise([*starts, (left, "")]):
         ax.axvspan(start, end, color=PHASES[phase], alpha=0.10, linewidth=0)
-        size = 9 if len(starts) < 4 else 7
-        if len(starts) < 4 or (end - start) / left > 0.01 * len(phase):  # else the names would overlap
-            ax.text(
-                (start + end) / 2, -0.09, phase, transform=ax.get_xaxis_transform(), ha="center", va="center", size=size
-            )
+        look = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "center"}
+        if len(starts) < 4 or (end - start) / left > 0.01 * len(phase):
+            ax.text((start + end) / 2, -0.09, phase, size=9 if len(starts) < 4 else 7, **look)
+        else:
+            ax.plot([], [], "s", color=PHASES[phase], alpha=0.35, label=phase)
     ax.fill_between([*xs, left], [*trace.bytes, trace.bytes[-1]], step="post", color=BLUE, alpha=0.25, linewidth=0)
     ax.step([*xs, left], [*trace.bytes, trace.bytes[-1]], where="post", color=BLUE, linewidth=1.3)
     ax.axhline(trace.peak, color=RED, linewidth=1, linestyle="--")

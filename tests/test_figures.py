@@ -25,9 +25,10 @@ from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.device import Device
-from effgpu.figures import GREEN, RED, plot, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches, to_png
+from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches
 from effgpu.measurement import Measurement, hodges_lehmann_interval
 from effgpu.memory import Trace
+from effgpu.prediction import GPUS, OWNERS, Fit, Range
 from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
@@ -247,6 +248,28 @@ def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_me
 def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
     figure = plot(replace(on_gpu, other_training=("bf16",)))
     assert ticks(figure.axes[0].yaxis) == ["fp32", "bf16\n(not the same training)", "fp8"]
+    assert_readable(figure)
+
+
+def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
+    def steps(count):
+        phases = ("forward",) * 4 + ("backward",) * 4 + ("optimizer",) * 4
+        return Trace((MiB,) * 12 * count, phases * count)
+
+    few, many = plot_memory({"few": steps(1)}), plot_memory({"many": steps(8)})
+    assert legend(few) == [] and {text.get_text() for text in few.axes[0].texts} == {"forward", "backward", "optimizer"}
+    assert legend(many) == ["forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
+def test_a_verdict_lies_on_no_range(allocated):
+    owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
+    figure = plot_fit(Fit("step", allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure.draw_without_rendering()
+    cards = figure.axes[1]
+    assert len(cards.texts) == len(cards.lines) == len(GPUS)
+    for verdict, needed in zip(cards.texts, cards.lines):
+        assert not verdict.get_window_extent().padded(-1).overlaps(needed.get_window_extent())
     assert_readable(figure)
 
 
@@ -489,7 +512,7 @@ def test_what_is_no_trace_is_refused():
 def test_long_names_are_broken_into_lines(make_measurement):
     label = " + ".join(["gradient_checkpointing", "fused_optimizer", "mixed_precision", "channels_last"])
     figure = plot(Comparison("long", (make_measurement("a"), make_measurement(label))))
-    to_png(figure)
+    figures.to_png(figure)
     assert ticks(figure.axes[0].yaxis)[1].replace("\n", " ") == label
     assert figure.axes[0].get_position().width > 0.5
 
@@ -774,7 +797,7 @@ def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, mon
     bars = plot(Comparison("synthetic", tuple(both)))
     sweep = plot_sweep({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
     for figure in (bars, sweep, plot_memory({label: TRACES["plain"]})):
-        to_png(figure)
+        figures.to_png(figure)
         written = [text for text in figure.findobj(Text) if label in text.get_text()]
         assert written and not any(text.get_parse_math() for text in written)
     assert [text.get_text().strip() for text in sweep.axes[0].get_legend().get_texts()] == [label, "b"]
@@ -783,7 +806,7 @@ def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, mon
 
 def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
     figure = plot(on_cpu)
-    png = to_png(figure)
+    png = figures.to_png(figure)
     assert png.startswith(b"\x89PNG")
     assert int.from_bytes(png[16:20], "big") == pytest.approx(200 * figure.get_size_inches()[0], abs=1)
     assert set(plt.imread(io.BytesIO(png))[[0, 0, -1, -1], [0, -1, 0, -1]].flat) == {1.0}, "red, green, blue, opaque"
