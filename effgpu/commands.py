@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pynvml
-
-from effgpu import device, power, timing, units
+from effgpu import power, timing, units
 from effgpu.comparison import SLOWER, Comparison, check_min_effect, check_name
-from effgpu.device import Device
+from effgpu.device import Device, describe_cpu
 from effgpu.measurement import FEWEST_BLOCKS, Measurement, check_unit
 from effgpu.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
 
@@ -496,25 +494,25 @@ class _Run:
         return _Turn(report["seconds"], report["steps"], report["items"])
 
     def _take_turn(self, label: str) -> None:
-        record, handle, clocks = self.records[label], self._handle(label), []
+        record, board, clocks = self.records[label], self._board(label), []
         settled = time.perf_counter() + min(_TURN["cuda"], self.plan.seconds / (2 * FEWEST_BLOCKS)) / 2
 
         def note_clock() -> None:
             if not clocks and time.perf_counter() > settled:
-                clocks.append(power._clock(handle))
-                record.clocks += [(clock, power._throttled(handle)) for clock in clocks if clock]
+                clocks.append(power.read_clock(board))
+                record.clocks += filter(None, clocks)
 
-        record.turns.append(self._turn(label, None, note_clock if handle else None))
+        record.turns.append(self._turn(label, None, note_clock if board else None))
 
     def _take_energy(self, label: str) -> None:
         """Average watts over some seconds, between two changes of the board's counter."""
-        if (handle := self._handle(label)) is None:
+        if (board := self._board(label)) is None:
             return
         record, changes = self.records[label], []
         settled = time.perf_counter() + 0.2 + 2 * record.pace
 
         def read_counter() -> None:
-            now, joules = time.perf_counter(), power._joules(handle)
+            now, joules = time.perf_counter(), power.read_joules(board)
             if joules is not None and now > settled and (not changes or joules != changes[-1][1]):
                 changes.append((now, joules))
 
@@ -523,12 +521,10 @@ class _Run:
             (began, before), (ended, after) = changes[1], changes[-1]
             record.energy = (after - before) / (ended - began), turn
 
-    def _handle(self, label: str):
+    def _board(self, label: str):
         """NVML's handle of the GPU on which a command runs, without CUDA in this process; None on a CPU."""
-        if not (uuid := self.records[label].hello.get("uuid")):
-            return None
-        uuid = f"GPU-{uuid.removeprefix('GPU-')}"
-        return power._ask(lambda: pynvml.nvmlInit() or pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        uuid = self.records[label].hello.get("uuid")
+        return power.find_board(uuid) if uuid else None
 
     def _alive(self) -> list[str]:
         """The commands that are worth going on with: none without the baseline or anything to compare with it."""
@@ -556,9 +552,7 @@ class _Run:
         if told := hello.get("device"):
             capability = told["capability"] and tuple(told["capability"])
             return Device(**told | {"capability": capability})
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        memory = device._total_host_memory()
-        return Device(device._cpu_name(), "cpu", memory, cores, versions=hello.get("versions", {}))
+        return describe_cpu(hello.get("versions", {}))
 
     def _measurement(self, label: str, on: Device, items: float | None, unit: str) -> Measurement:
         record = self.records[label]

@@ -73,9 +73,8 @@ def find_device() -> torch.device:
 def describe() -> Device:
     """Describe this machine. Results are stored with this description."""
     versions = {"python": platform.python_version()} | {name: v for name in _VERSIONED if (v := _version(name))}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if find_device().type == "cpu":
-        return Device(_cpu_name(), "cpu", _total_host_memory(), cores, versions=versions)
+        return describe_cpu(versions)
     properties = torch.cuda.get_device_properties()
     capability, memory = (properties.major, properties.minor), _gpu_memory()
     part = "" if memory == properties.total_memory else f", {format_bytes(memory)} of it"
@@ -83,7 +82,7 @@ def describe() -> Device:
         properties.name + part,
         "cuda",
         memory,
-        cores,
+        _count_cores(),
         properties.multi_processor_count,
         capability,
         _driver(),
@@ -91,6 +90,11 @@ def describe() -> Device:
         versions | {"cuda": torch.version.cuda or "rocm"},
         _context(),
     )
+
+
+def describe_cpu(versions: dict[str, str]) -> Device:
+    """Describe this machine's CPU, whether or not there is a GPU, for results with these versions of the libraries."""
+    return Device(_cpu_name(), "cpu", _total_host_memory(), _count_cores(), versions=versions)
 
 
 def pick_sizes(*, cpu, small, large):
@@ -245,6 +249,10 @@ def _driver() -> str | None:
         return pynvml.nvmlSystemGetDriverVersion()
     except pynvml.NVMLError:
         return None
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

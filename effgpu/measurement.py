@@ -75,11 +75,6 @@ class Measurement:
         """Items per second."""
         return self.items / self.median if self.items and self.median else None
 
-    @property
-    def flop_rate(self) -> float | None:
-        """The model's FLOPs per second."""
-        return self.flops / self.median if self.flops and self.median else None
-
     def __repr__(self) -> str:
         if self.failed:
             return f"{self.label}: {self.failed}"

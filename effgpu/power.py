@@ -54,27 +54,45 @@ class Sample:
 
 def sample() -> Sample | None:
     """Read the current GPU once. None without a GPU or NVML."""
-    handle = _handle()
+    handle = find_board()
     if handle is None:
         return None
     return Sample(
         _ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
         _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used),
         _ask(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        _joules(handle),
+        read_joules(handle),
         _clock(handle),
         _throttled(handle),
     )
 
 
-def read_clock() -> tuple[int, tuple[str, ...]] | None:
-    """The current GPU's SM clock in MHz, and why it is below its maximum. None where NVML does not report the clock.
+def find_board(uuid: str | None = None):
+    """NVML's handle of the GPU with this UUID, or of CUDA's current device. None without a GPU or NVML.
 
-    Two quick questions to NVML, which do not wait for the GPU: call it while kernels are queued.
+    By UUID, because NVML and CUDA number the GPUs differently. With one, CUDA is not asked.
     """
-    handle = _handle()
-    clock = None if handle is None else _clock(handle)
-    return None if clock is None else (clock, _throttled(handle))
+    if uuid is None:
+        if not torch.cuda.is_available():
+            return None
+        uuid = str(torch.cuda.get_device_properties().uuid)
+    return _ask(lambda: pynvml.nvmlInit() or pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}"))
+
+
+def read_clock(board=None) -> tuple[int, tuple[str, ...]] | None:
+    """The SM clock in MHz, and why it is below its maximum. None where NVML does not report the clock.
+
+    `board` is what `find_board` gave, by default for the current GPU. Two quick questions to NVML, which do not wait
+    for the GPU: call it while kernels are queued.
+    """
+    board = find_board() if board is None else board
+    clock = None if board is None else _clock(board)
+    return None if clock is None else (clock, _throttled(board))
+
+
+def read_joules(board) -> float | None:
+    """The joules that a board has taken since its driver was loaded. None without an energy counter."""
+    return _ask(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(board) / 1000)
 
 
 def measure_energy(step: Callable[[], object], *, seconds: float = 3.0) -> float | None:
@@ -85,8 +103,8 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 3.0) -> float
     """
     check_step(step=step)
     units.check_positive(seconds=seconds)
-    handle, seconds = _handle(), cap_seconds(seconds)
-    if handle is None or _joules(handle) is None:
+    handle, seconds = find_board(), cap_seconds(seconds)
+    if handle is None or read_joules(handle) is None:
         return None
     ahead = max(2, round(_AHEAD / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
     paced = _paced(step, ahead)
@@ -101,12 +119,12 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 3.0) -> float
 
 def _next_tick(handle, paced: Iterator[int]) -> tuple[int, float] | None:
     """Run steps until the counter changes. Return the number of finished steps and the joules, or None if it fails."""
-    before = _joules(handle)
+    before = read_joules(handle)
     polled = began = time.perf_counter()
     for done in paced:
         if time.perf_counter() - polled < _POLL:
             continue
-        joules, polled = _joules(handle), time.perf_counter()
+        joules, polled = read_joules(handle), time.perf_counter()
         if joules is None or before is None or (joules == before and polled - began > _LONGEST_TICK):
             return None
         if joules != before:
@@ -125,18 +143,6 @@ def _paced(step: Callable[[], object], ahead: int) -> Iterator[int]:
             spare.append(waiting.popleft())
             done += 1
         yield done
-
-
-def _handle():
-    """NVML's handle of CUDA's current device, found by UUID: the two libraries number devices differently."""
-    if not torch.cuda.is_available():
-        return None
-    uuid = str(torch.cuda.get_device_properties().uuid)
-    return _ask(lambda: pynvml.nvmlInit() or pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}"))
-
-
-def _joules(handle) -> float | None:
-    return _ask(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000)
 
 
 def _clock(handle) -> int | None:

@@ -531,10 +531,10 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, 
     (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{ROOT}")
     monkeypatch.setattr(commands, "_ENERGY_SECONDS", 0.6)
-    monkeypatch.setattr(power, "_ask", lambda question: "board")
+    monkeypatch.setattr(power, "find_board", lambda uuid: "board")
     monkeypatch.setattr(power, "_clock", lambda handle: 1500)
     monkeypatch.setattr(power, "_throttled", lambda handle: ("power cap",))
-    monkeypatch.setattr(power, "_joules", lambda handle: 5.0 * int(time.perf_counter() / 0.05))  # 100 W in ticks
+    monkeypatch.setattr(power, "read_joules", lambda board: 5.0 * int(time.perf_counter() / 0.05))  # 100 W in ticks
     result = bench(
         [
             script("time.sleep(0.004)", before="import torch", name="a"),

@@ -54,7 +54,7 @@ class Board:
                 return board.now >= self.at
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(power, "_handle", lambda: "handle")
+        monkeypatch.setattr(power, "find_board", lambda: "handle")
         monkeypatch.setattr(power, "time_for", lambda step, seconds, fewest: [board.seconds_per_step])
         monkeypatch.setattr(power, "time", SimpleNamespace(perf_counter=board.clock))
         monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", board.millijoules)
@@ -138,8 +138,8 @@ def test_bad_arguments_are_named_also_where_there_is_no_counter(monkeypatch, tin
         power.measure_energy(lambda: None, seconds=-1)
     with pytest.raises(TypeError, match=r"^step: expected a function that is called without arguments, got int$"):
         power.measure_energy(3)
-    monkeypatch.setattr(power, "_handle", lambda: "handle")
-    monkeypatch.setattr(power, "_joules", lambda handle: 1.0)
+    monkeypatch.setattr(power, "find_board", lambda: "handle")
+    monkeypatch.setattr(power, "read_joules", lambda board: 1.0)
     with pytest.raises(TypeError, match="step: expected a training step that does its work when called, got a func"):
         power.measure_energy(tiny)
 
@@ -152,14 +152,14 @@ def test_the_handle_is_asked_for_by_uuid(simulate_gpu, monkeypatch, prefix):
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: asked.append("init"))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: asked.append(uuid) or "handle")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", None)
-    assert power._handle() == "handle"
+    assert power.find_board() == "handle"
     assert asked == ["init", f"GPU-{uuid}"]
 
 
 def test_a_machine_whose_nvml_does_not_start_has_no_handle(simulate_gpu, monkeypatch):
     simulate_gpu()
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
-    assert power._handle() is None and power.sample() is None and power.measure_energy(lambda: None) is None
+    assert power.find_board() is None and power.sample() is None and power.measure_energy(lambda: None) is None
 
 
 QUESTIONS = {
@@ -174,7 +174,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("missing", [None, *QUESTIONS])
 def test_a_sample_has_none_for_exactly_what_nvml_refuses(monkeypatch, missing):
-    monkeypatch.setattr(power, "_handle", lambda: "handle")
+    monkeypatch.setattr(power, "find_board", lambda: "handle")
     for field, (function, answer, _) in QUESTIONS.items():
         reply = lambda handle, *_, answer=answer: answer
         monkeypatch.setattr(pynvml, function, refuse if field == missing else reply, raising=False)
@@ -186,7 +186,7 @@ def test_a_sample_has_none_for_exactly_what_nvml_refuses(monkeypatch, missing):
 def test_the_clock_is_read_with_the_reasons_for_it(monkeypatch):
     assert power.read_clock() is None, "there is no GPU"
     asked = []
-    monkeypatch.setattr(power, "_handle", lambda: "handle")
+    monkeypatch.setattr(power, "find_board", lambda: "handle")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda *question: asked.append(question) or 1980)
     monkeypatch.setattr(
         pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 0x1 | 0x2 | 0x400, raising=False
