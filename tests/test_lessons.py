@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## Your guess, and the arithmetic", "## Measure", "## When to use it", "## Try it"]
 CHECKED = "nbval-check-output"
-NEEDS_A_GPU = ("03_pinned_memory",)  # compares nothing without one
+ONLY_ON_A_GPU = ("03_pinned_memory",)  # compares nothing without one
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -80,7 +80,7 @@ def test_the_reader_guesses_and_the_lesson_predicts_before_it_measures(path):
         for name in ("guess", "predicted")
     )
     assert guess < predicted
-    if path.stem not in NEEDS_A_GPU:
+    if path.stem not in ONLY_ON_A_GPU:
         measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
         assert predicted <= measured
         assert "predicted=predicted" in sources[measured] and "guess=guess" in sources[measured]
@@ -119,7 +119,7 @@ def test_checked_cells_have_something_to_check(path):
 def test_carries_its_results(path):
     data = [output.data[MIME_TYPE] for output in outputs(read(path)) if MIME_TYPE in output.get("data", {})]
     on_cpu = "(CPU, " in text_of(code(read(path))[1])
-    if not (on_cpu and path.stem in NEEDS_A_GPU):
+    if not (on_cpu and path.stem in ONLY_ON_A_GPU):
         assert path.stem in [stored["name"] for stored in data]
 
 
