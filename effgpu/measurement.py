@@ -22,6 +22,7 @@ from effgpu.variants import Stage, Step, Variant, check_variants
 OUT_OF_MEMORY = "out of memory"
 FEWEST_BLOCKS, MOST_BLOCKS = 8, 200  # eight observations are the fewest that allow a verdict
 CONFIDENCE = 0.99  # of every interval and so of every verdict; not 95 %, as readers make many comparisons
+_SECONDS = {"cpu": 1.0, "cuda": 2.0}  # per variant: a GPU's turns are longer
 _SHORTEST_TURN = {"cpu": 0.005, "cuda": 0.1}  # seconds; a GPU's clock needs that long to settle on its load
 _LEAD_IN = 4  # steps of a turn from which on one more, not timed, goes first
 _CACHES_FILL = 0.005  # seconds of warm-up after which the caches hold the step's own data
@@ -102,7 +103,7 @@ def measure_all(
     items: float | Mapping[str, float] | None = None,
     unit: str = "items",
     flops: float | Mapping[str, float] | None = None,
-    seconds: float = 2.0,
+    seconds: float | None = None,
     blocks: int | None = None,
     min_steps: int = 1,
     warmup: int = 2,
@@ -116,10 +117,10 @@ def measure_all(
     A turn is at least `min_steps` steps. Variants that do not fit into memory together, and those with worker processes
     (a DataLoader's would work in the others' turns), are built anew for their turns.
 
-    `seconds` is how long each variant is timed in all, building and warm-up not counted; there are at least 8 blocks,
-    which take longer where steps are slow, and at most 200. `blocks` sets their number. Give `min_steps` where steps
-    come in bursts, as from DataLoader workers: a turn tells what they cost only if it is longer than a burst. `energy`
-    adds one window of some seconds per variant where NVML has an energy counter.
+    `seconds` is how long each variant is timed in all, building and warm-up not counted: 2 by default, on a CPU 1.
+    There are at least 8 blocks, which take longer where steps are slow, and at most 200. `blocks` sets their number.
+    Give `min_steps` where steps come in bursts, as from DataLoader workers: a turn tells what they cost only if it is
+    longer than a burst. `energy` adds one window of some seconds per variant where NVML has an energy counter.
 
     `items` per step named by `unit`, and `flops` per step (each a number, or one for each label), are noted with the
     results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
@@ -127,6 +128,7 @@ def measure_all(
     """
     variants = check_variants(variants)
     check_positive(Integral, blocks=1 if blocks is None else blocks, min_steps=min_steps, warmup=warmup)
+    seconds = _SECONDS[find_device().type] if seconds is None else seconds
     check_positive(seconds=seconds)
     check_unit(unit)
     items_of, flops_of = _by_label(variants, items=items), _by_label(variants, flops=flops)
