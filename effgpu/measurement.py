@@ -257,13 +257,15 @@ class _Plan:
         """Steps in a turn of a variant whose step takes `pace` seconds, where the slowest variant's takes `slowest`.
 
         Turns of all variants take about as long: their share of the seconds, or longer where the slowest needs that.
+        But one that is long beyond the seconds makes the others no longer, unless steps come in bursts.
         """
         pace, share = max(pace, 1e-6), self.seconds / (2 * self.count())
+        least = min(slowest, self.seconds / (2 * FEWEST_BLOCKS)) if self.min_steps == 1 else self.min_steps * slowest
         if self.count() == (self.blocks or FEWEST_BLOCKS):
             fitting = round(share / pace)
         else:  # no shorter than the share: blocks can become fewer, but not more
             fitting = math.ceil(share / pace - 1e-6)
-        return max(self.min_steps, fitting, round(self.min_steps * slowest / pace))
+        return max(self.min_steps, fitting, round(least / pace))
 
 
 class _NotTogether(Exception):

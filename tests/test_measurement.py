@@ -458,6 +458,13 @@ def test_variants_of_unlike_speed_share_the_seconds(milliseconds, overhead):
     assert blocks * max(0.01, 0.002 * max(milliseconds)) > 1.0, "many short blocks, not a few long ones"
 
 
+@pytest.mark.parametrize("min_steps, of_the_quick", [(1, 0.4), (3, 3 * 16 * 0.1)])
+def test_one_long_step_makes_the_others_turns_no_longer(clock, only_turns, turns, min_steps, of_the_quick):
+    measure_all({"long": clock.step(0.1), "quick": clock.step(0.001)}, seconds=0.4, min_steps=min_steps)
+    long, quick = turns[::4] + turns[3::4], turns[1::4] + turns[2::4]
+    assert sum(long) == pytest.approx(16 * 0.1 * min_steps) and sum(quick) == pytest.approx(of_the_quick, rel=0.05)
+
+
 def test_a_warm_up_that_misleads_costs_no_time(clock, only_turns, turns):
     """What a step takes is learned from the turns, too."""
 
