@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from effgpu.device import find_device, pick_sizes
 from effgpu.timing import check_step, time_fastest
 from effgpu.units import check_positive
-from effgpu.variants import check_worked
+from effgpu.variants import check_worked, uncompiled
 
 
 def count_flops(step: Callable[[], object]) -> int:
@@ -19,7 +19,7 @@ def count_flops(step: Callable[[], object]) -> int:
     not (torch.utils.flop_counter). Raises TypeError if `step` is a variant.
     """
     check_step(step=step)
-    with FlopCounterMode(display=False) as counter:
+    with uncompiled(), FlopCounterMode(display=False) as counter:
         result = step()
     check_worked(result)
     return counter.get_total_flops()

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from effgpu.device import find_device
 from effgpu.timing import check_step
-from effgpu.variants import check_worked
+from effgpu.variants import check_worked, uncompiled
 
 Key = Callable[[str, list[torch.Tensor]], Hashable | None]
 
@@ -48,14 +48,14 @@ def count_ops(step: Callable[[], object], *, key: Key | None = None, launches: b
     With `launches`, a second call of the step is profiled on a GPU. The launch of a CUDA graph counts as one. The
     profiler can slow later launches in the same process (pytorch/pytorch#144455), so measure times first.
 
-    A function compiled by torch.compile runs uncompiled while its operations are counted (PyTorch 2.15). Its launches
-    are those of the compiled code. Bytes ignore caches, and count each argument as read or written once.
+    A function compiled by torch.compile runs uncompiled while its operations are counted. Its launches are those of the
+    compiled code. Bytes ignore caches, and count each argument as read or written once.
 
     Raises TypeError if `step` is a variant.
     """
     check_step(step=step)
     counting = _Counting(key or (lambda name, tensors: name))
-    with counting:
+    with uncompiled(), counting:
         result = step()
     check_worked(result)
     if launches and find_device().type == "cuda":

@@ -126,6 +126,14 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
+def uncompiled() -> contextlib.AbstractContextManager:
+    """Inside, what torch.compile has compiled runs as it was written, and is not marked as impossible to compile.
+
+    PyTorch 2.9 does that for good to a function that it meets first under a dispatch mode.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
 def check_worked(result: object) -> None:
     """Raises TypeError for what a step returns that has done nothing: a function, a generator, a coroutine."""
     if isinstance(result, _NOT_RUN):

@@ -25,6 +25,14 @@ def test_what_a_checkpoint_computes_twice_counts_twice():
     assert count_flops(step) == 3 * 2 * 4 * 8 * 8
 
 
+def test_a_compiled_function_counts_as_what_it_is_compiled_from_and_stays_compiled():
+    graphs, batch = [], torch.ones(4, 8)
+    compiled = torch.compile(torch.nn.Linear(8, 8), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert count_flops(lambda: compiled(batch)) == 2 * 4 * 8 * 8
+    compiled(batch)
+    assert len(graphs) == 1, "PyTorch 2.9 does not compile what it met under a dispatch mode"
+
+
 def test_element_wise_operations_do_not_count():
     assert count_flops(lambda: torch.randn(100).exp().sum()) == 0
 
