@@ -25,6 +25,14 @@ def test_what_a_checkpoint_computes_twice_counts_twice():
     assert count_flops(step) == 3 * 2 * 4 * 8 * 8
 
 
+def test_attention_is_two_products_and_five_in_its_backward_pass():
+    q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))  # [batch, heads, length, width]
+    product = 2 * 2 * 3 * 16 * 16 * 8
+    attention = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert count_flops(attention) == 2 * product
+    assert count_flops(lambda: attention().sum().backward()) == (2 + 5) * product, "the scores are computed again"
+
+
 def test_a_compiled_function_counts_as_what_it_is_compiled_from_and_stays_compiled():
     graphs, batch = [], torch.ones(4, 8)
     compiled = torch.compile(torch.nn.Linear(8, 8), backend=lambda graph, _: graphs.append(graph) or graph.forward)
