@@ -831,8 +831,8 @@ def ladder():
     second is longer than the one before, and the loss stays the same at every rung. Below, two techniques in either
     order: what comes first saves much, what comes second saves little, and the step that is left is the same."""
     ax = card(396, "One technique more at each rung")
-    names = ("naive", "+ TF32", "+ 16 bits", "+ native", "+ attention", "+ compile")
-    for k, (name, width) in enumerate(zip(names, (18, 40, 66, 80, 122, 146), strict=True)):
+    names = ("naive", "+ TF32", "+ AdamW", "+ 16 bits", "+ attention", "+ compile")
+    for k, (name, width) in enumerate(zip(names, (18, 40, 44, 70, 116, 146), strict=True)):
         y = 230 - 32 * k
         text(ax, 18, y + 12, name, ha="left")
         box(ax, 96, y, width, 24, BLUE if k else GREY)

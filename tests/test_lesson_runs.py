@@ -20,7 +20,7 @@ MUTATIONS = {
     "01_anatomy": ("training(native=True, **sizes)  # new", "training(native=False, **sizes)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
-    "04_padding_and_packing": ("numbers[here] = number  # new", "numbers[here] = 1  # new"),
+    "04_padding_and_packing": ("torch.full((lengths[i],), i + 1,", "torch.full((lengths[i],), 1,"),
     "05_batch_size": (
         "cross_entropy(model(texts[chosen]), labels[chosen])",
         'cross_entropy(model(texts[chosen]), labels[chosen], reduction="sum")',
@@ -41,15 +41,12 @@ MUTATIONS = {
         "return torch.autograd.set_detect_anomaly(True)  # new",
         "return torch.autograd.set_detect_anomaly(False)  # new",
     ),
-    "13_cudnn_benchmark": (
-        "model, images = model.to(memory_format=order), images.to(memory_format=order)  # new",
-        "model, images = model, images  # new",
-    ),
+    "13_cudnn_benchmark": ("    if last:\n", "    if False:\n"),
     "14_compile": ("block.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "17_distilbert_150k": (
-        "mask = None if shortest == widest else (ids != 0).long()  # new",
+        "mask = None if shortest == padded else (ids != 0).long()  # new",
         "mask = None  # new",
     ),
     "18_pruning": (
@@ -57,8 +54,8 @@ MUTATIONS = {
         "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
     ),
     "19_inference": (
-        "conv.bias = nn.Parameter(part.bias - part.running_mean * scale)  # new",
-        "conv.bias = nn.Parameter(part.bias)  # new",
+        "return torch.compile(network, dynamic=False, mode=mode), given  # new",
+        "return network, given",
     ),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
     "21_shapes": ("wide.bias[vocabulary:] = -math.inf  # new", "wide.bias[vocabulary:] = 0.0  # new"),
