@@ -455,7 +455,7 @@ def test_variants_of_unlike_speed_share_the_seconds(milliseconds, overhead):
     assert whole / len(milliseconds) == pytest.approx(2, rel=0.25) or blocks == 8
     of_each = [sum(turns[i :: 2 * len(milliseconds)]) for i in range(len(milliseconds))]
     assert max(of_each) <= 2.5 * min(of_each)
-    assert blocks * max(0.01, 0.002 * max(milliseconds)) > 1.0, "many short blocks, not a few long ones"
+    assert blocks * max(0.01, 0.002 * max(milliseconds)) > 0.9, "many short blocks, not a few long ones"
 
 
 @pytest.mark.parametrize("min_steps, of_the_quick", [(1, 0.4), (3, 3 * 16 * 0.1)])
