@@ -24,6 +24,7 @@ MIN_EFFECT = 0.02  # two processes of one script differ by up to 1 %, as their m
 PLAIN = "plain"  # the label of a command without arguments of its own
 _TURN = {"cpu": 0.05, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
 _MOST_BLOCKS = 100
+_GROWTH = 8  # how many times longer a turn of the warm-up may be than the one before
 _ENERGY_SECONDS = 3.0
 
 
@@ -471,17 +472,17 @@ class _Run:
         self._warm_up(record, process)
 
     def _warm_up(self, record: _Record, process: Process) -> None:
-        """Skip the first steps, then find the pace. The last of it is a rehearsal of a turn."""
-        report = process.turn(self.plan.skip, 1)
-        for _ in range(2):
+        """Skip the first steps, then find the pace, in turns that grow: the first steps may live on a full queue."""
+        steps = 1
+        report = process.turn(self.plan.skip, steps)
+        while True:
             record.note(report)
-            record.pace = record.pace or report["seconds"]
-            steps = self.plan.steps(max(record.pace, 1e-6), report["workers"], process.hello["kind"])
-            if steps == 1:
+            record.pace = max(report["seconds"] / steps, 1e-6)
+            wanted = self.plan.steps(record.pace, report["workers"], process.hello["kind"])
+            if 2 * steps >= wanted:
                 return
+            steps = min(wanted, _GROWTH * steps)
             report = process.turn(self.plan.lead(report["workers"]), steps)
-            record.pace = report["seconds"] / steps
-        record.note(report)
 
     def _turn(self, label: str, seconds: float | None, meanwhile: Callable[[], object] | None) -> _Turn:
         record, process = self.records[label], self.processes[label]

@@ -181,6 +181,12 @@ def test_steps_do_not_live_on_batches_that_were_loaded_while_the_script_waited(s
     assert 0.0095 < result.baseline.median < 0.03
 
 
+def test_a_first_step_that_took_no_time_does_not_make_turns_endless(script, bench):
+    ready = script("time.sleep(0.01 if step > 12 else 0)")  # as if twelve batches had been waiting in a queue
+    result = bench([ready], skip=10, seconds=1.0, timeout=2.0)
+    assert result.notes == () and 0.01 < result.baseline.median < 0.02
+
+
 def test_one_command_is_measured_alone(script, bench):
     result = bench([script(name="only")])
     assert [m.label for m in result] == ["only.py"] and len(result.baseline.turns) >= 8
