@@ -22,11 +22,13 @@ from effgpu.variants import Stage, Step, Variant, check_variants
 OUT_OF_MEMORY = "out of memory"
 FEWEST_BLOCKS, MOST_BLOCKS = 8, 200  # eight observations are the fewest that allow a verdict
 CONFIDENCE = 0.99  # of every interval and so of every verdict; not 95 %, as readers make many comparisons
-_SECONDS = {"cpu": 1.0, "cuda": 2.0}  # per variant: a GPU's turns are longer
+_SECONDS = {"cpu": 0.6, "cuda": 2.0}  # per variant: a GPU's turns are longer
 _SHORTEST_TURN = {"cpu": 0.005, "cuda": 0.1}  # seconds; a GPU's clock needs that long to settle on its load
 _LEAD_IN = 4  # steps of a turn from which on one more, not timed, goes first
 _CACHES_FILL = 0.005  # seconds of warm-up after which the caches hold the step's own data
 _CLOCK_RISE = 0.5  # seconds after which a GPU has left its idle clock
+_DISTURBED = 2.0  # a turn that took so many times its variant's median: something else held the machine up
+_FORGIVEN = 2  # disturbed blocks that further blocks make up for; with more, an interval tells how noisy the machine is
 _ROOM = 0.9  # of the free memory that variants kept together may take: allocators need some slack
 
 
@@ -117,8 +119,9 @@ def measure_all(
     A turn is at least `min_steps` steps. Variants that do not fit into memory together, and those with worker processes
     (a DataLoader's would work in the others' turns), are built anew for their turns.
 
-    `seconds` is how long each variant is timed in all, building and warm-up not counted: 2 by default, on a CPU 1.
+    `seconds` is how long each variant is timed in all, building and warm-up not counted: 2 by default, on a CPU 0.6.
     There are at least 8 blocks, which take longer where steps are slow, and at most 200. `blocks` sets their number.
+    If a turn takes more than twice as long as its variant's others, there are up to 21, of which two do no harm.
     Give `min_steps` where steps come in bursts, as from DataLoader workers: a turn tells what they cost only if it is
     longer than a burst. `energy` adds one window of some seconds per variant where NVML has an energy counter.
 
@@ -246,6 +249,11 @@ class _Plan:
     min_steps: int
     warmup: int
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the number of blocks is given, or cut short with the seconds."""
+        return self.capped or self.blocks is not None
+
     def count(self, block: float = 0.0, *, keep: bool = True) -> int:
         """How many blocks, where one takes so many seconds of each variant; few where each turn builds its variant."""
         if self.blocks or not keep:
@@ -328,9 +336,29 @@ def _take_blocks(bar: tqdm, variants: Mapping, records: Mapping, plan: _Plan, *,
             done += 1
             if alive():
                 blocks = max(done, plan.count((time.perf_counter() - started) / done / len(alive()), keep=keep))
+                if not plan.fixed:
+                    blocks = max(blocks, _forgiving(_disturbed(records[label].turns for label in alive())))
             expect(blocks - done)
         for label in alive() if energy else ():
             turn(label, partial(_take_energy, records[label]))
+
+
+def _disturbed(of_each: Iterable[Sequence[float]]) -> int:
+    """How many blocks have a turn of a variant, or of the first, that took far longer than others: the most of any."""
+    first, *others = (
+        {place // 2 for place, seconds in enumerate(turns) if seconds > _DISTURBED * statistics.median(turns)}
+        for turns in of_each
+    )
+    return max((len(first | found) for found in others), default=len(first))
+
+
+@lru_cache
+def _forgiving(disturbed: int) -> int:
+    """The fewest blocks whose interval leaves out so many blocks, however far off they are."""
+    disturbed, blocks = min(disturbed, _FORGIVEN), FEWEST_BLOCKS
+    while disturbed and _averages_to_cut(blocks) <= disturbed * blocks - math.comb(disturbed, 2):
+        blocks += 1
+    return blocks
 
 
 def _attempt(bar: tqdm, label: str, record: _Record, act: Callable[[], None], *, together: bool = False) -> None:

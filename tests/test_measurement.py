@@ -436,7 +436,7 @@ def test_each_variant_is_timed_for_the_seconds_given(milliseconds, seconds):
         found = measure_all(dict.fromkeys("ab", clock.step(duration)), seconds=seconds)
     blocks = len(found[0].turns)
     assert 8 <= blocks <= 200 and len(turns) == 2 * 2 * blocks
-    assert sum(turns) / 2 == pytest.approx(max(seconds or 1, 16 * duration), rel=0.2), "1 s is a CPU's default"
+    assert sum(turns) / 2 == pytest.approx(max(seconds or 0.6, 16 * duration), rel=0.2), "0.6 s is a CPU's default"
     assert min(turns) >= 0.005 * (1 - 1e-6)
     assert found[0].times == pytest.approx([duration] * blocks)
 
@@ -495,6 +495,26 @@ def test_what_ran_out_of_memory_takes_none_of_the_time(clock, no_collecting, tur
     fits, *failed = measure_all({"fits": clock.step(0.01)} | {f"fails {k}": Faulty(0) for k in range(5)}, seconds=1)
     assert sum(turns) == pytest.approx(1, rel=0.2) and len(fits.turns) == 50
     assert {m.failed for m in failed} == {OUT_OF_MEMORY}
+
+
+@pytest.mark.parametrize("stalls, blocks", [((), 8), ((6,), 15), ((6, 7), 15), ((6, 10), 21), ((6, 10, 14, 20), 21)])
+def test_further_blocks_make_up_for_turns_that_were_held_up(clock, only_turns, stalls, blocks):
+    """After two calls of warm-up, each block has two. With at most two such blocks, the interval is as without."""
+    calls = itertools.count()
+
+    def disturbed():
+        clock.spend(1.0 if next(calls) in stalls else 0.1)
+
+    plain, slower = measure_all({"a": lambda: disturbed, "b": clock.step(0.11)}, seconds=0.5)
+    assert len(plain.turns) == len(slower.turns) == blocks
+    _, low, high = hodges_lehmann_interval([math.log(b / a) for a, b in zip(plain.times, slower.times)])
+    assert (low, high) == (pytest.approx(math.log(1.1)),) * 2 or (len(stalls) > 2 and low < 0)
+
+
+def test_a_given_number_of_blocks_stays(clock, only_turns):
+    calls = itertools.count()
+    found = measure(lambda: lambda: clock.spend(1.0 if next(calls) == 6 else 0.1), blocks=9)
+    assert len(found.turns) == 9
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 40])
