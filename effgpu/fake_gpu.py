@@ -222,9 +222,9 @@ class Recorder(TorchDispatchMode):
         """A hook before every optimizer's step."""
         self.optimizing += 1
         self._optimizers.add(optimizer)
+        by_default = self.capability and _defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
-            # torch/optim/optimizer.py, _default_to_fused_or_foreach: on a GPU, foreach is the default
-            if self.capability and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
             self._name((parameter.grad for parameter in group["params"]), "gradients")
             self._name(group["params"], "weights")
@@ -560,6 +560,15 @@ _EXTRA: dict[str, Callable[[Recorder, tuple, object], int]] = {
 
 def _has_bf16(recorder: Recorder, including_emulation: bool) -> bool:
     return including_emulation or (recorder.capability or (8, 0)) >= (8, 0)
+
+
+def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether PyTorch takes foreach on a GPU where nothing is said: Adafactor does not, as that takes memory.
+
+    Its optimizers ask a function of torch/optim/optimizer.py, which they import.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    return any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in kinds)
 
 
 def _in_backward() -> bool:

@@ -380,6 +380,16 @@ def test_foreach_is_a_gpus_default_and_takes_temporaries():
     assert default.owners["optimizer state"] == pytest.approx(2 * size, rel=0.01)
 
 
+def test_adafactor_takes_no_foreach_unless_asked():
+    size = 8 * 256 * 256 * 4
+    layers = lambda: nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    of = lambda kind, **options: fit(train(layers, 2, 256, loss=torch.sum, optimizer=kind, **options)).allocated
+    own = type("Own", (torch.optim.Adafactor,), {})
+    assert of(torch.optim.Adafactor) == of(own) == of(torch.optim.Adafactor, foreach=False)
+    assert of(torch.optim.Adafactor, foreach=True) - of(torch.optim.Adafactor) > size / 2
+    assert of(type("Own", (torch.optim.AdamW,), {})) == of(torch.optim.AdamW)
+
+
 def test_owners_are_told_apart():
     predicted = fit(linear(1024, 4096))
     weights = 1024 * 1024 * 4
