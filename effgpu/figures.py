@@ -182,7 +182,7 @@ def plot_sweep(
         _value_axis(ax.yaxis, format_value or _format_measured(measured))
         ax.set(xlabel=xlabel, ylabel=ylabel or _name_measured(measured))
         if len(series) > 1:
-            ax.legend(frameon=True, framealpha=0.85, edgecolor="none")
+            _draw_legend(figure, [ax])  # not among the lines, where it would hide a piece of them
         _say_where(figure, measured)
     return figure
 
