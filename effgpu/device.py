@@ -166,7 +166,7 @@ def release_memory() -> None:
 def gc_frozen() -> Iterator[None]:
     """Freeze existing objects so that gc.collect() stays fast, after a collection.
 
-    On a CPU, that is one of young objects: torch.compile's own take 0.2 s, and old garbage fills no scarce memory.
+    On a CPU, that is one of young objects: torch.compile's own take 0.15 s, and old garbage fills no scarce memory.
     """
     global _frozen
     if _frozen:  # gc.get_freeze_count() does not say: Python 3.12 and later freeze objects of their own

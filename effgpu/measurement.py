@@ -249,17 +249,18 @@ class _Plan:
     min_steps: int
     warmup: int
 
-    @property
-    def fixed(self) -> bool:
-        """Whether the number of blocks is given, or cut short with the seconds."""
-        return self.capped or self.blocks is not None
+    def count(self, block: float = 0.0, *, keep: bool = True, disturbed: int = 0) -> int:
+        """How many blocks, where one takes so many seconds of each variant; few where each turn builds its variant.
 
-    def count(self, block: float = 0.0, *, keep: bool = True) -> int:
-        """How many blocks, where one takes so many seconds of each variant; few where each turn builds its variant."""
-        if self.blocks or not keep:
-            return self.blocks or FEWEST_BLOCKS
+        So many blocks were `disturbed`: there are enough for an interval that leaves them out.
+        """
+        if self.blocks:
+            return self.blocks
+        fewest = FEWEST_BLOCKS if self.capped else _forgiving(disturbed)
+        if not keep:
+            return fewest
         most = min(MOST_BLOCKS, round(self.seconds / (2 * _SHORTEST_TURN[find_device().type])))
-        return max(FEWEST_BLOCKS, min(most, round(self.seconds / block) if block else most))
+        return max(fewest, min(most, round(self.seconds / block) if block else most))
 
     def steps(self, pace: float, slowest: float) -> int:
         """Steps in a turn of a variant whose step takes `pace` seconds, where the slowest variant's takes `slowest`.
@@ -335,9 +336,9 @@ def _take_blocks(bar: tqdm, variants: Mapping, records: Mapping, plan: _Plan, *,
                 turn(label, act)
             done += 1
             if alive():
-                blocks = max(done, plan.count((time.perf_counter() - started) / done / len(alive()), keep=keep))
-                if not plan.fixed:
-                    blocks = max(blocks, _forgiving(_disturbed(records[label].turns for label in alive())))
+                block = (time.perf_counter() - started) / done / len(alive())
+                disturbed = _disturbed(records[label].turns for label in alive())
+                blocks = max(done, plan.count(block, keep=keep, disturbed=disturbed))
             expect(blocks - done)
         for label in alive() if energy else ():
             turn(label, partial(_take_energy, records[label]))

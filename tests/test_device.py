@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -193,6 +194,20 @@ def test_release_memory_empties_the_allocators_cache_after_all_that_holds_it(sim
     gpu = simulate_gpu()
     device.release_memory()
     assert gpu.log == ["clear workspaces", "empty cache"]
+
+
+def test_before_a_measurement_a_gpus_garbage_is_collected_and_a_cpus_if_it_is_young(simulate_gpu, monkeypatch):
+    done = []
+    calls = {name: lambda name=name: done.append(name) for name in ("freeze", "unfreeze")}
+    collect = lambda generation=2: done.append(generation)
+    monkeypatch.setattr(device, "gc", SimpleNamespace(collect=collect, **calls))
+    monkeypatch.setattr(device, "_frozen", False)
+    with device.gc_frozen(), device.gc_frozen():
+        done.append("measured")
+    assert done == [1, "freeze", "measured", "unfreeze"]
+    gpu = simulate_gpu()
+    with device.gc_frozen():
+        assert done[4:] == [2, "freeze"] and gpu.log == ["clear workspaces", "empty cache"]
 
 
 @pytest.mark.parametrize(
