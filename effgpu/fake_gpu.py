@@ -277,6 +277,8 @@ class _Translator(TorchFunctionMode):
             return format(args[0].item(), args[1])
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
+        if func is torch.device:  # a name and an index: the CPU has no index
+            return _on_cpu(func(*args, **kwargs))
         args = tuple(map(_on_cpu, args))
         kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
         result = func(*args, **kwargs)

@@ -370,6 +370,20 @@ def test_a_gpu_that_is_named_is_predicted_with_its_autocast_and_scaler(device):
     assert momentum.allocated == predicted.allocated
 
 
+def test_a_gpu_may_have_a_number():
+    def variant():
+        device = torch.device("cuda", 0)
+        with device:
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).to("cuda"), nn.Linear(64, 64).to("cuda:0"))
+
+        def step():
+            model(torch.randn(8, 64, device=device) + torch.randn(64, device=torch.device("cuda:0"))).sum().backward()
+
+        return step
+
+    assert fit(variant, "T4").verdict() == FITS
+
+
 def test_foreach_is_a_gpus_default_and_takes_temporaries():
     size = 8 * 256 * 256 * 4
     layers = lambda: nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
