@@ -6,6 +6,7 @@ The fake tensors are on the CPU, because autograd's engine asks for a real CUDA 
 
 import contextlib
 import functools
+import inspect
 import math
 import sys
 import warnings
@@ -257,7 +258,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Translator(TorchFunctionMode):
-    """A GPU that is named is the CPU that stands for it, and its autocast is the CPU's, which has a GPU's rules."""
+    """A GPU that is named is the CPU that stands for it."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -265,9 +266,6 @@ class _Translator(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
-                return self.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
             return args[0]
@@ -345,7 +343,8 @@ def _registered(kernels: dict[tuple[str, str], Callable]) -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(recorder: Recorder) -> Iterator[None]:
     """Replace what cannot run on fake tensors: torch.compile, a DataLoader's workers, autocast's look for a GPU, and
-    Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference.
+    Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference. A backward pass
+    and autocast come to the CPU that stands for the GPU.
     """
     from torch._dynamo import eval_frame
     from torch.cuda.amp import common
@@ -371,7 +370,30 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             run_eagerly(torch)
         return None
 
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_here(*args, **kwargs):
+        with _Translator(recorder):  # what checkpointing runs again names a GPU, too
+            return run_backward(*args, **kwargs)
+
+    begin, end = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def begin_both(autocast):
+        if autocast.device == "cuda":  # then the CPU's begins with it, which has a GPU's rules
+            autocast.on_cpu = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled, autocast._cache_enabled)
+            begin(autocast.on_cpu)
+        return begin(autocast)
+
+    def end_both(autocast, *error):
+        end(autocast, *error)
+        if autocast.device == "cuda":
+            end(autocast.on_cpu, *error)
+
     replaced = [
+        (torch.autograd, "_engine_run_backward", run_backward_here),
+        (torch.autocast, "__enter__", begin_both),
+        (torch.autocast, "__exit__", end_both),
+        (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
         (torch, "compile", run_eagerly),
         (eval_frame, "_callback_from_stance", run_uncompiled),
         (torch.nn.Module, "_apply", _apply),

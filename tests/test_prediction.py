@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import optimizer
+from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
 from effgpu import prediction as fit_module
@@ -142,13 +143,13 @@ class Lora(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def language(name, config, checkpoint=False, lora=False):
+def language(name, config, checkpointed=False, lora=False):
     def build():
         import transformers
 
         sizes = dict(vocab_size=1000, **config)
         model = getattr(transformers, name[0])(getattr(transformers, name[1])(**sizes))
-        if checkpoint:
+        if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if lora:
             model.requires_grad_(False)
@@ -191,7 +192,7 @@ VIT = dict(image_size=64, patch_size=16, num_layers=2, num_heads=4, hidden_dim=1
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 MODELS = {
     "GPT-2": train(language(*GPT2), 4, 64),
-    "GPT-2, checkpointing, autocast": train(language(*GPT2, checkpoint=True), 4, 64, autocast=torch.bfloat16),
+    "GPT-2, checkpointing, autocast": train(language(*GPT2, checkpointed=True), 4, 64, autocast=torch.bfloat16),
     "ResNet-18": train(vision("resnet18"), 2, 3, 64, 64, loss=lambda out: out.square().mean(), optimizer=sgd),
     "FCN-ResNet-50": train(
         vision("fcn_resnet50", weights=None, weights_backbone=None),
@@ -382,6 +383,36 @@ def test_a_gpu_may_have_a_number():
         return step
 
     assert fit(variant, "T4").verdict() == FITS
+
+
+def test_pytorch_does_not_remember_the_cpu_for_the_gpu():
+    torch.get_device_module.cache_clear()
+    fit(lambda: lambda: torch.get_device_module("cuda"), "T4", steps=1)
+    assert torch.get_device_module("cuda") is torch.cuda
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_runs_again_is_on_the_gpu_too(reentrant):
+    def variant(device):
+        model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).to(device)
+        seen = set()
+
+        def block(layer, x):
+            x = layer(x + torch.ones(64, device=device)).relu()
+            seen.add(x.dtype)
+            return x
+
+        def step():
+            x = torch.randn(1024, 64, device=device, requires_grad=True)
+            with torch.autocast(device, torch.float16):
+                for layer in model:
+                    x = checkpoint(block, layer, x, use_reentrant=reentrant)
+            x.float().sum().backward()
+            assert seen == {torch.float16}
+
+        return step
+
+    assert fit(partial(variant, "cuda"), "T4").allocated == fit(partial(variant, "cpu"), "T4").allocated
 
 
 def test_foreach_is_a_gpus_default_and_takes_temporaries():
