@@ -1,0 +1,117 @@
+"""The package on a simulated GPU: PyTorch's own CUDA allocator counts, and what is predicted has to agree with it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from effgpu.prediction import find_gpu
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import json
+from functools import partial
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import effgpu
+from effgpu.course import workloads
+
+
+def training(optimizer=torch.optim.AdamW, half=False, causal=False, checkpointed=False):
+    def variant():
+        model, texts, labels = (workloads.language_model if causal else workloads.text_classifier)(batch=8)
+        update = optimizer(model.parameters())
+        for block in model.blocks if checkpointed else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+        def step():
+            with torch.autocast("cuda", torch.float16, enabled=half):
+                loss = cross_entropy(model(texts).flatten(0, -2), labels.flatten())
+            loss.backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    return variant
+
+
+variants = {
+    "AdamW": training(),
+    "fused": training(partial(torch.optim.AdamW, fused=True)),
+    "one by one": training(partial(torch.optim.AdamW, foreach=False)),
+    "momentum": training(partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "Adafactor": training(torch.optim.Adafactor),
+    "16 bits": training(half=True),
+    "16 bits, checkpointed": training(half=True, checkpointed=True),
+    "language model": training(causal=True),
+}
+found = {}
+for name, variant in variants.items():
+    predicted, trace = effgpu.fit(variant, "T4"), effgpu.trace(variant)
+    found[name] = [predicted.allocated, trace.peak, predicted.reserved, trace.reserved]
+
+inputs, weight = torch.randn(4, 8, device="cuda"), torch.randn(3, 8, device="cuda", requires_grad=True)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    outputs = torch.nn.functional.linear(inputs, weight.detach()).relu()
+inputs.copy_(torch.ones(4, 8))
+graph.replay()
+found["graph"] = torch.equal(outputs, torch.nn.functional.linear(inputs, weight).relu())
+torch.nn.functional.linear(inputs, weight).square().sum().backward()
+expected = torch.autograd.grad((inputs.cpu() @ weight.cpu().t()).square().sum(), weight)[0]
+found["gradients"] = torch.allclose(weight.grad, expected) and weight.grad.is_cuda
+try:
+    inputs + torch.ones(8)
+except RuntimeError as error:
+    found["mixed"] = str(error)
+found["gpu"] = [effgpu.describe().label, list(torch.cuda.get_device_capability()), effgpu.describe().memory]
+print(json.dumps(found))
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler"),
+    pytest.mark.skipif(not (torch.version.cuda or "").startswith("13"), reason="not a PyTorch for CUDA 13"),
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    command = [sys.executable, str(HERE / "simulated_gpu"), "T4", sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AdamW", "fused", "one by one", "momentum", "Adafactor", "16 bits", "16 bits, checkpointed", "language model"],
+)
+def test_memory_is_predicted_as_pytorchs_own_allocator_counts_it(found, name):
+    predicted, peak, predicted_reserved, reserved = found[name]
+    assert predicted == pytest.approx(peak, rel=0.005)
+    assert predicted_reserved == reserved
+
+
+def test_the_cpu_does_the_work(found):
+    assert found["gradients"] and found["graph"]
+    assert "same device" in found["mixed"]
+
+
+def test_results_say_that_it_is_simulated(found):
+    label, capability, memory = found["gpu"]
+    assert label == "Simulated T4" and capability == [7, 5]
+    assert memory == find_gpu("T4").memory
+
+
+def test_the_usage_is_told():
+    done = subprocess.run([sys.executable, str(HERE / "simulated_gpu")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("Usage: python tests/simulated_gpu GPU COMMAND")
