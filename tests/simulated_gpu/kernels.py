@@ -232,14 +232,16 @@ def _join(texts):
     return torch.cat([text[0].transpose(0, 1) for text in texts])
 
 
-def _varlen(query, key, value, ends, *_, window_size=None, scale=None, **__):
-    causal, sums = _is_causal(window_size), torch.zeros(query.shape[1], query.shape[0])
+def _varlen(query, key, value, ends, ends_k, most, most_k, causal=False, scale=None, window_size=None, *_, **__):
+    causal = causal or _is_causal(window_size)
     outputs = [_attend(*text, causal, scale)[0] for text in _texts(ends, query, key, value)]
-    return _join(outputs), _statistic(sums), torch.zeros(2, dtype=torch.uint64)
+    sums = _statistic(torch.zeros(query.shape[1], query.shape[0]))
+    return _join(outputs), sums, torch.zeros(2, dtype=torch.uint64)
 
 
-def _varlen_backward(gradient, query, key, value, output, sums, ends, *_, window_size=None, scale=None, **__):
-    causal, gradients = _is_causal(window_size), []
+def _varlen_backward(gradient, query, key, value, output, sums, ends, *rest):
+    causal, scale, window_size = rest[3], *rest[5:7]
+    causal, gradients = causal or _is_causal(window_size), []
     for outer, *text in _texts(ends, gradient, query, key, value):
         gradients.append(_attend_backward(outer, *text, *_attend(*text, causal, scale), causal, scale))
     return tuple(map(_join, zip(*gradients)))
