@@ -210,7 +210,7 @@ def test_commands_that_do_not_fit_together_take_turns_one_at_a_time(script, benc
     before = LOCK.format(path=str(tmp_path / "lock"))
     fast, slow = (
         script("time.sleep(0.002)", before=before, name="a"),
-        script("time.sleep(0.004)", before=before, name="b"),
+        script("time.sleep(0.02)", before=before, name="b"),
     )
     result = bench([fast, slow])
     assert result.alone and result.verdict("b.py") == "slower" and len(result["b.py"].turns) == 8
@@ -487,7 +487,7 @@ def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
         LOOP.format(before="import step_of_test", inside="step_of_test.run()", tick="", steps=10**9)
     )
     git("init", "--quiet")
-    for branch, seconds in {"main": 0.004, "faster": 0.002}.items():
+    for branch, seconds in {"main": 0.02, "faster": 0.002}.items():
         (package / "__init__.py").write_text(f"import time\ndef run():\n    time.sleep({seconds})\n")
         git("add", "."), git("commit", "--quiet", "-m", branch), git("branch", "--force", f"at-{branch}")
     (package / "__init__.py").write_text("raise SystemExit('the working tree')")
