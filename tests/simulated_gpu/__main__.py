@@ -9,7 +9,6 @@ compiler, and a PyTorch for CUDA 13 with the headers that come with it.
 """
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -43,7 +42,7 @@ def main(name: str, command: list[str]) -> None:
     settings = {
         "SIMULATED_GPU": gpu.name,
         "SIMULATED_GPU_CAPABILITY": "{}.{}".format(*gpu.capability),
-        "SIMULATED_GPU_BYTES": str(int(gpu.memory)),
+        "SIMULATED_GPU_BYTES": str(gpu.memory),
         "LD_PRELOAD": str(BUILT / "libsimulated.so"),
         "LD_LIBRARY_PATH": str(BUILT),
         "PYTHONPATH": str(HERE),
@@ -53,5 +52,5 @@ def main(name: str, command: list[str]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
-        sys.exit(re.sub("\n\n.*", "", __doc__.partition("\n\n")[2], flags=re.DOTALL))
+        sys.exit(__doc__.split("\n\n")[1])
     main(sys.argv[1], sys.argv[2:])

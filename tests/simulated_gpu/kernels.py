@@ -233,22 +233,22 @@ def _join(texts):
 
 
 def _varlen(query, key, value, ends, ends_k, most, most_k, causal=False, scale=None, window_size=None, *_, **__):
-    causal = causal or _is_causal(window_size)
+    causal = _is_causal(causal, window_size)
     outputs = [_attend(*text, causal, scale)[0] for text in _texts(ends, query, key, value)]
     sums = _statistic(torch.zeros(query.shape[1], query.shape[0]))
     return _join(outputs), sums, torch.zeros(2, dtype=torch.uint64)
 
 
 def _varlen_backward(gradient, query, key, value, output, sums, ends, *rest):
-    causal, scale, window_size = rest[3], *rest[5:7]
-    causal, gradients = causal or _is_causal(window_size), []
+    scale, window_size = rest[5:7]
+    causal, gradients = _is_causal(rest[3], window_size), []
     for outer, *text in _texts(ends, gradient, query, key, value):
         gradients.append(_attend_backward(outer, *text, *_attend(*text, causal, scale), causal, scale))
     return tuple(map(_join, zip(*gradients)))
 
 
-def _is_causal(window_size) -> bool:
-    return window_size is not None and window_size[1] == 0
+def _is_causal(asked, window_size) -> bool:
+    return asked or (window_size is not None and window_size[1] == 0)
 
 
 def _sparse_product(weight, inputs, bias=None, alpha=None, dtype=None, transposed=False, *_, **__):
