@@ -45,8 +45,9 @@ def count_ops(step: Callable[[], object], *, key: Key | None = None, launches: b
 
     >>> count_ops(step, key=lambda name, tensors: (name, tensors[0].shape) if name == "mm" else None)
 
-    With `launches`, a second call of the step is profiled on a GPU. The launch of a CUDA graph counts as one. The
-    profiler can slow later launches in the same process (pytorch/pytorch#144455), so measure times first.
+    With `launches`, a second call of the step is profiled on a GPU. The launch of a CUDA graph counts as one. Where the
+    profiler sees no launch (its library, CUPTI, cannot work there), `launches` stays None. The profiler can slow later
+    launches in the same process (pytorch/pytorch#144455), so measure times first.
 
     A function compiled by torch.compile runs uncompiled while its operations are counted. Its launches are those of the
     compiled code. Bytes ignore caches, and count each argument as read or written once.
@@ -102,10 +103,10 @@ def _size(tensor: torch.Tensor) -> int:
     return min(size, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else size
 
 
-def _count_launches(step: Callable[[], object]) -> int:
+def _count_launches(step: Callable[[], object]) -> int | None:
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages() if _LAUNCH.match(event.key))
+    return sum(event.count for event in profile.key_averages() if _LAUNCH.match(event.key)) or None

@@ -140,6 +140,8 @@ def test_launches_are_those_of_kernels_and_of_graphs(simulate_gpu, monkeypatch):
     simulate_gpu()
     assert count_ops(lambda: calls.append(1)).launches is None and len(calls) == 2
     assert count_ops(lambda: calls.append(1), launches=True).launches == 121 and len(calls) == 4
+    keys.clear()
+    assert count_ops(lambda: calls.append(1), launches=True).launches is None, "where the profiler sees none"
 
 
 @pytest.mark.gpu
