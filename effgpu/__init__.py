@@ -12,7 +12,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     **dict.fromkeys(("describe", "find_device", "memory_limit", "pick_sizes"), "device"),
     **dict.fromkeys(("time_fastest", "time_for", "time_steps"), "timing"),
     **dict.fromkeys(("peak_bytes", "saved_bytes", "trace"), "memory"),
-    **dict.fromkeys(("measure_energy", "sample"), "power"),
+    "measure_energy": "power",
     **dict.fromkeys(("count_flops", "matmul_peak", "mfu"), "flops"),
     "count_ops": "ops",
     **dict.fromkeys(("fit", "largest"), "prediction"),
@@ -59,7 +59,6 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.memory import trace as trace
     from effgpu.ops import count_ops as count_ops
     from effgpu.power import measure_energy as measure_energy
-    from effgpu.power import sample as sample
     from effgpu.prediction import fit as fit
     from effgpu.prediction import largest as largest
     from effgpu.results import load as load

@@ -152,6 +152,11 @@ def current_limit() -> int | None:
     return None if _limit is None else _limit.bytes
 
 
+def count_retries() -> int:
+    """How often the GPU's allocator ran out, gave its cached blocks back and asked again: slow, but no error."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
+
+
 def release_memory() -> None:
     """Collect garbage and return the allocator's cached blocks to the GPU, with cuBLAS's workspaces."""
     gc.collect()

@@ -271,6 +271,8 @@ class _Translator(TorchFunctionMode):
             return args[0]
         if name == "is_pinned":
             return False
+        if name == "record_stream":
+            return None
         if name == "__format__" and args[1] and not args[0].dim():
             return format(args[0].item(), args[1])
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
@@ -513,6 +515,9 @@ def _attention(
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
         recorder.holds_from = (8, 0)
+    if four and half and recorder.capability[0] in (9, 10) and torch.backends.cuda.cudnn_sdp_enabled():
+        # check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
+        recorder.assumptions["attention takes as much as without cuDNN, whose kernel such GPUs prefer"] = None
     if four and square and flash and recorder.capability >= (8, 0):
         if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
             options["scale"] = scale or width**-0.5

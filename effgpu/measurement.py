@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
-from effgpu.device import Device, describe, find_device, free_memory, gc_frozen, is_out_of_memory
+from effgpu.device import Device, count_retries, describe, find_device, free_memory, gc_frozen, is_out_of_memory
 from effgpu.units import check_positive
 from effgpu.variants import Stage, Step, Variant, check_variants
 
@@ -121,6 +121,7 @@ def measure_all(
 
     `seconds` is how long each variant is timed in all, building and warm-up not counted: 2 by default, on a CPU 0.6.
     There are at least 8 blocks, which take longer where steps are slow, and at most 200. `blocks` sets their number.
+    A turn takes at least 0.1 s on a GPU, whose clock settles no sooner: so 8 blocks take at least 1.6 s.
     If a turn takes more than twice as long as its variant's others, there are up to 21, of which two do no harm.
     Give `min_steps` where steps come in bursts, as from DataLoader workers: a turn tells what they cost only if it is
     longer than a burst. `energy` adds one window of some seconds per variant where NVML has an energy counter.
@@ -131,8 +132,11 @@ def measure_all(
     """
     variants = check_variants(variants)
     check_positive(Integral, blocks=1 if blocks is None else blocks, min_steps=min_steps, warmup=warmup)
-    seconds = _SECONDS[find_device().type] if seconds is None else seconds
+    kind = find_device().type
+    seconds = _SECONDS[kind] if seconds is None else seconds
     check_positive(seconds=seconds)
+    if blocks is None:
+        seconds = max(seconds, 2 * FEWEST_BLOCKS * _SHORTEST_TURN[kind])
     check_unit(unit)
     items_of, flops_of = _by_label(variants, items=items), _by_label(variants, flops=flops)
     allowed = timing.cap_seconds(seconds)
@@ -325,7 +329,7 @@ def _take_blocks(bar: tqdm, variants: Mapping, records: Mapping, plan: _Plan, *,
                 raise _NotTogether
         blocks = plan.count(2 * plan.min_steps * max(pace.values(), default=0), keep=keep)
         expect(blocks)
-        started, done = time.perf_counter(), 0
+        started, done, retries = time.perf_counter(), 0, count_retries()
         while done < blocks and alive():
             paces = {label: _pace(records[label], pace[label]) for label in alive()} if keep else {}
             for label in [*alive(), *reversed(alive())]:
@@ -334,6 +338,8 @@ def _take_blocks(bar: tqdm, variants: Mapping, records: Mapping, plan: _Plan, *,
                 else:
                     act = partial(_take_built_turn, records[label], plan)
                 turn(label, act)
+            if keep and len(variants) > 1 and count_retries() > retries:
+                raise _NotTogether  # the allocator gave cached memory back and asked again, in the midst of a turn
             done += 1
             if alive():
                 block = (time.perf_counter() - started) / done / len(alive())

@@ -1,9 +1,8 @@
-"""Utilisation, power, clock and energy of the GPU, from NVML. What NVML does not report is None."""
+"""Clock and energy of the GPU, from NVML. What NVML does not report is None."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import fmean
 
 import pynvml
@@ -16,7 +15,6 @@ _LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does n
 _POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps
 _AHEAD = 0.01  # seconds of queued work that keep the GPU busy while NVML answers
 _REASONS = {
-    0x001: "idle",
     0x002: "application clocks",
     0x004: "power cap",
     0x008: "hardware slowdown",
@@ -25,46 +23,9 @@ _REASONS = {
     0x040: "hardware thermal",
     0x080: "power brake",
     0x100: "display clocks",
-}  # nvmlClocksEventReason..., why the clock is below its maximum
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One reading of the board.
-
-    `utilisation` is the share of time in which any kernel ran (0 to 1), `memory_used` the bytes in use by all
-    processes, `watts` the power now, `joules` the energy since the driver was loaded. `sm_clock` is the clock of the
-    multiprocessors in MHz, and `throttled` says why it is below its maximum, such as "power cap", "thermal" or "idle".
-    """
-
-    utilisation: float | None
-    memory_used: int | None
-    watts: float | None
-    joules: float | None
-    sm_clock: int | None = None
-    throttled: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        busy = units.NOT_MEASURED if self.utilisation is None else f"{self.utilisation:.0%}"
-        watts = units.NOT_MEASURED if self.watts is None else f"{self.watts:.0f} W"
-        clock = "" if self.sm_clock is None else f", {self.sm_clock} MHz"
-        reasons = f" ({', '.join(self.throttled)})" if self.throttled else ""
-        return f"{busy} of the time busy, {units.format_bytes(self.memory_used)} in use, {watts}{clock}{reasons}"
-
-
-def sample() -> Sample | None:
-    """Read the current GPU once. None without a GPU or NVML."""
-    handle = find_board()
-    if handle is None:
-        return None
-    return Sample(
-        _ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
-        _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used),
-        _ask(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        read_joules(handle),
-        _clock(handle),
-        _throttled(handle),
-    )
+    0x200: "board limit",
+    0x400: "reliability",
+}  # nvmlClocksEventReason..., what holds the clock down; 0x001 says that nothing runs
 
 
 def find_board(uuid: str | None = None):
@@ -80,7 +41,7 @@ def find_board(uuid: str | None = None):
 
 
 def read_clock(board=None) -> tuple[int, tuple[str, ...]] | None:
-    """The SM clock in MHz, and why it is below its maximum. None where NVML does not report the clock.
+    """The SM clock in MHz, and what holds it down. None where NVML does not report the clock.
 
     `board` is what `find_board` gave, by default for the current GPU. Two quick questions to NVML, which do not wait
     for the GPU: call it while kernels are queued.
@@ -150,9 +111,9 @@ def _clock(handle) -> int | None:
 
 
 def _throttled(handle) -> tuple[str, ...]:
-    older = getattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
-    read = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", older)
-    bits = _ask(lambda: read(handle)) or 0
+    bits = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    if bits is None:  # drivers before 535 know it by another name
+        bits = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     return tuple(reason for bit, reason in _REASONS.items() if bits & bit)
 
 

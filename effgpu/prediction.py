@@ -354,6 +354,8 @@ def _state_kept():
     import torch
 
     states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     if numpy := sys.modules.get("numpy"):
         states.append((numpy.random.set_state, numpy.random.get_state()))
     try:

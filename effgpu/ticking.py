@@ -96,7 +96,10 @@ class _Script:
             self.connection, self.lifeline = Connection(self._connect()), self._connect()
         except OSError:
             raise SystemExit("effgpu.tick: the bench that started this script is gone") from None
-        self.on_gpu = _is_on_gpu()
+        try:
+            self.on_gpu = _is_on_gpu()
+        except RuntimeError as error:
+            self.refuse(error)
         about = {"pid": os.getpid(), "group": os.getpgrp(), "ranks": ranks, "kind": "cuda" if self.on_gpu else "cpu"}
         self.lifeline.sendall(_encode({"token": self.token, "lifeline": True}))
         self.connection.send({"token": self.token} | about | self._describe() | self._report())
@@ -241,9 +244,15 @@ def _rank() -> tuple[int, int]:
 
 
 def _is_on_gpu() -> bool:
-    """Whether the first step has put anything on a GPU."""
+    """Whether the first step has put anything on the current GPU. Raises RuntimeError if only on another one."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    used = [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(gpu)]
+    if used and torch.cuda.current_device() not in used:
+        told = f"the script works on GPU {used[0]}, and only the current one ({torch.cuda.current_device()}) is timed"
+        raise RuntimeError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
+    return bool(used)
 
 
 def _peaks(on_gpu: bool) -> dict[str, int | None]:

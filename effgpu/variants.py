@@ -268,7 +268,6 @@ _SWITCHES = (
     _flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
     *(
         (lambda read=read: read() if torch.cuda.is_available() else None, write)
         for read, write in (

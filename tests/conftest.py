@@ -87,6 +87,7 @@ class SimulatedGpu:
         self.others = []  # bytes allocated on the machine's other GPUs
         self.segments = []  # as torch.cuda.memory_snapshot tells them
         self.fraction = 1.0
+        self.retries = 0  # of the allocator, after it has given its cached blocks back
 
     def reset_peaks(self):
         self.most_reserved, self.most_allocated = self.reserved, self.allocated
@@ -138,6 +139,7 @@ def simulate_gpu(monkeypatch):
             ),
             "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
             "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
+            "memory_stats": lambda device=None: {"num_alloc_retries": gpu.retries},
             "memory_snapshot": lambda: gpu.segments,
             "empty_cache": lambda: gpu.log.append("empty cache"),
             "synchronize": lambda device=None: gpu.log.append("wait"),

@@ -510,7 +510,7 @@ def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
 
 FAKE_TORCH = '''
 """Enough of torch for a script that seems to train on a GPU."""
-import time
+import os, time
 from types import SimpleNamespace
 __version__ = "2.15.0"
 version = SimpleNamespace(cuda="13.0")
@@ -523,7 +523,8 @@ class Event:
         return 1000 * (later.at - self.at)
 cuda = SimpleNamespace(
     is_initialized=lambda: True, is_available=lambda: True, current_device=lambda: 0, Event=Event,
-    max_memory_allocated=lambda: 3 * 2**20, max_memory_reserved=lambda: 4 * 2**20, memory_reserved=lambda: 0,
+    device_count=lambda: 2, max_memory_allocated=lambda gpu=0: 3 * 2**20 * (gpu == int(os.environ.get("USED", 0))),
+    max_memory_reserved=lambda: 4 * 2**20, memory_reserved=lambda: 0,
     synchronize=lambda: setattr(cuda, "waited_at", time.perf_counter()), is_bf16_supported=lambda **_: True,
     mem_get_info=lambda: (1, 2), get_per_process_memory_fraction=lambda: 1.0,
     get_device_properties=lambda *_: SimpleNamespace(
@@ -558,6 +559,8 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, 
     assert {"peak memory", "reserved", "energy per step"} <= set(headings)
     mixed = bench([script(before="import torch", name="c"), script(name="d")])
     assert mixed["d.py"].peak_allocated is None and "another device" in mixed.notes[-1]
+    other = bench([f"USED=1 {script(before='import torch', name='e')}", script(before="import torch", name="f")])
+    assert other.baseline.failed and "works on GPU 1, and only the current one (0) is timed" in other.notes[0]
 
 
 @pytest.mark.gpu

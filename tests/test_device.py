@@ -12,6 +12,7 @@ import torch
 
 from effgpu import device, power
 from effgpu.device import Device, current_limit, describe, free_memory, is_out_of_memory, memory_limit, pick_sizes
+from effgpu.processes import _OUT_OF_MEMORY
 from effgpu.units import GiB, MiB
 
 T4 = {"name": "Tesla T4", "capability": (7, 5), "memory": 15 * GiB}
@@ -233,6 +234,8 @@ def test_before_a_measurement_a_gpus_garbage_is_collected_and_a_cpus_if_it_is_yo
 )
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
+    if expected:
+        assert _OUT_OF_MEMORY.search(f"Traceback ...\n{type(error).__name__}: {error}\n") or not str(error)
 
 
 def test_cudnn_that_finds_no_engine_is_out_of_memory_under_a_limit_only(simulate_gpu):
@@ -260,7 +263,7 @@ def test_describe_on_this_gpu():
     assert here.multiprocessors > 0 and here.cores == len(os.sched_getaffinity(0))
     assert here.versions["cuda"] == (torch.version.cuda or "rocm")
     assert set(here.supports.values()) <= {"yes", "no", "emulated"}
-    assert here.driver or power.sample() is None  # without NVML, as in some containers
+    assert here.driver or power.find_board() is None  # without NVML, as in some containers
     assert here.supports["bf16"] == "yes" or here.capability < (8, 0)
     assert json.loads(json.dumps(asdict(here)))["name"] == here.name
 

@@ -637,6 +637,30 @@ def test_a_turn_that_runs_out_of_memory_beside_another_is_taken_alone(clock, no_
     assert [m.failed for m in found] == [None, None] and [len(m.turns) for m in found] == [3, 3]
 
 
+def test_variants_that_crowd_the_gpus_memory_are_timed_one_at_a_time(gpu):
+    """The allocator raises nothing: it gives cached blocks back and asks again, in the midst of a turn."""
+    alive, crowded = {"a": 0, "b": 0}, []
+
+    def make(label):
+        def build():
+            alive[label] += 1
+            holder = set()
+            weakref.finalize(holder, lambda: alive.update({label: alive[label] - 1}))
+
+            def step(holder=holder):
+                gpu.step(0.05)
+                gpu.retries += all(alive.values())
+                crowded.append(all(alive.values()))
+
+            return step
+
+        return build
+
+    found = measure_all({"a": make("a"), "b": make("b")}, seconds=0.4, blocks=2)
+    assert [len(m.turns) for m in found] == [2, 2]
+    assert any(crowded) and not any(crowded[-2 * 2 * 2 * 2 :]), "the turns that count, of two steps at least"
+
+
 def test_variants_with_worker_processes_are_timed_one_at_a_time():
     others = set(multiprocessing.active_children())
     seen = {"a": [], "b": []}
@@ -1015,6 +1039,12 @@ def test_a_turn_on_a_gpu_lasts_until_its_clock_has_settled(milliseconds, gpu, mo
     assert sum(turns) >= 1.75, "2 s are a GPU's default"
     assert len(turns) == 2 * len(found.turns) >= 16 and min(turns) >= 0.1 * (1 - 1e-6)
     assert found.median == pytest.approx(milliseconds / 1000)
+
+
+def test_a_gpus_turns_are_long_enough_also_where_few_seconds_are_asked_for(gpu):
+    found = measure_all(dict.fromkeys("ab", gpu.variant(0.001)), seconds=0.2, energy=False)
+    assert [len(m.turns) for m in found] == [8, 8] and found[0].median == pytest.approx(0.001)
+    assert gpu.log.count("step") > 2 * 8 * 2 * 100, "of 1 ms, 100 in each turn"
 
 
 def test_a_gpu_is_warmed_up_for_half_a_second(gpu):

@@ -301,6 +301,17 @@ def test_attention_on_older_gpus_is_asked_for_by_name():
     assert fit(linear()).verdict("T4") == FITS
 
 
+def test_a_gpu_that_prefers_cudnns_attention_is_said_to():
+    def variant():
+        x = torch.randn(2, 4, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+        return lambda: attend(x).sum().backward()
+
+    said = {gpu: "cuDNN" in repr(fit(variant, gpu).assumptions) for gpu in ("A100 40 GB", "RTX 4090", "H100", "H200")}
+    assert said == {"A100 40 GB": False, "RTX 4090": False, "H100": True, "H200": True}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert not fit(variant, "H100").assumptions
+
+
 def test_attention_computes_the_right_shapes_for_odd_heads_and_masks():
     mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
     for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"dropout_p": 0.1}):

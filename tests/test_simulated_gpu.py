@@ -24,9 +24,12 @@ import effgpu
 from effgpu.course import workloads
 
 
+sizes = {"batch": 8, "width": 128, "heads": 4}
+
+
 def training(optimizer=torch.optim.AdamW, half=False, causal=False, checkpointed=False):
     def variant():
-        model, texts, labels = (workloads.language_model if causal else workloads.text_classifier)(batch=8)
+        model, texts, labels = (workloads.language_model if causal else workloads.text_classifier)(**sizes)
         update = optimizer(model.parameters())
         for block in model.blocks if checkpointed else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -57,6 +60,16 @@ found = {}
 for name, variant in variants.items():
     predicted, trace = effgpu.fit(variant, "T4"), effgpu.trace(variant)
     found[name] = [predicted.allocated, trace.peak, predicted.reserved, trace.reserved]
+
+def copied_ahead():
+    torch.manual_seed(1)
+    x, copies = torch.randn(8, device="cuda"), torch.cuda.Stream()
+    return lambda: x.record_stream(copies) or x.sum().item()
+
+
+before = torch.cuda.get_rng_state()
+effgpu.fit(copied_ahead, "T4")
+found["random state"] = torch.equal(torch.cuda.get_rng_state(), before)
 
 inputs, weight = torch.randn(4, 8, device="cuda"), torch.randn(3, 8, device="cuda", requires_grad=True)
 graph = torch.cuda.CUDAGraph()
@@ -99,6 +112,10 @@ def test_memory_is_predicted_as_pytorchs_own_allocator_counts_it(found, name):
     predicted, peak, predicted_reserved, reserved = found[name]
     assert predicted == pytest.approx(peak, rel=0.005)
     assert predicted_reserved == reserved
+
+
+def test_a_prediction_leaves_the_gpus_random_state(found):
+    assert found["random state"]
 
 
 def test_the_cpu_does_the_work(found):

@@ -579,6 +579,17 @@ def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_va
             assert read() == before
 
 
+def test_what_pytorch_decides_once_at_the_first_attention_is_decided_for_all_variants():
+    """Some GPUs prefer cuDNN's kernel: PyTorch finds that out once. Set back, other variants would take another one."""
+    before = torch._C._get_sdp_priority_order()
+    decided = [*before[1:], before[0]]
+    try:
+        run_variant(lambda: lambda: torch._C._set_sdp_priority_order(decided), lambda step: step())
+        assert torch._C._get_sdp_priority_order() == decided
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
 @pytest.mark.parametrize("mode", ["default", "warn"])
 def test_the_compiler_is_left_as_deterministic_as_it_was(mode):
     """torch.use_deterministic_algorithms sets it since PyTorch 2.11, and the debug mode does not."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
+import effgpu
 from effgpu.course import corpus, workloads
 
 SMALL = dict(batch=3, length=10, layers=2, width=16, heads=2, vocabulary=100)
@@ -288,7 +290,7 @@ def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
         workloads.choose_batch(measure, memory=1e12)
 
 
-def test_a_batch_is_measured_once_for_each_model_and_not_if_it_is_given(monkeypatch):
+def test_a_batch_is_measured_for_the_default_model_and_not_if_it_is_given(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(workloads, "find_device", lambda: torch.device("cuda", 0))
@@ -296,10 +298,42 @@ def test_a_batch_is_measured_once_for_each_model_and_not_if_it_is_given(monkeypa
     given = dict.fromkeys(("batch", "length", "layers", "width", "heads", "vocabulary"))
     device, sizes = workloads._choose_sizes("text_classifier", None, given, 0.1, 0)
     assert device.type == "cuda" and sizes == workloads.GPU_SIZES["text_classifier"] | {"batch": 64}
-    workloads._choose_sizes("text_classifier", None, given | {"layers": 2}, 0.1, 0)
-    assert asked[0] != asked[1]
+    _, sizes = workloads._choose_sizes("text_classifier", None, given | {"layers": 2}, 0.1, 0)
+    assert sizes["batch"] == 64 and asked == [("text_classifier", 0)] * 2, "a model of two layers has as many texts"
     _, sizes = workloads._choose_sizes("text_classifier", None, given | {"batch": 5}, 0.1, 0)
     assert sizes["batch"] == 5 and len(asked) == 2
+
+
+def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_fake_tensors(simulate_gpu, monkeypatch):
+    simulate_gpu()
+    modes = []
+
+    def measure_step(name, batch):
+        modes.append((torch._C._len_torch_dispatch_stack(), torch.overrides._len_torch_function_stack()))
+        return 0.03, 1
+
+    monkeypatch.setattr(workloads, "_measure_step", measure_step)
+    monkeypatch.setattr(workloads, "_seeded", lambda seed, device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    workloads._measure_batch.cache_clear()
+
+    def variant():
+        model, texts, _ = workloads.text_classifier()
+        return lambda: built.append((len(texts), model.width, len(model.blocks)))
+
+    built = []
+    effgpu.fit(variant, "T4", steps=1)
+    workloads._measure_batch.cache_clear()
+    assert built == [(2, 768, 6)] and modes == [(0, 0)]
+
+
+def test_heads_that_are_not_given_divide_the_width():
+    given = dict.fromkeys(("batch", "length", "layers", "width", "heads", "vocabulary")) | {"batch": 1}
+    for kind, width, heads in (("cuda", 768, 12), ("cuda", 64, 4), ("cuda", 7, 1), ("cpu", 64, 4), ("cpu", 6, 2)):
+        _, sizes = workloads._choose_sizes("text_classifier", kind, given | {"width": width}, 0.1, 0)
+        assert sizes["heads"] == heads
+    with pytest.raises(ValueError, match=r"^heads: expected a divisor of width \(64\), got 12$"):
+        workloads._choose_sizes("text_classifier", "cuda", given | {"width": 64, "heads": 12}, 0.1, 0)
 
 
 def test_without_a_gpu_to_measure_the_batch_has_to_be_given():
@@ -316,7 +350,7 @@ def test_a_default_step_fills_a_gpu_and_fits(name):
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert len(make()[1]) == len(inputs) and math.log2(len(inputs)).is_integer()
     with torch.device("cuda"):
-        seconds, peak = workloads._measure_step(name, len(inputs), workloads.GPU_SIZES[name])
+        seconds, peak = workloads._measure_step(name, len(inputs))
     assert seconds < 2 * workloads.STEP_SECONDS
     assert peak < workloads.MEMORY_SHARE * 1.1 * torch.cuda.get_device_properties().total_memory
 

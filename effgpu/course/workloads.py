@@ -5,8 +5,11 @@ the caller's random state as it was. With no arguments, the sizes fit the device
 
 - On a CPU they are fixed (`CPU_SIZES`), because a CPU's speed varies too much to measure: lessons keep their output.
   A step takes 20 to 30 ms on two cores, and about 70 ms for images.
-- On a GPU the model is fixed (`GPU_SIZES`). The batch is the power of two for which a training step in 16 bits comes
-  closest to 30 ms, and takes at most a third of the memory. It is measured once per process, unless `batch` is given.
+- On a GPU the model is fixed (`GPU_SIZES`). The batch is the power of two for which its forward and backward pass in
+  16 bits come closest to 30 ms, and its step takes at most a third of the memory. It is measured once per process.
+  A model of other sizes gets the same batch, so that variants differ in what they say. `batch` overrides it.
+
+With `width` but no `heads`, the heads are those of the default, or fewer if they do not divide the width.
 """
 
 import contextlib
@@ -16,15 +19,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
+from statistics import median
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
 from effgpu.device import describe, find_device, is_out_of_memory, release_memory
-from effgpu.timing import time_steps
+from effgpu.timing import time_for, time_steps
 
 CPU_SIZES = {
     "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
@@ -39,10 +44,11 @@ GPU_SIZES = {
 # The sizes of two well-known models, for what a lesson predicts without running it: `compare(full_size=...)`.
 DISTILBERT = {"length": 512, "layers": 6, "width": 768, "heads": 12, "vocabulary": 30_522}
 GPT2_SMALL = {"length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257}
-STEP_SECONDS = 0.03  # of a training step on a GPU
+STEP_SECONDS = 0.03  # of the forward and backward pass on a GPU: what the optimizer takes does not grow with the batch
 MEMORY_SHARE = 1 / 3  # of the GPU
 SMALLEST_BATCH, LARGEST_BATCH = 2, 4096
 TIMED_STEPS = 5
+WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
 
 PADDING, UNKNOWN = 0, 1  # tokens
 VOCABULARY_TEXTS = 5_000  # windows of source that the vocabulary is counted on
@@ -243,9 +249,9 @@ def load_texts(
 
 
 def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> int:
-    """Return the batch, a power of two from 2 on, whose step comes closest to STEP_SECONDS.
+    """Return the batch, a power of two from 2 on, whose seconds come closest to STEP_SECONDS.
 
-    `measure(batch)` returns the seconds and the peak bytes of a step. The peak stays within MEMORY_SHARE of `memory`
+    `measure(batch)` returns seconds and peak bytes. The peak stays within MEMORY_SHARE of `memory`
     bytes. Running out of memory ends the search. The result is 2 even where that takes too much.
     """
     chosen = batch = SMALLEST_BATCH
@@ -267,12 +273,16 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
 
 def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> tuple[torch.device, dict[str, int]]:
     """The device, and the sizes as given or, where they are None, as they fit it. Raises TypeError or ValueError."""
+    # Asked for by name: for `effgpu.fit`, a CPU stands for the GPU, but the sizes are the GPU's.
+    on_gpu = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
+    fitting = (GPU_SIZES if on_gpu else CPU_SIZES)[name]
     device = find_device() if device is None else torch.device(device)
-    fitting = (GPU_SIZES if device.type == "cuda" else CPU_SIZES)[name]
     sizes = {size: fitting.get(size) if value is None else value for size, value in given.items()}
     for size, value in sizes.items():
         if value is not None:
             check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
+    if "heads" in sizes and given["heads"] is None:
+        sizes["heads"] = math.gcd(sizes["heads"], sizes["width"])
     if "heads" in sizes and sizes["width"] % sizes["heads"]:
         raise ValueError(f"heads: expected a divisor of width ({sizes['width']}), got {sizes['heads']}")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float):
@@ -281,25 +291,28 @@ def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> 
         raise ValueError(f"dropout: expected at least 0 and less than 1, got {dropout}")
     check_int("seed", seed)
     if sizes["batch"] is None:
-        sizes["batch"] = _measure_batch(name, device, tuple(sizes.items()))
+        sizes["batch"] = _measure_batch(name, device.index)
     return device, sizes
 
 
 @cache
-def _measure_batch(name: str, device: torch.device, sizes: tuple) -> int:
+def _measure_batch(name: str, gpu: int | None) -> int:
     if not torch.cuda.is_available():
         raise ValueError("batch: expected a number, as there is no GPU to measure it on")
-    sizes = {size: value for size, value in sizes if size != "batch"}
     try:
-        with torch.cuda.device(device), _seeded(0, device):
-            return choose_batch(lambda batch: _measure_step(name, batch, sizes), describe().memory)
+        with _disable_current_modes(), contextlib.ExitStack() as stack:  # on the GPU itself, also within `effgpu.fit`
+            for _ in range(torch.overrides._len_torch_function_stack()):
+                stack.enter_context(torch.overrides._pop_mode_temporarily())
+            device = torch.device("cuda", torch.cuda.current_device() if gpu is None else gpu)
+            with torch.cuda.device(device), _seeded(0, device):
+                return choose_batch(lambda batch: _measure_step(name, batch), describe().memory)
     finally:
         release_memory()
 
 
-def _measure_step(name: str, batch: int, sizes: dict[str, int]) -> tuple[float, int]:
-    """Seconds and peak bytes of a training step in 16 bits on the current GPU."""
-    before = torch.cuda.memory_allocated()
+def _measure_step(name: str, batch: int) -> tuple[float, int]:
+    """Seconds of forward and backward pass in 16 bits, and peak bytes of a training step, on the current GPU."""
+    before, sizes = torch.cuda.memory_allocated(), GPU_SIZES[name]
     if name == "image_classifier":
         model, inputs = _resnet(), torch.rand(batch, 3, sizes["size"], sizes["size"])
     else:
@@ -309,18 +322,20 @@ def _measure_step(name: str, batch: int, sizes: dict[str, int]) -> tuple[float, 
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def step():
+    def passes():
+        optimizer.zero_grad()
         with torch.autocast("cuda", dtype):
             logits = model(inputs).flatten(0, -2)
             loss = cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     torch.cuda.reset_peak_memory_stats()
-    time_steps(step, 2)  # warm-up
-    seconds = sorted(time_steps(step, TIMED_STEPS))[TIMED_STEPS // 2]
-    return seconds, torch.cuda.max_memory_allocated() - before
+    for _ in range(2):  # the optimizer's state is there from the second step on
+        passes()
+        optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    time_for(passes, WARM_UP)
+    return median(time_steps(passes, TIMED_STEPS)), peak
 
 
 def _resnet() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Every Python process that a simulated GPU is made for begins with this. Lessons take a CPU's sizes on it."""
+"""Every Python process that a simulated GPU is made for begins with this. Lessons take a CPU's sizes on it, nearly."""
 
 import os
 
@@ -10,5 +10,8 @@ if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
 
     install()
     device.pick_sizes = lambda *, cpu, small, large: cpu
-    workloads.GPU_SIZES = workloads.CPU_SIZES
+    heads = {"width": 96, "heads": 12}  # as many as on a GPU: what fits a CPU's 4 heads only shows itself
+    workloads.GPU_SIZES = {
+        name: sizes | heads if "heads" in sizes else sizes for name, sizes in workloads.CPU_SIZES.items()
+    }
     measurement._SHORTEST_TURN["cuda"], measurement._CLOCK_RISE = measurement._SHORTEST_TURN["cpu"], 0.01
