@@ -154,7 +154,10 @@ def current_limit() -> int | None:
 
 def count_retries() -> int:
     """How often the GPU's allocator ran out, gave its cached blocks back and asked again: slow, but no error."""
-    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # some allocator backends keep no statistics
+            return torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return 0
 
 
 def release_memory() -> None:
