@@ -676,8 +676,9 @@ def test_the_peaks_of_compiled_variants_do_not_depend_on_their_order():
     def graphed():
         model, x = make_mlp(4).cuda(), torch.randn(256, 64, device="cuda")
         compiled = torch.compile(model, mode="reduce-overhead")
-        return lambda: compiled(x).sum().backward()
+        return lambda: (compiled(x).sum().backward(), model.zero_grad())
 
+    trace(graphed, warmup=4)  # the first compilation tunes its kernels, which takes memory in the graphs' own pool
     first, between, second = (trace(variant, warmup=4) for variant in (graphed, transformer, graphed))
     alone = trace(transformer)
     assert first.peak == pytest.approx(second.peak, rel=0.02)

@@ -53,7 +53,7 @@ def training(width: int, parts: int):
         torch.manual_seed(0)
         device = effgpu.find_device()
         model = torch.nn.Linear(width, width).to(device)
-        x = torch.randn(32, width, device=device)
+        x = torch.randn(effgpu.pick_sizes(cpu=32, small=2048, large=8192), width, device=device)
 
         def step():
             for _ in range(parts):

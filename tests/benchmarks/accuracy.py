@@ -19,7 +19,7 @@ from effgpu.measurement import hodges_lehmann_interval
 
 TURNS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 device = effgpu.find_device()
-width = effgpu.pick_sizes(cpu=256, small=2048, large=4096)
+width = effgpu.pick_sizes(cpu=256, small=1024, large=2048)
 
 
 def network():

@@ -30,7 +30,8 @@ import effgpu, torch
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model, x = torch.nn.Linear(128, 128), torch.randn(96, 128)
+device, width = ("cuda", 1024) if torch.cuda.is_available() else ("cpu", 128)
+model, x = torch.nn.Linear(width, width, device=device), torch.randn(96, width, device=device)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 ticks = []
 while True:
