@@ -73,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self._optimizers: weakref.WeakSet = weakref.WeakSet()
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
+        self.cudnn_attends = False  # on a GPU that prefers its kernel
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -515,9 +516,7 @@ def _attention(
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
         recorder.holds_from = (8, 0)
-    if four and half and recorder.capability[0] in (9, 10) and torch.backends.cuda.cudnn_sdp_enabled():
-        # check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
-        recorder.assumptions["attention takes as much as without cuDNN, whose kernel such GPUs prefer"] = None
+    recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
     if four and square and flash and recorder.capability >= (8, 0):
         if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
             options["scale"] = scale or width**-0.5

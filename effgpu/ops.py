@@ -15,6 +15,7 @@ from effgpu.variants import check_worked, uncompiled
 Key = Callable[[str, list[torch.Tensor]], Hashable | None]
 
 _LAUNCH = re.compile(r"(cuda|cu|hip)(Ext)?(Module)?(Launch(Cooperative)?Kernel|GraphLaunch)")
+_RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")  # a call of the driver: the wait at the end is one
 _NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _OVERWRITE = {"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"}  # these do not read what they change
 
@@ -46,8 +47,8 @@ def count_ops(step: Callable[[], object], *, key: Key | None = None, launches: b
     >>> count_ops(step, key=lambda name, tensors: (name, tensors[0].shape) if name == "mm" else None)
 
     With `launches`, a second call of the step is profiled on a GPU. The launch of a CUDA graph counts as one. Where the
-    profiler sees no launch (its library, CUPTI, cannot work there), `launches` stays None. The profiler can slow later
-    launches in the same process (pytorch/pytorch#144455), so measure times first.
+    profiler sees nothing of the GPU (its library, CUPTI, cannot work there), `launches` stays None. The profiler can
+    slow later launches in the same process (pytorch/pytorch#144455), so measure times first.
 
     A function compiled by torch.compile runs uncompiled while its operations are counted. Its launches are those of the
     compiled code. Bytes ignore caches, and count each argument as read or written once.
@@ -109,4 +110,7 @@ def _count_launches(step: Callable[[], object]) -> int | None:
     with torch.profiler.profile(activities=kinds) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages() if _LAUNCH.match(event.key)) or None
+    events = profile.key_averages()
+    if not any(_RUNTIME.match(event.key) for event in events):
+        return None
+    return sum(event.count for event in events if _LAUNCH.match(event.key))

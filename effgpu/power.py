@@ -23,8 +23,6 @@ _REASONS = {
     0x040: "hardware thermal",
     0x080: "power brake",
     0x100: "display clocks",
-    0x200: "board limit",
-    0x400: "reliability",
 }  # nvmlClocksEventReason..., what holds the clock down; 0x001 says that nothing runs
 
 

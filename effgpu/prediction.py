@@ -86,8 +86,8 @@ class Fit:
 
     `allocated` is the peak of allocated memory and `owners` divides it. `reserved` is what PyTorch's caching allocator
     would hold for it. `workspaces` is what cuBLAS and cuDNN take beside it. `gpus` are the GPUs of the table.
-    `assumptions` says which values the step read and what they were taken to be. `unknown` says what could not be
-    predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
+    `assumptions` says what was taken for granted, such as the values that the step read. `unknown` says what could not
+    be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
     `measured` divides the peak that was measured on this device in the same way, if that was asked for.
     """
@@ -209,6 +209,9 @@ def fit(
         if why := _explain(error):
             raise RuntimeError(f"fit: {why}") from error
         raise
+    if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
+        # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
+        recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
     peak, owners, resting = _divide(recorder)
     return Fit(
         getattr(variant, "__name__", "variant"),

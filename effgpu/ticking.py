@@ -248,7 +248,10 @@ def _is_on_gpu() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
-    used = [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(gpu)]
+    try:
+        used = [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(gpu)]
+    except RuntimeError:  # some allocator backends keep no statistics
+        return True
     if used and torch.cuda.current_device() not in used:
         told = f"the script works on GPU {used[0]}, and only the current one ({torch.cuda.current_device()}) is timed"
         raise RuntimeError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")

@@ -141,11 +141,13 @@ def test_launches_are_those_of_kernels_and_of_graphs(simulate_gpu, monkeypatch):
     assert count_ops(lambda: calls.append(1)).launches is None and len(calls) == 2
     assert count_ops(lambda: calls.append(1), launches=True).launches == 121 and len(calls) == 4
     keys.clear()
-    assert count_ops(lambda: calls.append(1), launches=True).launches is None, "where the profiler sees none"
+    assert count_ops(lambda: calls.append(1), launches=True).launches == 0
+    others = {"aten::mm": 1000}
+    assert count_ops(lambda: calls.append(1), launches=True).launches is None, "the profiler sees nothing of the GPU"
 
 
 @pytest.mark.gpu
 def test_launches_on_this_gpu():
     x = torch.ones(1000, device="cuda")
     counted = count_ops(lambda: [x.add_(1) for _ in range(7)], launches=True)
-    assert counted == {"add_": 7} and counted.launches in (7, None)  # None without CUPTI
+    assert counted == {"add_": 7} and counted.launches == 7

@@ -306,6 +306,7 @@ def test_a_gpu_that_prefers_cudnns_attention_is_said_to():
         x = torch.randn(2, 4, 512, 64, dtype=torch.bfloat16, requires_grad=True)
         return lambda: attend(x).sum().backward()
 
+    assert "on H100 and H200, cuDNN's attention takes no more" in fit(variant).assumptions[0]
     said = {gpu: "cuDNN" in repr(fit(variant, gpu).assumptions) for gpu in ("A100 40 GB", "RTX 4090", "H100", "H200")}
     assert said == {"A100 40 GB": False, "RTX 4090": False, "H100": True, "H200": True}
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):

@@ -291,7 +291,8 @@ def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> 
         raise ValueError(f"dropout: expected at least 0 and less than 1, got {dropout}")
     check_int("seed", seed)
     if sizes["batch"] is None:
-        sizes["batch"] = _measure_batch(name, device.index)
+        here = torch.cuda.current_device() if on_gpu and device.index is None and torch.cuda.is_available() else None
+        sizes["batch"] = _measure_batch(name, device.index if here is None else here)
     return device, sizes
 
 
@@ -319,7 +320,7 @@ def _measure_step(name: str, batch: int) -> tuple[float, int]:
         causal = name == "language_model"
         model = Transformer(sizes["vocabulary"] if causal else len(corpus.PACKAGES), **sizes, causal=causal)
         inputs = torch.randint(sizes["vocabulary"], (batch, sizes["length"]))
-    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     optimizer = torch.optim.AdamW(model.parameters())
 
     def passes():
