@@ -24,6 +24,13 @@ _CAPABILITY_OF = {
     "2:4 sparsity": (8, 0),
     "fp8": (8, 9),
 }
+OUT_OF_MEMORY = (  # what messages of PyTorch and of NVIDIA's libraries say
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "_STATUS_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+)
 _MEMINFO = Path("/proc/meminfo")
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
@@ -196,13 +203,8 @@ def gc_frozen() -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory: by its type, or by its message if a library raised a plain RuntimeError."""
     texts = (
-        "out of memory",
-        "can't allocate memory",
-        "not enough memory",
-        "_STATUS_ALLOC_FAILED",
-        "_ALLOCATION_FAILED",
-    )
-    texts += ("unable to find an engine",) * _is_limited()  # cuDNN, if no algorithm fits into the memory that is left
+        OUT_OF_MEMORY + ("unable to find an engine",) * _is_limited()
+    )  # cuDNN, if no algorithm fits into the memory that is left
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if "NVML_SUCCESS ==" in str(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.allocator import Block, round_size
@@ -306,6 +306,15 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         observed_by(recorder),
         _Translator(recorder),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Inside, tensors are real and a GPU is the GPU, also within `as_gpu`."""
+    with _disable_current_modes(), contextlib.ExitStack() as stack:
+        for _ in range(torch.overrides._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
         yield
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from effgpu import device
 from effgpu.measurement import OUT_OF_MEMORY
 from effgpu.ticking import ADDRESS, Connection
 
@@ -23,9 +24,7 @@ _LAST_LINES = 12  # of a script's output, shown with a fault
 _GRACE = 3.0  # seconds that a process has to end after SIGTERM
 _POLL = 0.1  # seconds between two looks at a process that has not connected yet
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED|_ALLOCATION_FAILED"
-    r"|NVML_SUCCESS ==.*CUDACachingAllocator|^MemoryError",
-    re.M,
+    "|".join([*device.OUT_OF_MEMORY, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]), re.M
 )
 _KILLED = (-9, 137)  # SIGKILL, also as a shell reports it
 _HINT = "call effgpu.tick() once per step, in the training loop (transformers: callbacks=[effgpu.TickCallback()])"

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 import effgpu
 from effgpu.course import workloads
 
-
 sizes = {"batch": 8, "width": 128, "heads": 4}
 
 
@@ -60,6 +59,7 @@ found = {}
 for name, variant in variants.items():
     predicted, trace = effgpu.fit(variant, "T4"), effgpu.trace(variant)
     found[name] = [predicted.allocated, trace.peak, predicted.reserved, trace.reserved]
+
 
 def copied_ahead():
     torch.manual_seed(1)

@@ -24,7 +24,6 @@ from statistics import median
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils._python_dispatch import _disable_current_modes
 
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
@@ -281,30 +280,30 @@ def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> 
     for size, value in sizes.items():
         if value is not None:
             check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
-    if "heads" in sizes and given["heads"] is None:
-        sizes["heads"] = math.gcd(sizes["heads"], sizes["width"])
-    if "heads" in sizes and sizes["width"] % sizes["heads"]:
-        raise ValueError(f"heads: expected a divisor of width ({sizes['width']}), got {sizes['heads']}")
+    if "heads" in sizes:
+        if given["heads"] is None:
+            sizes["heads"] = math.gcd(sizes["heads"], sizes["width"])
+        if sizes["width"] % sizes["heads"]:
+            raise ValueError(f"heads: expected a divisor of width ({sizes['width']}), got {sizes['heads']}")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float):
         raise TypeError(f"dropout: expected a number, got {dropout!r}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: expected at least 0 and less than 1, got {dropout}")
     check_int("seed", seed)
     if sizes["batch"] is None:
-        here = torch.cuda.current_device() if on_gpu and device.index is None and torch.cuda.is_available() else None
-        sizes["batch"] = _measure_batch(name, device.index if here is None else here)
+        if not torch.cuda.is_available():
+            raise ValueError("batch: expected a number, as there is no GPU to measure it on")
+        sizes["batch"] = _measure_batch(name, torch.cuda.current_device() if device.index is None else device.index)
     return device, sizes
 
 
 @cache
-def _measure_batch(name: str, gpu: int | None) -> int:
-    if not torch.cuda.is_available():
-        raise ValueError("batch: expected a number, as there is no GPU to measure it on")
+def _measure_batch(name: str, gpu: int) -> int:
+    from effgpu.fake_gpu import on_real_tensors
+
     try:
-        with _disable_current_modes(), contextlib.ExitStack() as stack:  # on the GPU itself, also within `effgpu.fit`
-            for _ in range(torch.overrides._len_torch_function_stack()):
-                stack.enter_context(torch.overrides._pop_mode_temporarily())
-            device = torch.device("cuda", torch.cuda.current_device() if gpu is None else gpu)
+        with on_real_tensors():
+            device = torch.device("cuda", gpu)
             with torch.cuda.device(device), _seeded(0, device):
                 return choose_batch(lambda batch: _measure_step(name, batch), describe().memory)
     finally:
