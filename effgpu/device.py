@@ -202,16 +202,16 @@ def gc_frozen() -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory: by its type, or by its message if a library raised a plain RuntimeError."""
-    texts = (
-        OUT_OF_MEMORY + ("unable to find an engine",) * _is_limited()
-    )  # cuDNN, if no algorithm fits into the memory that is left
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if "NVML_SUCCESS ==" in str(
-        error
-    ):  # the allocator ran out of memory, then failed to ask NVML: pytorch/pytorch#112377
-        return "CUDACachingAllocator.cpp" in str(error)
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    if not isinstance(error, RuntimeError):
+        return False
+    told = str(error)
+    if "NVML_SUCCESS ==" in told:  # the allocator ran out, then failed to ask NVML: pytorch/pytorch#112377
+        return "CUDACachingAllocator.cpp" in told
+    if "unable to find an engine" in told:  # cuDNN, if no algorithm fits into the memory that is left
+        return _is_limited()
+    return any(text in told for text in OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True)
