@@ -22,7 +22,7 @@ MEASURING = [
     *("allocator", "fake_gpu", "prediction"),
     *("measurement", "comparison", "processes", "commands", "ablation", "results", "figures"),
 ]
-COURSE = [f"course.{name}" for name in ("corpus", "workloads", "runner", "report")]
+COURSE = [f"course.{name}" for name in ("corpus", "workloads", "ranks", "runner", "report")]
 ORDER = [*MEASURING, *COURSE, "__main__"]
 PATHS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -1,0 +1,41 @@
+"""Tests of effgpu.course.ranks, on one rank of a group of two that sends nothing. Lesson 20 takes two real ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from effgpu.course.ranks import bytes_held, bytes_sent, take_turns
+
+
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_bytes_sent_counts_the_rounds_of_each_collective_operation():
+    whole, own = torch.zeros(1000), torch.zeros(500)
+    assert bytes_sent(lambda: dist.all_reduce(whole)) == 2 * 4000 / 2
+    assert bytes_sent(lambda: dist.all_gather_into_tensor(whole, own)) == 4000 / 2
+    assert bytes_sent(lambda: dist.reduce_scatter_tensor(own, whole)) == 4000 / 2
+    assert bytes_sent(lambda: [dist.all_reduce(own), dist.all_reduce(own)]) == 2 * 2 * 2000 / 2
+    assert bytes_sent(lambda: whole.sum()) == 0
+
+
+def test_bytes_held_are_those_of_weights_gradients_and_state():
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    assert bytes_held(model, optimizer) == [440, 440, 880]
+
+
+def test_steps_take_turns_forwards_and_backwards_and_the_first_round_is_the_warm_up():
+    called = []
+    turns = take_turns({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, rounds=3)
+    assert called == ["a", "b", "b", "a"] * 4
+    assert [len(turns[name]) for name in "ab"] == [3, 3]
+    assert all(second > 0 for pair in turns["a"] for second in pair)
