@@ -21,7 +21,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     **dict.fromkeys(("Bench", "bench"), "commands"),
     **dict.fromkeys(("Ablation", "ablate"), "ablation"),
     **dict.fromkeys(("load", "save"), "results"),
-    **dict.fromkeys(("plot", "plot_fit", "plot_ladder", "plot_memory", "plot_pareto"), "figures"),
+    **dict.fromkeys(("plot", "plot_fit", "plot_ladder", "plot_memory"), "figures"),
     **dict.fromkeys(("plot_sweep", "plot_switches"), "figures"),
     "tick": "ticking",
     "TickCallback": "callbacks",
@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.figures import plot_fit as plot_fit
     from effgpu.figures import plot_ladder as plot_ladder
     from effgpu.figures import plot_memory as plot_memory
-    from effgpu.figures import plot_pareto as plot_pareto
     from effgpu.figures import plot_sweep as plot_sweep
     from effgpu.figures import plot_switches as plot_switches
     from effgpu.flops import count_flops as count_flops

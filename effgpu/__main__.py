@@ -9,7 +9,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-SUCCEEDED, FAILED, REFUSED, EXCEEDED, INTERRUPTED = 0, 1, 2, 3, 130
+SUCCEEDED, FAILED, REFUSED, EXCEEDED, TOO_CLOSE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Memory, saved bytes and FLOPs are exact. Times are this
 CPU's, and stored results of GPUs are drawn beside them. Missing: energy, tensor cores, TF32, fp8 and a GPU's fused
@@ -17,7 +17,12 @@ kernels."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 0, 1 (a lesson failed), 2 (bad arguments or files) or 130 (Ctrl-C)."""
+    """Run a command. Returns the exit code.
+
+    0: success; of `fit`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
+    arguments or files, or a step that cannot be predicted. 3: more time or memory than `bench` allows, or than the GPU
+    of `fit` has. 4: `fit` is too close to tell. 130: Ctrl-C.
+    """
     chosen = _parser().parse_args(arguments)
     try:
         return chosen.command(chosen)
@@ -78,20 +83,18 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as PNG, SVG or PDF")
     bench.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     slower_help = "exit with code 3 if the verdict is slower, by more than this"
-    bench.add_argument("--fail-if-slower", type=_percent, metavar="5%", help=slower_help.replace("%", "%%"))
+    bench.add_argument("--fail-if-slower", type=percentage, metavar="5%", help=slower_help)
     memory_help = "exit with code 3 if the peak memory is larger by more than this"
-    bench.add_argument("--fail-if-more-memory", type=_percent, metavar="10%", help=memory_help)
+    bench.add_argument("--fail-if-more-memory", type=percentage, metavar="10%", help=memory_help)
     bench.set_defaults(command=_bench)
 
 
-def _percent(text: str) -> float:
+def percentage(text: str) -> float:
+    """A share of 1 from a percentage: "5%" or "5". argparse shows the function's name: invalid percentage value."""
     number = float(text.strip().removesuffix("%"))
     if not 0 <= number < math.inf:
         raise ValueError
     return number / 100
-
-
-_percent.__name__ = "percentage"  # argparse shows it: invalid percentage value
 
 
 def _info(chosen: argparse.Namespace) -> int:
@@ -195,28 +198,36 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _fit(chosen: argparse.Namespace) -> int:
-    """Exit codes: 0 fits (or no GPU was named), 3 does not fit, 4 too close to tell, 2 cannot be predicted."""
     import runpy
 
-    from effgpu.prediction import DOES_NOT_FIT, FITS, find_gpu, fit
+    from effgpu import prediction
+    from effgpu.variants import is_function
 
     path, _, name = chosen.variant.rpartition(":")
     if not path:
         return _refuse(f"expected FILE.py:VARIANT, got {chosen.variant}")
+    if not Path(path).is_file():
+        return _refuse(f"{path}: expected a Python file")
     try:
-        gpu = chosen.gpu and find_gpu(chosen.gpu)
-        names = runpy.run_path(path)
-        if name not in names:
-            return _refuse(f"{path}: expected a function called {name}")
-        predicted = fit(names[name], gpu, measured=chosen.measured)
-    except (OSError, TypeError, ValueError, RuntimeError) as error:
+        gpu = chosen.gpu and prediction.find_gpu(chosen.gpu)
+    except ValueError as error:
         return _refuse(error)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` does
+    variant = runpy.run_path(path).get(name)
+    if not is_function(variant):
+        return _refuse(f"{path}: expected a function called {name}")
+    try:
+        predicted = prediction.fit(variant, gpu, measured=chosen.measured)
+    except (TypeError, RuntimeError) as error:
+        if str(error).startswith(("fit: ", "variant ", "step: ")):
+            return _refuse(error)
+        raise  # the script's own
     print(predicted)
-    return {FITS: SUCCEEDED, DOES_NOT_FIT: 3}.get(predicted.verdict(), 4) if gpu else SUCCEEDED
+    codes = {prediction.FITS: SUCCEEDED, prediction.DOES_NOT_FIT: EXCEEDED, prediction.TOO_CLOSE: TOO_CLOSE}
+    return codes[predicted.verdict()] if gpu else SUCCEEDED
 
 
 def _bench(chosen: argparse.Namespace) -> int:
-    """Exit codes: 0, 1 (a command failed), 2 (bad arguments), 3 (more time or memory than allowed), 130 (Ctrl-C)."""
     if not (chosen.commands or chosen.name):
         return _refuse("bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
     for name in ("SIGTERM", "SIGHUP"):  # `kill` and a closed terminal stop a bench as Ctrl-C does

@@ -3,7 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from statistics import median
 
 from effgpu import units
@@ -84,25 +84,19 @@ class Ablation(Comparison):
         return tuple(m.label for m in self if m.label != NONE and PLUS not in m.label)
 
     @property
-    def combinations(self) -> Comparison:
-        """All that was measured, as a comparison that shows a row a combination."""
-        return self._against_first("combinations", self.measurements)
-
-    @property
-    def alone(self) -> Comparison:
-        """Each switch alone, against none."""
-        return self._against_first("alone", [self.find(on) for on in [(), *((s,) for s in self.switches)]])
-
-    @property
     def stack(self) -> Comparison:
-        """The switches one on top of the other in their order, against none."""
-        return self._against_first("stack", [self.find(self.switches[:n]) for n in range(len(self.switches) + 1)])
+        """The switches one on top of the other in their order, against none.
 
-    @property
-    def left_out(self) -> Comparison:
-        """All switches but one, against all: what would be lost without it."""
-        rest = [replace(self.find(set(self.switches) - {s}), label=f"without {s}") for s in self.switches]
-        return self._against_first("left_out", [self.find(self.switches), *rest])
+        Its name is its own, so that showing it does not replace the whole.
+        """
+        measurements = tuple(self.find(self.switches[:n]) for n in range(len(self.switches) + 1))
+        labels = [m.label for m in measurements]
+        expected = {"predicted": self.predicted, "guess": self.guess}
+        expected = {which: {k: v for k, v in given.items() if k in labels} for which, given in expected.items()}
+        other = tuple(label for label in labels if label in self.other_training)
+        return Comparison(
+            f"{self.name}.stack", measurements, **expected, min_effect=self.min_effect, other_training=other
+        )
 
     @property
     def whole(self) -> Measurement:
@@ -156,17 +150,6 @@ class Ablation(Comparison):
         equal = [m for m in fitting if (ratio := ratios.get(m.label)) and ratio.high <= AS_FAST]
         return min([best, *equal], key=lambda m: (len(switches_on(m.label)), self._time(m)))
 
-    def pareto(self) -> list[Measurement]:
-        """The combinations that no other beats in time per item and in peak memory, from the smallest to the fastest.
-
-        By the times that are shown, whatever the noise.
-        """
-        front: list[Measurement] = []
-        for m in sorted(self._fitted(), key=lambda m: (m.peak_allocated, self._time(m))):
-            if not front or self._time(m) < self._time(front[-1]):
-                front.append(m)
-        return front
-
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each switch, in time, in memory and, where it was measured, in energy."""
         headings = ["change in", "switch", "alone", "in the stack", "on top of the rest"]
@@ -191,17 +174,6 @@ class Ablation(Comparison):
 
     def _names(self, on: Iterable[str]) -> set[str]:
         return set(switches_on(on) if isinstance(on, str) else on)
-
-    def _against_first(self, view: str, measurements: Iterable[Measurement]) -> Comparison:
-        """Some of the measurements, under a name of their own, so that showing them does not replace the whole."""
-        measurements = tuple(measurements)
-        labels = [m.label for m in measurements[1:]] if measurements[0] is self.baseline else []
-        shared = {"predicted": self.predicted, "guess": self.guess}
-        expected = {which: {k: v for k, v in given.items() if k in labels} for which, given in shared.items()}
-        other = tuple(m.label for m in measurements if m.label in self.other_training)
-        return Comparison(
-            f"{self.name}.{view}", measurements, **expected, min_effect=self.min_effect, other_training=other
-        )
 
     def _change(self, quantity: str, plus: Iterable[Iterable[str]], minus: Iterable[Iterable[str]]) -> Change | None:
         """Some combinations less others over the whole, block by block, so that what slows one slows them all."""

@@ -5,11 +5,13 @@ PyTorch 2.9 on) in their defaults: no expandable segments, no max_split_size, on
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-KiB, MiB = 2**10, 2**20
+from effgpu.units import MiB
+
 ROUNDED_TO = 512  # kMinBlockSize: every size is rounded up to it
 SMALL = MiB  # kSmallSize: blocks up to it come from the small pool
 SMALL_SEGMENT = 2 * MiB  # kSmallBuffer: what a segment of the small pool takes
@@ -42,24 +44,18 @@ def segment_size(size: int) -> int:
 
 def find_peak(blocks: Sequence[Block], first: int = 0) -> tuple[int, int]:
     """The most bytes alive at any event from `first` on, and the first event at which they are."""
-    alive, most, at = 0, -1, first
-    changes = _changes(blocks)
-    for event in sorted(changes):
-        if event > first and most < 0:
-            most, at = alive, first
-        alive += changes[event]
-        if event >= first and alive > most:
-            most, at = alive, event
-    return max(0, most if most >= 0 else alive), at
-
-
-def _changes(blocks: Sequence[Block]) -> dict[int, int]:
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for block in blocks:
-        changes[block.born] = changes.get(block.born, 0) + block.size
+        changes[block.born] += block.size
         if block.died < inf:
-            changes[int(block.died)] = changes.get(int(block.died), 0) - block.size
-    return changes
+            changes[block.died] -= block.size
+    alive = most = sum(block.size for block in blocks if block.born <= first < block.died)
+    at = first
+    for event in sorted(event for event in changes if event > first):
+        alive += changes[event]
+        if alive > most:
+            most, at = alive, event
+    return most, at
 
 
 def count_reserved(blocks: Sequence[Block]) -> int:

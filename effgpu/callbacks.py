@@ -30,7 +30,7 @@ class TickCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Note the loss if it is logged."""
-        self._loss = (logs or {}).get("loss")
+        self._loss = (logs or {}).get("loss", self._loss)  # later logs of a step have none
 
     def _end_step(self, args, state) -> None:
         tokens = state.num_input_tokens_seen

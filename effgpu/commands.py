@@ -50,27 +50,19 @@ class Bench(Comparison):
         """What the memory is: of a GPU's allocator, or the resident memory of the process."""
         return super().memory_name if self.device.kind == "cuda" else "peak resident memory"
 
-    def common_steps(self, label: str) -> list[int]:
-        """The steps of which both the baseline and this command gave a loss."""
-        return sorted(self.losses.get(self.baseline.label, {}).keys() & self.losses.get(label, {}).keys())
-
     def loss_difference(self, label: str) -> tuple[float, int] | None:
         """The largest difference from the baseline's loss at the same step, and that step; NaN counts as infinite."""
         ours, theirs = self.losses.get(label, {}), self.losses.get(self.baseline.label, {})
-        differences = [(abs(ours[step] - theirs[step]), -step) for step in self.common_steps(label)]
+        differences = [(abs(ours[step] - theirs[step]), -step) for step in ours.keys() & theirs.keys()]
         difference, step = max(((d if d == d else math.inf, step) for d, step in differences), default=(None, 0))
         return None if difference is None else (difference, -step)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """The table of a comparison, with reserved memory, the losses of the same steps, and the steps timed."""
-        headings, rows = super().table()
-        columns = [(name, [row[at] for row in rows]) for at, name in enumerate(headings)]
-        if self.memory_name in headings:
-            after = headings.index(self.memory_name) + 1
-            columns.insert(after, ("reserved", [units.format_bytes(m.peak_reserved) for m in self]))
-        columns += [*self._loss_columns(), ("steps timed", [str(self.steps.get(m.label, 0)) for m in self])]
-        columns = [column for column in columns if set(column[1]) != {units.NOT_MEASURED}]
-        return [name for name, _ in columns], [list(row) for row in zip(*(cells for _, cells in columns))]
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        """Those of a comparison, with reserved memory, the losses of the same steps, and the steps timed."""
+        columns = super()._columns()
+        after = [name for name, _ in columns].index(self.memory_name) + 1
+        columns.insert(after, ("reserved", [units.format_bytes(m.peak_reserved) for m in self]))
+        return [*columns, *self._loss_columns(), ("steps timed", [str(self.steps.get(m.label, 0)) for m in self])]
 
     def _loss_columns(self) -> Iterator[tuple[str, list[str]]]:
         given = [set(self.losses.get(m.label, {})) for m in self if not m.failed]
@@ -394,18 +386,17 @@ class _Run:
     def _take_turns(self) -> None:
         if not self.alone:
             self._start_all()
-        planned, done, started = FEWEST_BLOCKS, 0, time.perf_counter()
         for label in self.commands:
             if not self.alone and self._alive():
                 self._attempt(label, lambda label: None)
-        waited = time.perf_counter() - started
+        planned, done, started = FEWEST_BLOCKS, 0, time.perf_counter()
         while done < planned and (alive := self._alive()):
             for label in [*alive, *reversed(alive)]:
                 _say(f"block {done + 1} of {planned}: {label}")
                 self._attempt(label, self._take_turn)
             done += 1
             if not self.alone:
-                planned = self.plan.blocks((time.perf_counter() - started - waited) / done / len(alive))
+                planned = self.plan.blocks((time.perf_counter() - started) / done / len(alive))
         for label in reversed(self._alive()) if self.plan.energy else ():
             _say(f"energy: {label}")
             self._attempt(label, self._take_energy)

@@ -175,7 +175,7 @@ class Comparison:
         if quantity == "time":
             ratio = self.time_ratio(label) if label != self.baseline.label else None
             return ratio.tell(self.min_effect) if ratio else self.verdict(label)
-        return units.format_optional(self.tell_ratio(self.ratio(label, quantity), quantity))
+        return self.tell_ratio(self.ratio(label, quantity), quantity)
 
     @staticmethod
     def tell_ratio(ratio: float | None, quantity: str) -> str:
@@ -204,6 +204,11 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
+        filled = [(name, cells) for name, cells in self._columns() if set(cells) != {units.NOT_MEASURED}]
+        return [name for name, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled))]
+
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        """The heading of each column of the table, and its cells."""
 
         def given(ratios: Mapping, quantity: str) -> Callable[[Measurement], str]:
             return lambda m: self.tell_ratio(ratios.get(m.label, {}).get(quantity), quantity)
@@ -231,9 +236,7 @@ class Comparison:
             ("predicted", given(self.predicted, "energy")),
             ("guess", given(self.guess, "energy")),
         ]
-        filled = [(name, [cell(m) for m in self]) for name, cell in columns]
-        filled = [(name, cells) for name, cells in filled if set(cells) != {units.NOT_MEASURED}]
-        return [name for name, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled))]
+        return [(name, [cell(m) for m in self]) for name, cell in columns]
 
     def full_size_heading(self) -> str:
         """What the predicted bytes of `full_size` are of; empty without any."""
@@ -305,16 +308,11 @@ class Comparison:
 
     def __repr__(self) -> str:
         headings, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(headings, *rows)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [headings, *rows]]
-        return "\n".join([*lines, self.caption()])
+        return "\n".join([*units.align([headings, *rows]), self.caption()])
 
     def _repr_html_(self) -> str:
-        headings, rows = self.table()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         caption = f'<caption style="caption-side: bottom; text-align: left">{html.escape(self.caption())}</caption>'
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<table>{caption}{units.html_table(*self.table())}</table>"
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         """Beside the table its data, so that an executed notebook carries its own evidence."""
@@ -420,8 +418,9 @@ def _read_fields(kind: type, stored: Mapping) -> dict:
     for name, hint in get_type_hints(kind).items():
         if name in fields and not _fits(fields[name], hint):
             whose, expected = fields.get("label", fields.get("name")), getattr(hint, "__name__", hint)
-            got = reprlib.repr(fields[name])
-            raise ValueError(f"{name} of {whose!r}: expected {expected}, finite and not negative, got {got}")
+            if re.search(r"\b(int|float)\b", str(hint)):
+                expected = f"{expected}, finite and not negative"
+            raise ValueError(f"{name} of {whose!r}: expected {expected}, got {reprlib.repr(fields[name])}")
     return {name: _tuples(value) for name, value in fields.items()}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import os
 import platform
 import re
@@ -114,18 +115,19 @@ def pick_sizes(*, cpu, small, large):
     return large if _gpu_memory() >= LARGE_GPU else small
 
 
-def free_memory() -> int:
+def free_memory() -> float:
     """Bytes that can be allocated now. A `memory_limit` counts.
 
     On a GPU: free memory, plus the unused blocks in the allocator's cache, up to the process's own share of the GPU.
-    On a CPU: the memory that the operating system calls available, or the host's whole memory if it does not say.
+    On a CPU: the memory that the operating system calls available, or the host's whole memory if it does not say, or
+    infinity where nothing tells either, as on Windows.
     """
     if find_device().type == "cuda":
         free, total = torch.cuda.mem_get_info()
         allocated = torch.cuda.memory_allocated()
-        share = int(torch.cuda.get_per_process_memory_fraction() * total) - allocated
+        share = int(_fraction() * total) - allocated
         return max(0, min(free + torch.cuda.memory_reserved() - allocated, share))
-    available = _available_host_memory() or _total_host_memory() or 0
+    available = _available_host_memory() or _total_host_memory() or math.inf
     return available if _limit is None else min(available, _limit.bytes)
 
 
@@ -142,7 +144,7 @@ def memory_limit(limit: float) -> Iterator[None]:
     global _limit, _fraction_before_limits
     before, gpu = _limit, torch.cuda.is_available()
     if gpu and before is None:
-        _fraction_before_limits = torch.cuda.get_per_process_memory_fraction()
+        _fraction_before_limits = _fraction()
     release_memory()  # the allocator would hand out cached blocks without checking the cap
     wanted = _Limit(int(limit), int(limit) + (torch.cuda.memory_reserved() if gpu else 0))
     _limit = wanted if before is None else _Limit(min(wanted.bytes, before.bytes), min(wanted.cap, before.cap))
@@ -230,12 +232,17 @@ def _cap_allocator() -> None:
 
 def _is_limited() -> bool:
     """Whether less than the whole memory may be used, by `memory_limit` or by a limit of the process."""
-    return _limit is not None or (torch.cuda.is_available() and torch.cuda.get_per_process_memory_fraction() < 1)
+    return _limit is not None or (torch.cuda.is_available() and _fraction() < 1)
+
+
+def _fraction() -> float:
+    """The share of the GPU that this process may use."""
+    return min(1.0, torch.cuda.get_per_process_memory_fraction())  # cudaMallocAsync's begins far above 1
 
 
 def _gpu_memory() -> int:
     """Bytes of the current GPU that this process may use, without a `memory_limit`."""
-    fraction = torch.cuda.get_per_process_memory_fraction() if _limit is None else _fraction_before_limits
+    fraction = _fraction() if _limit is None else _fraction_before_limits
     return int(fraction * torch.cuda.get_device_properties().total_memory)
 
 

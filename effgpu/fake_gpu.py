@@ -35,7 +35,7 @@ nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1
 upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"""
-_WITH_DTYPE = ("sum", "sum.dim_IntList")  # fp32 by their own argument: no copy of the input
+_WITH_DTYPE = ("sum", "sum.dim_IntList", "prod", "prod.dim_int")  # fp32 by their own argument: no copy of the input
 # AT_FORALL_LOWER_PRECISION_FP, where the CPU's list has them not
 _HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
 # in the CPU's list only: a GPU leaves them to the types of their arguments
@@ -216,6 +216,10 @@ class Recorder(TorchDispatchMode):
             self.assumptions[f"{where} reads an array, taken as zeros"] = None
         return numpy.zeros(tuple(tensor.shape), numpy.dtype(str(tensor.dtype).removeprefix("torch.")))
 
+    def note_compiled(self) -> None:
+        """Say that compiled code ran without its compiler."""
+        self.unknown["compiled code: it was counted as it runs without torch.compile"] = None
+
     def note_module(self, module: torch.nn.Module, *_: object) -> None:
         """A hook for every parameter and buffer that a module registers."""
         self._modules.add(module)
@@ -365,8 +369,12 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     def run_eagerly(model=None, **options):
         if model is None:
             return functools.partial(run_eagerly, **options)
-        recorder.unknown["compiled code: it was counted as it runs without torch.compile"] = None
+        recorder.note_compiled()
         return model
+
+    def run_uncompiled(callback):
+        if callback:
+            recorder.note_compiled()
 
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
@@ -377,21 +385,46 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         finally:
             loader.num_workers = workers
 
-    def run_uncompiled(callback):
-        if callback:
-            run_eagerly(torch)
-        return None
-
     run_backward = torch.autograd._engine_run_backward
 
     def run_backward_here(*args, **kwargs):
         with _Translator(recorder):  # what checkpointing runs again names a GPU, too
             return run_backward(*args, **kwargs)
 
-    begin, end = torch.autocast.__enter__, torch.autocast.__exit__
+    def has_bf16(including_emulation=True):
+        return including_emulation or (recorder.capability or (8, 0)) >= (8, 0)
+
+    replaced = [
+        (torch.autograd, "_engine_run_backward", run_backward_here),
+        *((torch.autocast, name, method) for name, method in _autocast_on_both(recorder).items()),
+        (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
+        (torch, "compile", run_eagerly),
+        (eval_frame, "_callback_from_stance", run_uncompiled),
+        (torch.nn.Module, "_apply", _apply),
+        (DataLoader, "_get_iterator", load_here),
+        (common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", has_bf16),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _autocast_on_both(recorder: Recorder) -> dict[str, Callable]:
+    """Methods of torch.autocast: where a GPU's begins, the CPU's begins with it, which has a GPU's rules."""
+    make, begin, end = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+
+    def make_here(autocast, *args, **kwargs):
+        make(autocast, *args, **kwargs)
+        autocast.made_here = True
 
     def begin_both(autocast):
-        if autocast.device == "cuda":  # then the CPU's begins with it, which has a GPU's rules
+        if autocast.device == "cuda":
+            if not (autocast._enabled or hasattr(autocast, "made_here") or torch.cuda.is_available()):
+                told = "an autocast that was made outside of the variant is off, as PyTorch makes it without a GPU"
+                recorder.assumptions[told] = None
             autocast.on_cpu = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled, autocast._cache_enabled)
             begin(autocast.on_cpu)
         return begin(autocast)
@@ -401,27 +434,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         if autocast.device == "cuda":
             end(autocast.on_cpu, *error)
 
-    replaced = [
-        (torch.autograd, "_engine_run_backward", run_backward_here),
-        (torch.autocast, "__enter__", begin_both),
-        (torch.autocast, "__exit__", end_both),
-        (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
-        (torch, "compile", run_eagerly),
-        (eval_frame, "_callback_from_stance", run_uncompiled),
-        (torch.nn.Module, "_apply", _apply),
-        (DataLoader, "_get_iterator", load_here),
-        (common, "amp_definitely_not_available", lambda: False),
-        (torch.cuda, "is_bf16_supported", lambda including_emulation=True: _has_bf16(recorder, including_emulation)),
-    ]
-    replaced = [(owner, name, value) for owner, name, value in replaced if hasattr(owner, name)]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+    return {"__init__": make_here, "__enter__": begin_both, "__exit__": end_both}
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
@@ -459,8 +472,6 @@ def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
         kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
     for name in ("softmax", "log_softmax"):
         kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
-    for name in ("prod", "prod.dim_int"):
-        kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
     kernels["dropout", "AutogradCPU"] = _dropout
     kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(_attention, recorder)
     return kernels
@@ -557,10 +568,6 @@ def _attention(
     )[0]
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _flash_backward(recorder: Recorder, args, result) -> int:
     """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32."""
     query = args[1]
@@ -595,10 +602,6 @@ _EXTRA: dict[str, Callable[[Recorder, tuple, object], int]] = {
 }
 
 
-def _has_bf16(recorder: Recorder, including_emulation: bool) -> bool:
-    return including_emulation or (recorder.capability or (8, 0)) >= (8, 0)
-
-
 def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
     """Whether PyTorch takes foreach on a GPU where nothing is said: Adafactor does not, as that takes memory.
 
@@ -619,6 +622,6 @@ def _reader() -> tuple[str, str]:
         file = frame.f_code.co_filename
         if not file.startswith(_TORCH) and file != __file__:
             return f"line {frame.f_lineno} of {Path(file).name}", " ".join(inside)
-        inside.append(file)
+        inside.append(Path(file).as_posix())
         frame = frame.f_back
     return "the step", " ".join(inside)

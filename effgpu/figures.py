@@ -17,12 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
-from effgpu.ablation import NONE, Ablation, Change, format_share, switches_on
+from effgpu.ablation import NONE, Ablation, Change, format_share
 from effgpu.comparison import OTHER_TRAINING, Comparison
 from effgpu.measurement import Measurement
 from effgpu.memory import Trace
 from effgpu.prediction import DOES_NOT_FIT, FITS, OWNERS, TOO_CLOSE, Fit
 from effgpu.results import stored
+from effgpu.units import FORMATS
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -64,7 +65,6 @@ _ORIGINS = {
     Trace: "what `trace` gave",
     Fit: "what `fit` gave",
 }
-FORMATS = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
 
 
 def plot(comparison: Comparison) -> Figure:
@@ -104,25 +104,6 @@ def plot_switches(ablation: Ablation) -> Figure:
     _check("ablation", ablation, Ablation)
     panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
     return _label_baseline(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
-
-
-def plot_pareto(ablation: Ablation) -> Figure:
-    """Time against peak memory of every combination of an ablation; joined are those that no other beats in both.
-
-    Named are these, none and all. What ran out of memory stands at the right edge: no memory sufficed.
-    """
-    _check("ablation", ablation, Ablation)
-    failed, front = [m for m in ablation if m.failed], ablation.pareto()
-    ends = [m for m in (ablation.baseline, ablation.find(ablation.switches)) if not m.failed and m not in front]
-    named = sorted([*front, *ends], key=lambda m: _level(ablation, m, "time")[0], reverse=True)
-    with _figure(1, height=max(3.4, 1.2 + NAME_HEIGHT * len([*failed, *named]))) as (figure, (ax,)):
-        _draw_points(ax, ablation, front)
-        _name_points(ax, ablation, failed, named)
-        _value_axis(ax.xaxis, units.format_bytes)
-        _value_axis(ax.yaxis, units.format_seconds)
-        ax.set(xlabel="peak memory", ylabel=_title(ablation, "time"))
-        _say_where(figure, ablation.measurements)
-    return figure
 
 
 def plot_memory(traces: Mapping[str, Trace]) -> Figure:
@@ -209,8 +190,7 @@ def plot_fit(fit: Fit) -> Figure:
         for ax in (peak, cards):
             ax.grid(axis="y", visible=False)
             ax.tick_params(axis="y", length=0)
-            ax.xaxis.set_major_locator(_BinaryLocator(5))
-            ax.xaxis.set_major_formatter(lambda value, _: units.format_bytes(value) if value else "0")
+            _value_axis(ax.xaxis, units.format_bytes)
         figure.supxlabel("predicted, not measured", fontsize=8, x=0.01, ha="left", color=DIM)
     return figure
 
@@ -469,60 +449,6 @@ def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:
     """Why a switch has no effect that could be drawn: one of the two that it is the difference of ran out of memory."""
     both = ablation.find({*among} | {switch}), ablation.find({*among} - {switch})
     return next((m.failed for m in both if m.failed), units.NOT_MEASURED)
-
-
-def _draw_points(ax, ablation: Ablation, front: list[Measurement]) -> None:
-    """What fitted: in blue the front, with intervals and joined by steps, in grey what lies behind it."""
-    levels = {m.label: (m.peak_allocated, *level) for m in ablation if (level := _level(ablation, m, "time"))}
-    ahead = [levels.pop(m.label) for m in front]
-    if levels:
-        sizes, times, _, _ = zip(*levels.values())
-        ax.plot(sizes, times, "o", color=GREY, markersize=5)
-    if ahead:
-        sizes, times, lows, highs = zip(*ahead)
-        errors = [[t - low for t, low in zip(times, lows)], [high - t for t, high in zip(times, highs)]]
-        line = "--" if ablation.device.kind == "cpu" else "-"
-        ax.errorbar(sizes, times, errors, color=BLUE, marker="o", capsize=3, linestyle=line, drawstyle="steps-post")
-    ends = [*ahead, *levels.values()] or [(1, 1, 1, 1)]
-    smallest, largest = (pick(end[0] for end in ends) for pick in (min, max))
-    room = 0.15 * (largest - smallest) or largest
-    ax.set(xlim=(max(0, smallest - room), largest + room), ylim=(0, 1.08 * max(end[3] for end in ends)))
-
-
-def _name_points(ax, ablation: Ablation, failed: list[Measurement], named: list[Measurement]) -> None:
-    """Names in a column at the right, as high as their points as far as there is room, each tied to its point."""
-    heights = [_level(ablation, m, "time")[0] for m in named]
-    room = ax.figure.get_figheight() - 1
-    places = _spread([1.0] * len(failed) + [height / ax.get_ylim()[1] for height in heights], NAME_HEIGHT / room)
-    look = {"textcoords": "axes fraction", "va": "center", "fontsize": 8, "annotation_clip": False, "zorder": 1}
-    for m, place in zip(failed, places):
-        ax.plot(1, place, "X", color=RED, markersize=7, transform=ax.transAxes, clip_on=False)
-        text = f"{_short(ablation, m)}: {m.failed}"
-        ax.annotate(text, (1, place), (1.04, place), xycoords="axes fraction", **look)
-    arrow = {"arrowstyle": "-", "color": "#9CA3AF", "linewidth": 0.7, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 4}
-    for m, height, place in zip(named, heights, places[len(failed) :]):
-        ax.annotate(_short(ablation, m), (m.peak_allocated, height), (1.04, place), arrowprops=arrow, **look)
-
-
-def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places of 0 or more, near to the wanted ones, which fall, with a gap between any two."""
-    places: list[float] = []
-    for want in wanted:
-        places.append(min(want, places[-1] - gap) if places else want)
-    least = 0.0
-    for i, place in reversed([*enumerate(places)]):
-        places[i] = max(place, least)
-        least = places[i] + gap
-    return places
-
-
-def _short(ablation: Ablation, measurement: Measurement) -> str:
-    """The name of a combination, by the switches that are off where these are fewer."""
-    on = switches_on(measurement.label)
-    off = [switch for switch in ablation.switches if switch not in on]
-    if not off:
-        return "all"
-    return measurement.label if len(on) <= len(off) else f"all but {' and '.join(off)}"
 
 
 def _draw_trace(ax, trace: Trace) -> None:

@@ -331,7 +331,8 @@ def _take_blocks(bar: tqdm, variants: Mapping, records: Mapping, plan: _Plan, *,
         expect(blocks)
         started, done, retries = time.perf_counter(), 0, count_retries()
         while done < blocks and alive():
-            paces = {label: _pace(records[label], pace[label]) for label in alive()} if keep else {}
+            kept = alive() if keep else []
+            paces = {label: statistics.median(records[label].turns or [pace[label]]) for label in kept}
             for label in [*alive(), *reversed(alive())]:
                 if keep:
                     act = partial(_take_turn, records[label], plan.steps(paces[label], max(paces.values())))
@@ -396,11 +397,6 @@ def _warm_up(step: Step, fewest: int) -> float:
     long = _CLOCK_RISE if find_device().type == "cuda" else _CACHES_FILL
     times = timing.time_for(step, long, fewest=fewest)
     return statistics.fmean(times[1:] or times)
-
-
-def _pace(record: _Record, warm_up: float) -> float:
-    """Seconds per step by the turns so far, or by the warm-up, which may be too short to tell."""
-    return statistics.median(record.turns or [warm_up])
 
 
 def _take_turn(record: _Record, steps: int, step: Step) -> None:

@@ -116,19 +116,27 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     """
     check_step(forward=forward)
     held: Counter[tuple[int, int]] = Counter()  # (storage, bytes) -> number of saved tensors that use it
-    most = 0
+    total = most = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal most
+        nonlocal total, most
         saved = tensor.detach()  # the original could keep its own graph alive: an operation may save its output
         root = tensor if tensor._base is None else tensor._base
         if not isinstance(root, torch.nn.Parameter) and not (root.is_leaf and root.requires_grad):
             storage = saved.untyped_storage()
             key = storage._cdata, storage.nbytes()
             held[key] += 1
-            weakref.finalize(saved, held.subtract, [key])
-            most = max(most, sum(size for (_, size), count in held.items() if count))
+            if held[key] == 1:
+                total += key[1]
+                most = max(most, total)
+            weakref.finalize(saved, drop, key)
         return saved
+
+    def drop(key: tuple[int, int]) -> None:
+        nonlocal total
+        held[key] -= 1
+        if not held[key]:
+            total -= key[1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         check_worked(forward())
@@ -199,7 +207,7 @@ def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[lis
         if "Profiler is already enabled" in str(error):
             raise RuntimeError("trace: another profiler is running, and PyTorch can run only one") from error
         if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(str(error)) from None
+            raise torch.OutOfMemoryError(str(error)) from error
         raise
 
 

@@ -45,7 +45,7 @@ def read_clock(board=None) -> tuple[int, tuple[str, ...]] | None:
     for the GPU: call it while kernels are queued.
     """
     board = find_board() if board is None else board
-    clock = None if board is None else _clock(board)
+    clock = None if board is None else _ask(lambda: pynvml.nvmlDeviceGetClockInfo(board, pynvml.NVML_CLOCK_SM))
     return None if clock is None else (clock, _throttled(board))
 
 
@@ -102,10 +102,6 @@ def _paced(step: Callable[[], object], ahead: int) -> Iterator[int]:
             spare.append(waiting.popleft())
             done += 1
         yield done
-
-
-def _clock(handle) -> int | None:
-    return _ask(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
 
 
 def _throttled(handle) -> tuple[str, ...]:

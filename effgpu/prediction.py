@@ -7,6 +7,7 @@ keeps something else than a CPU, the rules in effgpu/fake_gpu.py answer as the G
 
 import contextlib
 import html
+import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -15,11 +16,14 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Literal
 
+import torch
+from torch._subclasses import fake_tensor
+
 from effgpu.allocator import count_reserved, find_peak
 from effgpu.device import gc_frozen
 from effgpu.fake_gpu import Recorder, as_gpu, observed_by
 from effgpu.memory import trace
-from effgpu.units import GiB, MiB, check_positive, format_bytes, with_article
+from effgpu.units import GiB, MiB, align, check_positive, format_bytes, html_table, with_article
 from effgpu.variants import Step, Variant, check_worked, run_variant
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
@@ -105,7 +109,10 @@ class Fit:
     measured: Mapping[str, int] | None = None
 
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
-        """All that the process takes on the GPU: the step, workspaces and CUDA's context."""
+        """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context.
+
+        `gpu` is as in `fit`, with sizes in bytes; None is the first of `gpus`.
+        """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
         certain = self.allocated if self._is_known(gpu) else self.resting
         low = int(certain * (1 - LESS)) + self.workspaces.low + gpu.context[0]
@@ -113,7 +120,10 @@ class Fit:
         return Range(low, high)
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
-        """Return "fits", "does not fit" or "too close to tell". "fits" means that the high end of `total` fits."""
+        """Return "fits", "does not fit" or "too close to tell". "fits" means that the high end of `total` fits.
+
+        `gpu` is as in `fit`, with sizes in bytes; None is the first of `gpus`, not all of them.
+        """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
         total = self.total(gpu)
         if total.low > gpu.memory:
@@ -159,21 +169,13 @@ class Fit:
         ]
 
     def __repr__(self) -> str:
-        summary, (headings, rows) = self._summary(), self.table()
-        width = max(len(name) for name, _ in summary)
-        lines = [f"{name:{width}}  {value}" for name, value in summary]
-        widths = [max(map(len, column)) for column in zip(headings, *rows)]
-        lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in [headings, *rows])]
-        return "\n".join([*lines, "", *self._notes(), _TRUST])
+        headings, rows = self.table()
+        return "\n".join([*align(self._summary()), "", *align([headings, *rows]), "", *self._notes(), _TRUST])
 
     def _repr_html_(self) -> str:
-        def cells(row, tag="td"):
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-        headings, rows = self.table()
-        summary = "".join(cells((name.replace("  ", "– ", 1), value)) for name, value in self._summary())
+        summary = html_table([], [(name.replace("  ", "– ", 1), value) for name, value in self._summary()])
         notes = "".join(f"<br>{html.escape(note)}" for note in self._notes())
-        verdicts = f"<thead>{cells(headings, 'th')}</thead><tbody>{''.join(map(cells, rows))}</tbody>"
+        verdicts = html_table(*self.table())
         return f"<table>{summary}</table><table>{verdicts}</table><small>{_TRUST}{notes}</small>"
 
 
@@ -212,6 +214,10 @@ def fit(
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
+    if recorder.holds_from > (0, 0) and gpu is not None and gpus[0].context == _UNKNOWN_CONTEXT:  # given as a size
+        least = ".".join(map(str, recorder.holds_from))
+        told = f"a GPU of compute capability {least} or higher: on an older one attention runs another kernel"
+        recorder.assumptions[told] = None
     peak, owners, resting = _divide(recorder)
     return Fit(
         getattr(variant, "__name__", "variant"),
@@ -258,9 +264,6 @@ class Largest:
     fits: int
     may_fit: int
     tried: Mapping[int, Fit]
-
-    def __int__(self) -> int:
-        return self.fits
 
     def __repr__(self) -> str:
         if not self.may_fit:
@@ -309,13 +312,19 @@ def find_gpu(gpu: "str | float | Gpu") -> Gpu:
             return Gpu(gpu.strip(), int(memory), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
         wanted = _simplify(gpu)
         for known in GPUS.values():
-            if wanted == _simplify(known.name):
+            name = _simplify(known.name)
+            if wanted == name or (wanted.startswith(name) and _is_of_size(known, wanted.removeprefix(name))):
                 return known
     raise ValueError(f'gpu: expected one of {", ".join(GPUS)} or a size as "16 GiB", got {gpu!r}')
 
 
+def _is_of_size(gpu: Gpu, size: str) -> bool:
+    """Whether a GPU is sold with so many GB. What PyTorch calls its capacity is up to a tenth less."""
+    return size.isdecimal() and 0.9 * int(size) <= gpu.memory / GiB <= int(size)
+
+
 def _simplify(name: str) -> str:
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|rtx|gb$", "", re.sub(r"\s+", "", name.lower()))
+    return re.sub(r"(?<=\d)\s*gb|nvidia|geforce|tesla|rtx|sxm\d?|pcie|hbm\d?|[^a-z0-9]", "", name.lower())
 
 
 def _run(step: Step, recorder: Recorder, steps: int) -> None:
@@ -352,10 +361,6 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
 @contextlib.contextmanager
 def _state_kept():
     """Random states are left as they were."""
-    import random
-
-    import torch
-
     states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     if torch.cuda.is_initialized():
         states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
@@ -370,15 +375,12 @@ def _state_kept():
 
 def _explain(error: BaseException) -> str | None:
     """What an error of fake tensors means for the step; None for any other error."""
-    from torch._subclasses import fake_tensor
-
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):
         return f"the step reads values, by {error.func}: such a step cannot be predicted"
-    if isinstance(error, (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)):
-        return f"an operation has no fake implementation, so its result is unknown: {error}"
-    if isinstance(error, NotImplementedError) and "fake" in str(error).lower():
+    unsupported = fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException
+    if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
     if "Found no NVIDIA driver" in str(error) or "Torch not compiled with CUDA" in str(error):
         return "the step calls torch.cuda itself, and there is no GPU here: leave such calls out where there is none"

@@ -22,7 +22,6 @@ from effgpu.ticking import ADDRESS, Connection
 
 _LAST_LINES = 12  # of a script's output, shown with a fault
 _GRACE = 3.0  # seconds that a process has to end after SIGTERM
-_POLL = 0.1  # seconds between two looks at a process that has not connected yet
 _OUT_OF_MEMORY = re.compile(
     "|".join([*device.OUT_OF_MEMORY, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]), re.M
 )
@@ -185,7 +184,7 @@ class Process:
         connection = Connection(end)
         message = connection.receive() or {}
         end.settimeout(None)
-        if not secrets.compare_digest(str(message.get("token", "")), self._token):
+        if not secrets.compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode()):
             connection.close()
         elif "fault" in message:
             raise self._fault(_shorten(message["fault"]), message["fault"])
@@ -274,7 +273,7 @@ def check_out(refs: Sequence[str]) -> Iterator[dict[str, Path]]:
     folders = {ref: holder / f"{number}" for number, ref in enumerate(refs)}
     try:
         for ref, folder in folders.items():
-            _git("-C", str(root), "worktree", "add", "--detach", "--quiet", str(folder), commits[ref])
+            _git("worktree", "add", "--detach", "--quiet", str(folder), commits[ref], folder=root)
             if not (folder / inside).is_dir():
                 raise ValueError(f"--ref {ref}: there is no folder {inside} in this commit")
         yield {ref: folder / inside for ref, folder in folders.items()}
@@ -282,19 +281,21 @@ def check_out(refs: Sequence[str]) -> Iterator[dict[str, Path]]:
         with _ignore_interrupts():
             shutil.rmtree(holder, ignore_errors=True)
             with contextlib.suppress(ValueError):
-                _git("-C", str(root), "worktree", "prune")
+                _git("worktree", "prune", folder=root)
 
 
 def import_from(folder: Path) -> dict[str, str]:
     """Variables with which Python imports a checkout's packages, even if they are installed from another one."""
-    root = Path(_git("-C", str(folder), "rev-parse", "--show-toplevel"))
+    root = Path(_git("rev-parse", "--show-toplevel", folder=folder))
     places = [str(place) for place in (root, root / "src") if place.is_dir()]
     return {"PYTHONPATH": os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str, folder: Path | None = None) -> str:
     try:
-        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError:
         raise ValueError("--ref needs git") from None
     if answer.returncode:

@@ -151,7 +151,9 @@ class _Script:
     def _number(self, name: str, value: object) -> float:
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and hasattr(value, "numel") and value.numel() == 1:
+                raise  # an earlier kernel failed
             kind = f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
             self.refuse(TypeError(f"effgpu.tick({name}=...): expected a number or a tensor of one element, got {kind}"))
 
@@ -184,12 +186,13 @@ class Connection:
         self.socket.sendall(_encode(message))
 
     def receive(self) -> dict | None:
-        """The next message; None if the other side is gone."""
+        """The next message; None if the other side is gone, or sends something else than JSON objects."""
         try:
             line = self._reader.readline()
-        except OSError:
+            message = json.loads(line if line.endswith(b"\n") else b"")
+        except (OSError, ValueError, RecursionError):
             return None
-        return json.loads(line) if line.endswith(b"\n") else None
+        return message if isinstance(message, dict) else None
 
     def close(self) -> None:
         """Close the socket."""

@@ -1,7 +1,9 @@
 """Numbers as people read them. Everywhere else in the package: seconds, bytes, joules, FLOPs."""
 
+import html
 import math
 import re
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
@@ -48,7 +50,8 @@ def format_speed(ratio: float | None, low: float | None = None, high: float | No
     """
     if ratio is None:
         return NOT_MEASURED
-    word, values = ("slower", (ratio, low, high)) if ratio > 1 else ("faster", _inverted(ratio, low, high))
+    inverted = 1 / ratio, high and 1 / high, low and 1 / low
+    word, values = ("slower", (ratio, low, high)) if ratio > 1 else ("faster", inverted)
     told, *ends = [_three_digits(value) for value in values if value is not None]
     if told == "1.00" and not ends:
         return "same"
@@ -62,6 +65,10 @@ def format_change(ratio: float | None) -> str:
     percent = round(100 * (ratio - 1), 1)
     percent = round(100 * (ratio - 1)) if abs(percent) >= 10 else percent  # not rounded twice
     return f"{percent:+,} %".replace("-", "−") if percent else "0 %"
+
+
+# of each quantity that is compared
+FORMATS = {"time": format_seconds, "memory": format_bytes, "energy": format_joules}
 
 
 def read_ratio(name: str, value: object) -> float:
@@ -99,7 +106,20 @@ def check_positive(kind: type = Real, **values: object) -> None:
 
 def with_article(name: str) -> str:
     """A name of letters and numbers as it is spoken: "a T4", "an L4", "an 80 GiB"."""
-    return f"{'an' if name[0] in 'AEFHILMNORSX8' else 'a'} {name}"
+    return ("an " if re.match(r"[AEFHILMNORSX8]|1[18](?!\d)", name) else "a ") + name
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of strings as lines of text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def html_table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """What is in an HTML table of strings, escaped; without headings, it has no head."""
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<thead><tr>{head}</tr></thead>" * bool(head) + f"<tbody>{body}</tbody>"
 
 
 def _scale(value: float | None, base: int, names: dict[float, str]) -> str:
@@ -119,10 +139,6 @@ def _three_digits(value: float) -> str:
         return f"{value:.0f}"
     exponent = int(f"{value:.2e}".partition("e")[2])
     return f"{value:.{2 - exponent}f}"
-
-
-def _inverted(ratio: float, low: float | None, high: float | None) -> tuple[float | None, ...]:
-    return 1 / ratio, high and 1 / high, low and 1 / low
 
 
 def _clock(seconds: float) -> str:

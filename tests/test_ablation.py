@@ -125,7 +125,6 @@ def test_it_is_a_comparison_of_all_combinations_with_none(simulated):
     assert result["a + b"].peak_allocated == 11 * MiB
     assert result.time_ratio("a + b").value == pytest.approx(0.3) and result.verdict("a + b") == FASTER
     assert result.find(["b", "a"]) is result.find("a + b") is result["a + b"] and result.find(()) is result.baseline
-    assert type(result.combinations) is Comparison and result.combinations.measurements == result.measurements
 
 
 def test_one_switch_may_be_named_by_itself(no_collecting):
@@ -139,20 +138,11 @@ def test_flops_may_depend_on_the_switches(simulated):
     assert {m.label: m.flops for m in result} == {"none": 1e9, "a": 1e9, "b": 3e9, "a + b": 3e9}
 
 
-def test_alone_stack_and_left_out_are_comparisons(simulated):
+def test_the_stack_is_a_comparison(simulated):
     result = ablate(simulated, [*"abc"], name="mine", **QUICK)
-    assert [m.label for m in result.alone] == ["none", "a", "b", "c"]
+    assert type(result.stack) is Comparison and result.stack.name == "mine.stack"
     assert [m.label for m in result.stack] == ["none", "a", "a + b", "a + b + c"]
-    assert [m.label for m in result.left_out] == ["a + b + c", "without a", "without b", "without c"]
-    assert [c.name for c in (result.alone, result.stack, result.left_out)] == [
-        "mine.alone",
-        "mine.stack",
-        "mine.left_out",
-    ]
-    assert result.alone.time_ratio("b").value == pytest.approx(7 / 10)
     assert result.stack.time_ratio("a + b + c").value == pytest.approx(6 / 10)
-    assert result.left_out.time_ratio("without a").value == pytest.approx(10 / 6)
-    assert result.left_out.verdict("without c") == FASTER
 
 
 def test_only_what_is_on_is_handed_over_once_for_its_memory_and_once_for_its_time(simulated):
@@ -299,25 +289,23 @@ def test_each_verdict_on_a_change_holds_up_to_its_border(low, high, verdict):
     assert Change((low + high) / 2, low, high).verdict == verdict
 
 
-def test_the_smallest_effect_that_matters_holds_for_changes_interactions_and_views():
+def test_the_smallest_effect_that_matters_holds_for_changes_interactions_and_the_stack():
     costs = {(): 10.0, ("a",): -0.4, ("b",): -3.0, ("a", "b"): 0.4}
     fine = by_hand("ab", costs, noise=0.0005)
     assert (fine.effect("a").verdict, len(fine.interactions())) == ("", 1)
     coarse = replace(fine, min_effect=0.05)
     assert (coarse.effect("a").verdict, coarse.interactions()) == (SAME, [])
-    assert coarse.alone.verdict("a") == coarse.combinations.verdict("a") == SAME != fine.alone.verdict("a")
-    assert coarse.left_out.min_effect == coarse.stack.min_effect == 0.05
+    assert coarse.stack.verdict("a") == coarse.verdict("a") == SAME != fine.stack.verdict("a")
+    assert coarse.stack.min_effect == 0.05
 
 
-def test_predictions_and_marks_go_to_the_views_that_have_their_variants(no_collecting):
+def test_predictions_and_marks_go_to_the_stack_if_it_has_their_variants(no_collecting):
     options = QUICK | {"predicted": {"a": {"time": 0.5}, "a + b": {"time": 0.4}}, "other_training": ["b"]}
     result = ablate(sound, ["a", "b"], guess={"b": {"memory": 0.5}}, min_effect=0.02, **options)
     assert result.predicted == {"a": {"time": 0.5}, "a + b": {"time": 0.4}} and result.min_effect == 0.02
-    assert result.alone.predicted == {"a": {"time": 0.5}} and result.alone.guess == {"b": {"memory": 0.5}}
-    assert result.stack.predicted == result.predicted == result.combinations.predicted
-    assert result.left_out.predicted == {}, "against another baseline"
-    assert result.alone.other_training == ("b",) and result.stack.other_training == ()
-    for view in (result, result.alone, result.stack, result.left_out, result.combinations):
+    assert result.stack.predicted == result.predicted and result.stack.guess == {}
+    assert result.other_training == ("b",) and result.stack.other_training == ()
+    for view in (result, result.stack):
         assert type(view).from_dict(json.loads(json.dumps(view.to_dict()))) == view
 
 
@@ -342,16 +330,6 @@ def test_the_fastest_that_fits_and_the_front_are_those_of_a_search(times, peaks,
     else:
         with pytest.raises(ValueError, match="memory: expected at least" if alive else "every combination ran out"):
             result.fastest(memory)
-    beaten = [
-        on
-        for on in alive
-        if any(
-            times[o] <= times[on] and peaks[o] <= peaks[on] and (times[o], peaks[o]) != (times[on], peaks[on])
-            for o in alive
-        )
-    ]
-    front = {(times[on], peaks[on]) for on in alive if on not in beaten}
-    assert [(m.median, m.peak_allocated) for m in result.pareto()] == sorted(front, key=lambda point: point[1])
 
 
 def sum_to(table, on):
@@ -390,14 +368,14 @@ def test_on_a_gpu_what_is_reserved_and_the_context_must_fit(make_gpu):
         result.fastest(5500 * MiB - 1)
 
 
-def test_the_front_is_one_of_the_times_that_are_shown():
+def test_the_fastest_is_so_by_the_times_that_are_shown():
     """By its own median `b` is faster than `a`; by the ratios of the blocks, which are shown, it is not."""
     times = {"none": [1, 1, 1, 1, 2, 2, 2, 2, 2], "a": [0.8] * 4 + [1.6] * 5, "b": [0.9] * 5 + [1.5, 1.7, 1.9, 1.9]}
     times["a + b"] = [3 * seconds for seconds in times["none"]]
     found = [Measurement(on, turns(map(float, of_on)), CPU, peak_allocated=9) for on, of_on in times.items()]
     result = Ablation("front", tuple(found))
     assert result["b"].median < result["a"].median and result.value("a", "time") < result.value("b", "time")
-    assert [m.label for m in result.pareto()] == ["a"] == [result.fastest().label]
+    assert result.fastest().label == "a"
 
 
 def test_a_quantity_that_the_baseline_lacks_has_no_changes(make_measurement):
@@ -408,7 +386,7 @@ def test_a_quantity_that_the_baseline_lacks_has_no_changes(make_measurement):
 
 def test_the_recommendation_counts_items():
     result = by_hand("a", {(): 1.0, ("a",): 0.5}, items=lambda on: 2 if on else 1)
-    assert result.fastest().label == "a" and [m.label for m in result.pareto()] == ["a"]
+    assert result.fastest().label == "a"
 
 
 @pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), "15 GiB"])
@@ -424,7 +402,7 @@ def test_nothing_fits():
     nothing = by_hand("a", {(): 1}, failed=subsets("a"))
     with pytest.raises(ValueError, match="every combination ran out of memory"):
         nothing.fastest()
-    assert nothing.pareto() == [] and nothing.table()[1] == [] and "fastest" not in repr(nothing)
+    assert nothing.table()[1] == [] and "fastest" not in repr(nothing)
 
 
 # Out of memory
@@ -438,7 +416,7 @@ def test_what_does_not_fit_leaves_the_others_their_effects(simulated):
     assert {m.failed for m in result} == {None, OUT_OF_MEMORY}
     assert result.effect("a") is None and result.effect("b") is None and result.interactions() == []
     assert result.whole.label == "a" and result.effect("b", "a").value == pytest.approx(-3 / 6)
-    assert result.fastest().label == "a + b" and [m.label for m in result.pareto()] == ["a", "a + b"]
+    assert result.fastest().label == "a + b"
     told = repr(result)
     assert "Changes are shares of what 'a' takes" in told and re.search(
         r"among the fastest: a \+ b, \S+ ms per step, peak 11.0 MiB\.\n", told
@@ -626,7 +604,7 @@ def test_a_real_model(monkeypatch):
 
     compare({"warm": build}, seconds=1)  # until the clock has risen from idle
     result = ablate(build, ["half", "idle"], seconds=0.5)
-    assert result.alone.verdict("half") == FASTER and result.effect("half", quantity="memory").value < -0.3
+    assert result.verdict("half") == FASTER and result.effect("half", quantity="memory").value < -0.3
     assert abs(result.effect("idle").value) < 0.05
     half = result["half"]
     room = half.peak_reserved + half.device.context + MiB

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pynvml
 import pytest
 
 import effgpu
@@ -104,7 +106,7 @@ def test_a_script_against_itself(script, bench):
     assert len(a.turns) == len(b.turns) >= 8
     assert result.verdict(b.label) in ("same", "inconclusive")
     assert 0.002 < a.median < 0.02 and a.items == b.items == 4
-    assert result.loss_difference(b.label)[0] == 0 and len(result.common_steps(b.label)) > 30
+    assert result.loss_difference(b.label)[0] == 0 and len(result.losses[a.label].keys() & result.losses[b.label]) > 30
     assert result.steps[a.label] >= 2 * len(a.turns)
     assert result.notes == () and not result.alone
     headings, rows = result.table()
@@ -363,6 +365,38 @@ def test_what_is_no_number(tick, script, bench):
     assert "expected a number or a tensor of one element" in note
 
 
+FAILED = """
+import effgpu
+class Loss:
+    shape = ()
+    def numel(self):
+        return 1
+    def __float__(self):
+        raise RuntimeError("CUDA error: an illegal memory access")
+while True:
+    effgpu.tick(loss=Loss())
+"""
+
+
+def test_an_error_of_the_gpu_is_not_called_a_wrong_loss(script, bench):
+    verdict, note = failing(bench([script(name="a"), script(whole=FAILED, name="b")]))
+    assert verdict == "failed before its first step" and "illegal memory access" in note and "expected" not in note
+
+
+STRANGE = [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[]\n", b"\xff\n", b'{"half', b"", b"[" * 9000 + b"\n"]
+
+
+@pytest.mark.parametrize("sent", [*STRANGE, b"{}\n", b'{"token": "\\u00e9"}\n'])
+def test_a_stranger_at_the_port_is_turned_away(sent, tmp_path):
+    process = processes.Process(processes.Command(()), tmp_path / "log", 1.0)
+    process._listener = socket.create_server(("127.0.0.1", 0))
+    with process._listener, socket.create_connection(process._listener.getsockname()) as stranger:
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        process._admit()
+        assert stranger.recv(1) == b"" and process.hello is None
+
+
 def test_daemons_of_a_script_end_with_it(script, bench, tmp_path):
     pid = tmp_path / "pid"
     before = f"""
@@ -474,6 +508,11 @@ def test_labels_are_given_or_are_the_arguments_that_differ(script, capsys):
     assert printed.startswith("| variant | time per step |") and "| two \\| 2 |" in printed and "* one: `" in printed
 
 
+def test_what_git_refuses_is_named_by_its_command(tmp_path):
+    with pytest.raises(ValueError, match=r"^git rev-parse: .*not a git repository"):
+        processes.import_from(tmp_path)
+
+
 def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
     def git(*arguments):
         told = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
@@ -539,7 +578,7 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, 
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{ROOT}")
     monkeypatch.setattr(commands, "_ENERGY_SECONDS", 0.6)
     monkeypatch.setattr(power, "find_board", lambda uuid: "board")
-    monkeypatch.setattr(power, "_clock", lambda handle: 1500)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda board, kind: 1500)
     monkeypatch.setattr(power, "_throttled", lambda handle: ("power cap",))
     monkeypatch.setattr(power, "read_joules", lambda board: 5.0 * int(time.perf_counter() / 0.05))  # 100 W in ticks
     result = bench(
@@ -598,7 +637,7 @@ def test_transformers_trainer_with_and_without_a_flag(script, bench, tmp_path):
     assert [m.label for m in result] == ["plain", "--checkpointing"] and result.notes == ()
     assert result.baseline.items == 4 and len(result.baseline.turns) >= 8
     difference, _ = result.loss_difference("--checkpointing")
-    assert difference < 1e-3 and min(result.common_steps("--checkpointing")) == 1
+    assert difference < 1e-3 and min(result.losses["--checkpointing"]) == 1
     assert "torch" in result.device.versions and result.time_ratio("--checkpointing")
 
 
@@ -613,6 +652,7 @@ def test_the_callback_names_items_and_the_logged_loss(monkeypatch):
     state, callback = SimpleNamespace(num_input_tokens_seen=0), callbacks.TickCallback()
     callback.on_step_begin(args, state, None)
     callback.on_log(args, state, None, logs={"loss": 0.5})
+    callback.on_log(args, state, None, logs={"eval_loss": 0.4})
     callback.on_step_begin(args, state, None)
     state.num_input_tokens_seen = 300
     callback.on_step_begin(args, state, None)

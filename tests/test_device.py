@@ -56,6 +56,15 @@ def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gp
     assert pick_sizes(**TIERS) == "small" and describe().slug == "nvidia-h200-16-0-gib-of-it"
 
 
+def test_a_fraction_above_one_is_the_whole_gpu(simulate_gpu):
+    """As cudaMallocAsync gives it, whose limit starts at 2**64 bytes."""
+    gpu = simulate_gpu(memory=16 * GiB)
+    gpu.fraction = 2**64 / gpu.properties.total_memory
+    assert describe().memory == free_memory() == 16 * GiB and describe().name == "NVIDIA H200"
+    with memory_limit(64 * GiB):
+        assert gpu.fraction == 1.0
+
+
 def test_describe_on_a_cpu():
     here = describe()
     assert here.kind == "cpu" and here.name.strip()
@@ -174,6 +183,8 @@ def test_free_memory_of_a_cpu_is_what_is_available(monkeypatch, tmp_path):
         assert free_memory() == 1 * GiB
     monkeypatch.setattr(device, "_MEMINFO", tmp_path / "missing")
     assert free_memory() == describe().memory
+    monkeypatch.delattr(os, "sysconf")  # as on Windows
+    assert free_memory() == math.inf and describe().memory is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

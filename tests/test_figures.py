@@ -25,7 +25,7 @@ from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.device import Device
-from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_pareto, plot_sweep, plot_switches
+from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
 from effgpu.measurement import Measurement, hodges_lehmann_interval
 from effgpu.memory import Trace
 from effgpu.prediction import GPUS, OWNERS, Fit, Range
@@ -496,7 +496,7 @@ def test_a_sweep_of_two_quantities_is_refused(make_measurement):
     plot_sweep({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
 
 
-@pytest.mark.parametrize("draw", [plot, plot_ladder, plot_switches, plot_pareto])
+@pytest.mark.parametrize("draw", [plot, plot_ladder, plot_switches])
 def test_what_is_no_comparison_is_refused(draw, make_measurement, on_cpu):
     for wrong in (make_measurement("a"), [on_cpu], on_cpu) if draw is not plot else (make_measurement("a"), [on_cpu]):
         with pytest.raises(TypeError, match=f"expected what .* gave, got {type(wrong).__name__}"):
@@ -633,7 +633,7 @@ def test_a_ladder_whose_baseline_does_not_fit_begins_at_its_first_rung_that_does
 
 
 def test_the_triangles_of_a_ladder_are_other_gpus_stacks(make_ablation, make_gpu, others, monkeypatch):
-    elsewhere = make_ablation(make_gpu("GPU two")).combinations
+    elsewhere = Comparison("all", make_ablation(make_gpu("GPU two")).measurements)
     monkeypatch.setattr(figures, "stored", lambda name: [elsewhere, *others])
     time, _, _ = plot_ladder(make_ablation(make_gpu())).axes
     assert flat(triangles(time)) == pytest.approx([0.006, 1.42, 0.004, 2.42, 0.005, 3.42], rel=0.01)
@@ -667,44 +667,10 @@ def test_switches_whose_effect_did_not_fit_say_so_and_a_cpus_are_hatched(make_ab
     assert memory.get_xlabel().endswith("what 'a' takes") and "a CPU's times" in figure.get_supxlabel()
 
 
-def test_the_front_is_joined_and_named_and_the_rest_stands_behind_it(make_ablation, make_gpu):
-    (ax,) = plot_pareto(make_ablation(make_gpu())).axes
-    (front,) = [container.lines[0] for container in ax.containers]
-    assert list(front.get_xdata()) == [4 * MiB, 5 * MiB] and list(front.get_ydata()) == pytest.approx([0.006, 0.004])
-    assert front.get_linestyle() == "-" and front.get_drawstyle() == "steps-post"
-    behind = next(line for line in ax.lines if line.get_color() == figures.GREY)
-    assert len(behind.get_xdata()) == 6
-    named = {"none": (8 * MiB, 0.01), "a": (4 * MiB, 0.006), "all": (5 * MiB, 0.005), "all but c": (5 * MiB, 0.004)}
-    assert texts(ax) == list(named)
-    assert flat(text.xy for text in ax.texts) == pytest.approx(flat(named.values()))
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("peak memory", "time per step")
-    assert 0 < ax.get_xlim()[0] < 4 * MiB and ax.get_ylim()[0] == 0, "memory begins where there are points"
-
-
-def test_out_of_memory_is_a_point_on_the_front(make_ablation):
-    figure = plot_pareto(make_ablation(failed=["none", "b", "b + c", "a + b + c"]))
-    (ax,) = figure.axes
-    crosses = [line for line in ax.lines if line.get_marker() == "X"]
-    assert len(crosses) == 4 and all(cross.get_xdata()[0] == 1 for cross in crosses), "at the right edge"
-    assert texts(ax)[:4] == [f"{name}: out of memory" for name in ("none", "b", "all but a", "all")]
-    assert ax.containers[0].lines[0].get_linestyle() == "--" and "a CPU's times" in figure.get_supxlabel()
-
-
 def test_nothing_fitted(make_ablation):
     nothing = make_ablation(failed=SECONDS)
     for draw in (plot_ladder, plot_switches):
         assert set(flat([texts(ax) for ax in draw(nothing).axes])) == {"out of memory"}
-    (ax,) = plot_pareto(nothing).axes
-    assert len(texts(ax)) == 8 and not ax.containers
-
-
-@pytest.mark.parametrize("failed", [(), ["none", "b", "b + c"], list(SECONDS)[:6]])
-def test_names_beside_a_front_do_not_overlap(make_ablation, make_gpu, failed):
-    figure = plot_pareto(make_ablation(make_gpu(), failed=failed))
-    figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # without the line to the point
-    assert all(below.y1 < above.y0 for above, below in itertools.pairwise(boxes))
-    assert all(box.x1 <= figure.bbox.x1 for box in boxes), "cut off at the edge"
 
 
 LONG = "bf16 + fused optimizer + channels_last + compiled blocks"
@@ -726,7 +692,7 @@ def test_a_plot_is_readable_whatever_stands_in_it(labels, stored, make_measureme
     assert_readable(plot(Comparison("x", tuple(here), **foretold)))
 
 
-@pytest.mark.parametrize("draw", [plot_ladder, plot_switches, plot_pareto])
+@pytest.mark.parametrize("draw", [plot_ladder, plot_switches])
 @pytest.mark.parametrize("failed", [(), ["none", "b"]])
 def test_the_plots_of_an_ablation_are_readable(draw, failed, make_ablation, make_gpu):
     assert_readable(draw(make_ablation(make_gpu(), failed=failed, noisy=["c", "a + b + c"])))
@@ -748,17 +714,6 @@ def test_an_ablation_is_drawn_per_item_where_the_items_differ(make_ablation, mak
     time = plot_ladder(ablation).axes[0]
     assert [1000 * end for end in spans(time)[1]] == pytest.approx([10, 3])
     assert time.get_title(loc="left") == "time per sample"
-    assert plot_pareto(ablation).axes[0].get_ylabel() == "time per sample"
-
-
-@given(st.lists(st.floats(0, 1), max_size=12))
-def test_places_are_a_gap_apart_and_stay_where_they_are_wanted_if_they_can(wanted):
-    wanted = sorted(wanted, reverse=True)
-    places = figures._spread(wanted, 0.05)
-    assert all(above - below >= 0.05 - 1e-9 for above, below in itertools.pairwise(places))
-    assert not places or (places[-1] >= 0 and places[0] <= 1)
-    if all(above - below >= 0.05 for above, below in itertools.pairwise(wanted)):
-        assert places == pytest.approx(wanted)
 
 
 # All of them

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import nbformat
@@ -325,7 +326,7 @@ def variant():
 """
 
 
-@pytest.mark.parametrize("width, gpu, code", [(64, "T4", 0), (60_000, "T4", 3), (64, None, 0)])
+@pytest.mark.parametrize("width, gpu, code", [(64, "T4", 0), (60_000, "T4", 3), (35_000, "T4", 4), (64, None, 0)])
 def test_fit_says_by_its_exit_code_whether_a_step_fits(width, gpu, code, tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(STEP.format(width=width))
@@ -334,9 +335,51 @@ def test_fit_says_by_its_exit_code_whether_a_step_fits(width, gpu, code, tmp_pat
     assert "T4" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked, why", [("train.py", "FILE.py:VARIANT"), ("{path}:other", "a function called other")])
+@pytest.mark.parametrize(
+    "asked, why",
+    [
+        (["train.py"], "FILE.py:VARIANT"),
+        (["{path}:other"], "a function called other"),
+        (["{path}:torch"], "a function called torch"),
+        (["missing.py:variant"], "missing.py: expected a Python file"),
+        (["{path}:variant", "--gpu", "T5"], "gpu: expected one of"),
+        (["{path}:nothing"], "variant 'nothing': expected it to return its training step"),
+        (["{path}:by_value"], "the shape of a result depends on values"),
+    ],
+)
 def test_fit_says_what_it_expected(asked, why, tmp_path, capsys):
     path = tmp_path / "train.py"
-    path.write_text(STEP.format(width=8))
-    assert main(["fit", asked.format(path=path)]) == 2
-    assert why in capsys.readouterr().err
+    by_value = "lambda: lambda: torch.ones(3)[torch.ones(3) > 0]"
+    path.write_text(STEP.format(width=8) + f"\ndef nothing(): pass\nby_value = {by_value}\n")
+    assert main(["fit", *(word.format(path=path) for word in asked)]) == 2
+    printed = capsys.readouterr().err
+    assert why in printed and printed.count("\n") == 1
+
+
+PLACES = ("file", "variant", "step")
+FAILS = """
+{file}
+def variant():
+    {variant}
+    def step():
+        {step}
+    return step
+"""
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_error_of_the_script_keeps_its_traceback(where, tmp_path):
+    path = tmp_path / "train.py"
+    lines = {name: "raise ValueError('the script')" if name == where else "pass" for name in PLACES}
+    path.write_text(FAILS.format(**lines))
+    with pytest.raises(ValueError, match="the script") as raised:
+        main(["fit", f"{path}:variant"])
+    told = "".join(traceback.format_exception(raised.value))
+    assert "train.py" in told and "raise ValueError('the script')" in told
+
+
+def test_fit_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "its_neighbour.py").write_text("width = 8")
+    (tmp_path / "train.py").write_text(STEP.format(width="its_neighbour.width") + "\nimport its_neighbour\n")
+    assert main(["fit", f"{tmp_path / 'train.py'}:variant", "--gpu", "T4"]) == 0

@@ -5,6 +5,7 @@ import importlib
 import os
 import subprocess
 import sys
+import traceback
 import weakref
 from contextlib import nullcontext
 from itertools import groupby
@@ -437,8 +438,9 @@ def test_a_library_that_is_out_of_memory_is_out_of_memory():
     def variant():
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
-    with pytest.raises(torch.OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+    with pytest.raises(torch.OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED") as raised:
         trace(variant)
+    assert "in variant" in "".join(traceback.format_exception(raised.value)), "where it came from is lost"
 
 
 def test_a_profiler_in_the_step_or_around_it_is_an_error_that_says_so():

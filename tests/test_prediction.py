@@ -299,6 +299,8 @@ def test_attention_on_older_gpus_is_asked_for_by_name():
     assert "attention runs another kernel on T4 and V100" in repr(predicted)
     assert fit(variant, "T4").verdict() == FITS
     assert fit(linear()).verdict("T4") == FITS
+    assert "compute capability 8.0 or higher" in fit(variant, "16 GiB").assumptions[0]
+    assert not fit(linear(), "16 GiB").assumptions and not fit(variant, "L4").assumptions
 
 
 def test_a_gpu_that_prefers_cudnns_attention_is_said_to():
@@ -381,6 +383,24 @@ def test_a_gpu_that_is_named_is_predicted_with_its_autocast_and_scaler(device):
     assert predicted.owners["optimizer state"] == predicted.owners["weights"]  # the scaler skips no step
     momentum = fit(variant, "T4", steps=3)
     assert momentum.allocated == predicted.allocated
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autocast is on where there is a GPU")
+def test_an_autocast_that_the_missing_gpu_turned_off_is_said_to_be_off():
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        context = torch.autocast("cuda", torch.float16)
+
+    def variant(made=None):
+        inside, model = made or torch.autocast("cuda", torch.float16, enabled=False), nn.Linear(8, 8)
+
+        def step():
+            with inside:
+                model(torch.ones(4, 8)).sum().backward()
+
+        return step
+
+    assert "autocast" in fit(partial(variant, context), "T4").assumptions[0]
+    assert not fit(variant, "T4").assumptions
 
 
 def test_a_gpu_may_have_a_number():
@@ -675,6 +695,9 @@ def test_what_rests_decides_where_something_is_unknown():
     [
         *[("t4", "T4"), ("Tesla T4", "T4"), ("4090", "RTX 4090"), ("NVIDIA GeForce RTX 3090", "RTX 3090")],
         *[("A100 40", "A100 40 GB"), ("a100-80gb", "A100 80 GB"), ("v100", "V100"), ("L4", "L4"), ("h200", "H200")],
+        *[("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100"), ("NVIDIA A100-SXM4-80GB", "A100 80 GB")],
+        *[("NVIDIA A100 80GB PCIe", "A100 80 GB"), ("NVIDIA A100-PCIE-40GB", "A100 40 GB")],
+        *[("Tesla V100-SXM2-16GB", "V100"), ("L4 24 GB", "L4")],
     ],
 )
 def test_gpus_are_found_by_their_names(text, name):
@@ -688,7 +711,10 @@ def test_a_size_stands_for_a_gpu(text, size):
     assert find_gpu(text).memory == size
 
 
-@pytest.mark.parametrize("gpu", ["A100", "T", "", "0 GiB", 0, -1, None, True, "16"])
+OTHERS = ["Tesla V100-SXM2-32GB", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA GB200", "RTX 3090 Ti", "A100 64GB"]
+
+
+@pytest.mark.parametrize("gpu", ["A100", "T", "", "0 GiB", 0, -1, None, True, "16", *OTHERS])
 def test_an_unknown_gpu_is_refused(gpu):
     with pytest.raises(ValueError, match="gpu: expected"):
         find_gpu(gpu)
@@ -732,7 +758,7 @@ def test_bisection_finds_the_largest_size(slope, room, power, most):
 
 def test_the_largest_batch_fits_and_the_next_may_not():
     result = largest(lambda batch: linear(4096, batch), "2 GiB", most=10**6)
-    assert 0 < result.fits <= result.may_fit and int(result) == result.fits
+    assert 0 < result.fits <= result.may_fit
     assert result.tried[result.fits].verdict() == FITS
     assert fit(linear(4096, result.fits + 1), "2 GiB").verdict() != FITS
     assert fit(linear(4096, result.may_fit + 1), "2 GiB").verdict() == DOES_NOT_FIT

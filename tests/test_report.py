@@ -298,7 +298,9 @@ def test_a_plot_takes_fewer_bytes_in_the_page_and_looks_the_same(tmp_path):
     diamond = before.tobytes().index(bytes.fromhex(figures.ORANGE[1:])) // 3  # of the prediction, a rare colour
     at = diamond % before.width, diamond // before.width
     assert all(abs(a - b) < 20 for a, b in zip(before.getpixel(at), after.getpixel(at)))
-    assert report._in_palette("aGVsbG8=") == "aGVsbG8="  # not an image
+    half = base64.b64encode(png[: len(png) // 2]).decode()
+    for spoilt in ("aGVsbG8=", "no base64", half):
+        assert report._in_palette(spoilt) == spoilt
 
 
 def test_stored_results_are_gathered_by_lesson(monkeypatch):

@@ -125,12 +125,12 @@ def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, o
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
-def test_an_ablation_stays_one_beside_its_combinations(tmp_path, make_measurement):
+def test_an_ablation_stays_one_beside_its_stack(tmp_path, make_measurement):
     ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    shown = [{MIME_TYPE: comparison.to_dict()} for comparison in (ablation, ablation.combinations)]
+    shown = [{MIME_TYPE: comparison.to_dict()} for comparison in (ablation, ablation.stack)]
     cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data) for data in shown])
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "16_all.ipynb")
-    assert [outcome.comparisons for outcome in runner.read_lessons(tmp_path)] == [(ablation, ablation.combinations)]
+    assert [outcome.comparisons for outcome in runner.read_lessons(tmp_path)] == [(ablation, ablation.stack)]
 
 
 def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):

@@ -240,6 +240,10 @@ def test_what_is_not_a_whole_number_is_refused_with_its_name(wrong):
         units.check_positive(Integral, steps=3, blocks=wrong)
 
 
-@pytest.mark.parametrize("told", ["a T4", "a V100", "a 16 GiB", "an L4", "an A100 80 GB", "an H100", "an RTX 4090"])
+GPUS = ["a T4", "a V100", "an L4", "an A100 80 GB", "an H100", "an RTX 4090"]
+SIZES = ["a 16 GiB", "an 11 GiB", "an 18.5 GB", "an 80 GiB", "an 8 GiB", "a 1.1 GiB", "a 110 GiB", "a 180 GiB"]
+
+
+@pytest.mark.parametrize("told", GPUS + SIZES)
 def test_a_gpu_has_the_article_that_it_is_spoken_with(told):
     assert units.with_article(told.partition(" ")[2]) == told

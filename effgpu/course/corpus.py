@@ -4,15 +4,13 @@ Unlike random tensors, they have items of different lengths, a task that can be 
 work for the CPU per item. Nothing here opens a network connection.
 """
 
-import contextlib
 import importlib.util
 import math
 import operator
 import os
 import random
 import string
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,21 +68,12 @@ def load_text(count: int = 10_000, *, split: str = "train", seed: int = 0) -> "D
     check_int("count", count, least=1)
     check_split(split)
     check_int("seed", seed)
-    with _quiet_imports():
-        import pyarrow
-        from datasets import ClassLabel, Dataset, Features, Value
+    import pyarrow
+    from datasets import ClassLabel, Dataset, Features, Value
 
     texts, labels = draw_texts(count, split, seed)
     features = Features({"text": Value("string"), "label": ClassLabel(names=list(PACKAGES))})
     return Dataset.from_dict({"text": pyarrow.array(texts), "label": pyarrow.array(labels)}, features)
-
-
-@contextlib.contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """Silence tqdm.auto, which warns on import if a notebook has no ipywidgets."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        yield
 
 
 def draw_texts(count: int, split: str, seed: int) -> tuple[list[str], list[int]]:
@@ -140,8 +129,7 @@ def train_tokenizer(*, vocab_size: int = 8192, seed: int = 0) -> "PreTrainedToke
     """
     check_int("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     check_int("seed", seed)
-    with _quiet_imports():
-        from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     bpe = _train_bpe(draw_texts(TOKENIZER_TEXTS, "train", seed)[0], vocab_size)
     if bpe.get_vocab_size() < vocab_size:

@@ -4,8 +4,9 @@ import base64
 import html
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 from effgpu import results, units
@@ -71,9 +72,9 @@ def write(path: str | Path, sections: Iterable[Section]) -> Path:
     The page has at most `MOST_BYTES`: plots beyond that are left out, those of the main comparisons last.
     """
     sections = [_shrink(section) for section in sections]
-    room = MOST_BYTES - len(_page([_without_pictures(section) for section in sections]).encode()) - _MARKUP
-    kept = _keep_pictures(sections, room)
-    return results.write_atomic(path, _page(kept, left_out=_count_plots(sections) - _count_plots(kept)))
+    room = MOST_BYTES - len(_page([_with_pictures(section, ()) for section in sections]).encode()) - _MARKUP
+    kept, left_out = _choose_pictures(sections, room)
+    return results.write_atomic(path, _page([_with_pictures(section, kept) for section in sections], left_out))
 
 
 def _page(sections: Sequence[Section], left_out: int = 0) -> str:
@@ -285,10 +286,7 @@ def _comparison(comparison: Comparison) -> str:
 
 def _switches(ablation: Ablation) -> str:
     """What each switch of an ablation changes alone, in the stack and on top of the rest."""
-    headings, rows = ablation.table()
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headings)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
-    return _scrolling(f"Switches of {ablation.name}", f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n")
+    return _scrolling(f"Switches of {ablation.name}", units.html_table(*ablation.table()))
 
 
 def _results(comparison: Comparison) -> str:
@@ -322,8 +320,7 @@ def _cell(comparison: Comparison, measurement: Measurement, quantity: str) -> st
     """The value of the baseline; of another variant the change, with what was predicted and guessed."""
     label = measurement.label
     if label == comparison.baseline.label and not measurement.failed:
-        units_of = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}
-        value = units_of[quantity](comparison.value(label, quantity))
+        value = units.FORMATS[quantity](comparison.value(label, quantity))
         return f"{value} <small>baseline</small>" if quantity == "time" else value
     value, _, interval = html.escape(comparison.tell(label, quantity)).partition(" [")
     cell = f"<b>{value}</b>" + (f" <small>[{interval}</small>" if interval else "")
@@ -375,11 +372,11 @@ def _shrink(section: Section) -> Section:
 
 
 def _in_palette(png: str) -> str:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    except (ValueError, UnidentifiedImageError):  # a lesson may show anything under this name
+    except (ValueError, OSError):  # a lesson may show anything under this name
         return png
     file = io.BytesIO()
     image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
@@ -387,36 +384,26 @@ def _in_palette(png: str) -> str:
     return min(small, png, key=len)
 
 
-def _count_plots(sections: Sequence[Section]) -> int:
-    return sum(len(outcome.pictures) for section in sections for outcome in section.outcomes)
-
-
-def _without_pictures(section: Section) -> Section:
-    return replace(section, outcomes=tuple(replace(outcome, pictures=()) for outcome in section.outcomes))
-
-
-def _keep_pictures(sections: Sequence[Section], room: int) -> list[Section]:
-    """The sections with the plots that `room` bytes hold: first those of main comparisons, then the others in order."""
-    kept = set()
-    for key, size in sorted(_sizes(sections), key=lambda item: item[0][0]):
-        if size <= room:
-            kept.add(key[1:])
-            room -= size
-    return [
-        replace(section, outcomes=tuple(_keep(outcome, (m, o), kept) for o, outcome in enumerate(section.outcomes)))
-        for m, section in enumerate(sections)
+def _choose_pictures(sections: Sequence[Section], room: int) -> tuple[set[int], int]:
+    """The `id` of each plot that `room` bytes hold, and how many they do not: those of main comparisons come first."""
+    plots = [
+        (outcome.main is None or picture.shows != outcome.main.name, picture)
+        for section in sections
+        for outcome in section.outcomes
+        for picture in outcome.pictures
     ]
+    kept = set()
+    for _, picture in sorted(plots, key=itemgetter(0)):
+        size = len(_image(picture).encode()) + _MARKUP
+        if size <= room:
+            kept.add(id(picture))
+            room -= size
+    return kept, len(plots) - len(kept)
 
 
-def _keep(outcome: Outcome, place: tuple[int, int], kept: set) -> Outcome:
-    pictures = tuple(picture for p, picture in enumerate(outcome.pictures) if (*place, p) in kept)
-    return replace(outcome, pictures=pictures)
-
-
-def _sizes(sections: Sequence[Section]) -> Iterator[tuple[tuple[bool, int, int, int], int]]:
-    """For each plot: whether it is a further one, its machine, its lesson, its number; and its bytes in the page."""
-    for m, section in enumerate(sections):
-        for o, outcome in enumerate(section.outcomes):
-            for p, picture in enumerate(outcome.pictures):
-                further = outcome.main is None or picture.shows != outcome.main.name
-                yield (further, m, o, p), len(_image(picture).encode()) + _MARKUP
+def _with_pictures(section: Section, kept: Container[int]) -> Section:
+    outcomes = (
+        replace(outcome, pictures=tuple(picture for picture in outcome.pictures if id(picture) in kept))
+        for outcome in section.outcomes
+    )
+    return replace(section, outcomes=tuple(outcomes))
