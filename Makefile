@@ -11,7 +11,10 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q
 
-.PHONY: run test test-all lab lint floor fit readme address clean
+.PHONY: help run test test-all lab lint floor fit readme address clean
+
+help:  ## what `make` can do
+	@sed -n 's/^\([a-z-]*\):.*## /make \1: /p' $(MAKEFILE_LIST)
 
 run: $(INSTALLED)  ## run every lesson on this machine, write out/report.html
 	$(BIN)/effgpu run
@@ -27,7 +30,7 @@ test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in o
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab notebooks
 
-lint: $(INSTALLED)
+lint: $(INSTALLED)  ## ruff
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
@@ -46,11 +49,11 @@ fit: $(INSTALLED)  ## docs/fit.md: the predicted peaks of published runs beside 
 
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }
-	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml README.md CONTRIBUTING.md docs/*.md notebooks/*.ipynb
+	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml README.md docs/*.md notebooks/*.ipynb
 	perl -pi -e 's|\]\(\.\./images/|](https://raw.githubusercontent.com/$(REPO)/main/images/|g' notebooks/*.ipynb
 
-clean:
-	rm -rf $(VENV) .venv-floor out
+clean:  ## remove what was installed; results in out/ stay
+	rm -rf $(VENV) .venv-floor
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'

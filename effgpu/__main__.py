@@ -122,7 +122,7 @@ def _run(chosen: argparse.Namespace) -> int:
     from effgpu.course import runner
 
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if not find_spec(name)]:
-        return _refuse(f'running lessons needs {", ".join(missing)}: pip install "effgpu[lab]"')
+        return _refuse(f"running lessons needs more: pip install {' '.join(missing)}")
     try:
         if chosen.seconds is not None:
             units.check_positive(**{"--seconds": chosen.seconds})
