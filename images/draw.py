@@ -845,15 +845,16 @@ def ladder():
 
 
 def under_limit(ax, floor, levels, words):
-    """Memory over 30 moments of a run, as heights, under the dashed line of what the GPU has, and where it fails."""
-    heading(ax, 18, floor - 66, words)
+    """Memory over the moments of a run, as heights, under the dashed line of what the GPU has, and where it fails."""
+    heading(ax, 18, floor - 71, words)
     xs = [18 + 324 * k / (len(levels) - 1) for k in range(len(levels))]
     ax.fill_between(xs, [floor - level for level in levels], floor, color="#CFE6F5", lw=0)
     line(ax, xs, [floor - level for level in levels], BLUE, 2)
     line(ax, (18, 342), (floor - 46, floor - 46), RED, 1.2, dashed=True)
     line(ax, (18, 342), (floor, floor), GREY, 1)
-    failed = next(k for k, level in enumerate(levels) if level > 46)
-    text(ax, min(xs[failed] + 14, 334), floor - 58, "✗", size=14, color=RED, weight="bold")
+    crossed = [k for k, level in enumerate(levels) if level > 46]
+    for k in (k for k in crossed if not {k - 1, k - 2} & {*crossed}):
+        text(ax, min(xs[k] + 14, 334), floor - 58, "✗", size=14, color=RED, weight="bold")
 
 
 def out_of_memory():
