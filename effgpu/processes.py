@@ -268,7 +268,7 @@ def check_out(refs: Sequence[str]) -> Iterator[dict[str, Path]]:
     """
     root = Path(_git("rev-parse", "--show-toplevel"))
     inside = Path.cwd().resolve().relative_to(root.resolve())
-    commits = {ref: _git("rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}") for ref in refs}
+    commits = {ref: _find_commit(ref) for ref in refs}
     holder = Path(tempfile.mkdtemp(prefix="effgpu-checkout-"))
     folders = {ref: holder / f"{number}" for number, ref in enumerate(refs)}
     try:
@@ -282,6 +282,13 @@ def check_out(refs: Sequence[str]) -> Iterator[dict[str, Path]]:
             shutil.rmtree(holder, ignore_errors=True)
             with contextlib.suppress(ValueError):
                 _git("worktree", "prune", folder=root)
+
+
+def _find_commit(ref: str) -> str:
+    try:
+        return _git("rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
+    except ValueError:
+        raise ValueError(f"--ref {ref}: git knows no such commit") from None
 
 
 def import_from(folder: Path) -> dict[str, str]:

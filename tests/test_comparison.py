@@ -645,8 +645,7 @@ def test_compare_measures_all_and_keeps_their_order(tiny, no_collecting):
     result = compare({"first": tiny, "second": tiny}, name="two", items=4, unit="rows", seconds=0.001, min_effect=0.5)
     assert (result.name, [m.label for m in result], result.baseline.label) == ("two", ["first", "second"], "first")
     assert result.memory_ratio("second") == 1 and result.min_effect == 0.5
-    assert len(result["second"].times) >= FEWEST_BLOCKS and result.time_ratio("second").value > 0
-    assert result.verdict("second") in (FASTER, SLOWER, SAME, INCONCLUSIVE)
+    assert len(result["second"].times) >= FEWEST_BLOCKS
     assert (result.predicted, result.guess, result.other_training) == ({}, {}, ())
 
 

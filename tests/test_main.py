@@ -378,6 +378,15 @@ def test_an_error_of_the_script_keeps_its_traceback(where, tmp_path):
     assert "train.py" in told and "raise ValueError('the script')" in told
 
 
+def test_fit_tells_the_measured_owners_too(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(STEP.format(width=512))
+    assert main(["fit", f"{path}:variant", "--measured"]) == 0
+    told = capsys.readouterr().out
+    for owner in ("weights", "gradients"):
+        assert re.search(rf"^  {owner} .*\(measured here: 1\.00 MiB\)$", told, re.MULTILINE), told
+
+
 def test_fit_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "its_neighbour.py").write_text("width = 8")

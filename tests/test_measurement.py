@@ -800,60 +800,6 @@ def test_an_interrupt_ends_worker_processes_and_frees_what_waits_for_its_turn():
     del caught
 
 
-# Compiled variants
-
-
-@pytest.fixture
-def compiler():
-    """A backend of torch.compile that notes its graphs and whether they are dynamic."""
-    torch.compiler.reset()
-    graphs, dynamic = [], []
-
-    def compile_graph(graph, inputs):
-        graphs.append(weakref.ref(graph))
-        dynamic.append(any(isinstance(size, torch.SymInt) for i in inputs for size in getattr(i, "shape", [i])))
-        return graph.forward
-
-    compile_graph.graphs, compile_graph.dynamic = graphs, dynamic
-    yield compile_graph
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_compiled_variants_get_static_graphs_of_which_nothing_stays(together, compiler, monkeypatch):
-    models = []
-
-    def make(batch):
-        def build():
-            model, x = torch.nn.Linear(4, 4), torch.ones(batch, 4)
-            models.append(weakref.ref(model))
-            compiled = torch.compile(model, backend=compiler)
-            return lambda: compiled(x).sum().backward()
-
-        return build
-
-    if not together:
-        monkeypatch.setattr(measurement, "free_memory", lambda: 0)
-    measure_all({"small": make(8), "large": make(16)}, seconds=0.001, blocks=1)
-    assert compiler.dynamic == [False] * (4 if together else 5)
-    assert [ref() for ref in compiler.graphs + models] == [None] * (len(compiler.graphs) + len(models))
-
-
-def test_compiler_settings_of_a_variant_are_put_back(compiler, no_collecting):
-    config = torch._dynamo.config
-    before, seen = config.capture_scalar_outputs, {"plain": set(), "set": set()}
-
-    def setting():
-        config.capture_scalar_outputs = not before
-        return lambda: None
-
-    def plain():
-        return lambda: seen["plain"].add(config.capture_scalar_outputs)
-
-    measure_all({"set": setting, "plain": plain}, **QUICK)
-    assert seen["plain"] == {before} and config.capture_scalar_outputs == before
-
-
 # Arguments
 
 

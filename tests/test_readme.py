@@ -34,6 +34,10 @@ QUESTIONS = {
 NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
 MOST_LINES = 120
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def address() -> str:
@@ -171,6 +175,13 @@ def test_picture_is_the_notebooks():
     assert SHOWN.search(README.read_text())[0] == lines
 
 
+def test_numbers_on_published_runs_are_those_of_the_page():
+    numbers = r"(\d+)\s+published\s+runs\W+median\s+error\s+([\d.]+)\s?%\W+worst\s+([\d.]+)\s?%"
+    told, page = (re.search(numbers, path.read_text()) for path in (README, ROOT / "docs" / "fit.md"))
+    assert told.groups() == page.groups()
+    assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "fit.md").read_text())
+
+
 def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
@@ -187,13 +198,27 @@ def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurem
     assert of_another_run(lessons(), STORED) == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/measuring.md", "docs/fit.md"])
-def test_every_link_and_picture_exists(name):
-    page = ROOT / name
-    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
+@each_page
+def test_every_link_and_picture_exists(page):
+    targets = re.findall(r"\]\(([^):]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
     for target in targets:
-        assert (page.parent / target).exists(), target
-    assert targets or name == "docs/fit.md"
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), target
+    assert targets or page != README
+
+
+def anchors(text: str) -> list[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)", FENCED.sub("", text), re.MULTILINE)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in shown]
+
+
+def test_anchors_are_githubs():
+    text = "# `effgpu bench`: one, two\n```\n# no heading\n```\n## A [page](https://a.b/c)'s end\n"
+    assert anchors(text) == ["effgpu-bench-one-two", "a-pages-end"]
 
 
 def test_ci_runs_what_make_test_leaves_out():
@@ -203,11 +228,23 @@ def test_ci_runs_what_make_test_leaves_out():
     assert re.search(r"^make test-all$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/measuring.md"])
-def test_every_make_target_named_exists(name):
+@each_page
+def test_every_make_target_named_exists(page):
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make ([a-z]+)", (ROOT / name).read_text()):
+    for target in named_targets(page.read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def named_targets(text: str) -> list[str]:
+    """The targets of make in code: in blocks, fenced or indented, and between backticks."""
+    code = [*FENCED.findall(text), *re.findall(r"^    .*", text, re.MULTILINE)]
+    code += re.findall(r"`([^`]+)`", FENCED.sub("", text))
+    return [target for part in code for target in re.findall(r"(?:^|&&|;) *make ([a-z-]+)", part, re.MULTILINE)]
+
+
+def test_targets_are_read_from_code_alone():
+    text = "We make sense: `make test-all`.\n```\nmake run # make it\ncd a && make lab\n```\n\n    make floor  # all\n"
+    assert sorted(named_targets(text)) == ["floor", "lab", "run", "test-all"]
 
 
 def test_the_examples_run(no_collecting):
