@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from effgpu.course import ranks
 from effgpu.course.ranks import bytes_held, bytes_sent, take_turns
 
 
@@ -33,9 +34,14 @@ def test_bytes_held_are_those_of_weights_gradients_and_state():
     assert bytes_held(model, optimizer) == [440, 440, 880]
 
 
-def test_steps_take_turns_forwards_and_backwards_and_the_first_round_is_the_warm_up():
+def test_steps_take_turns_forwards_and_backwards_and_the_first_round_is_the_warm_up(monkeypatch):
     called = []
-    turns = take_turns({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, rounds=3)
-    assert called == ["a", "b", "b", "a"] * 4
-    assert [len(turns[name]) for name in "ab"] == [3, 3]
-    assert all(second > 0 for pair in turns["a"] for second in pair)
+
+    def time_steps(step, count):
+        step()
+        return [len(called)] * count
+
+    monkeypatch.setattr(ranks, "time_steps", time_steps)
+    turns = take_turns({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, rounds=2)
+    assert called == ["a", "b", "b", "a"] * 3
+    assert turns == {"a": [(5, 8), (9, 12)], "b": [(6, 7), (10, 11)]}

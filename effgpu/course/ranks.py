@@ -1,4 +1,4 @@
-"""What each rank of lesson 20 reports: the bytes that it holds and sends, and times of steps that take turns."""
+"""What a rank of a distributed step reports: the bytes that it holds and sends, and times of steps that take turns."""
 
 from collections.abc import Callable
 
