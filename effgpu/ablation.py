@@ -4,12 +4,13 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from statistics import median
 
 from effgpu import units
 from effgpu.comparison import BASELINE, BASELINE_FAILED, INCONCLUSIVE, MIN_EFFECT, SAME, Comparison, compare
 from effgpu.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval
-from effgpu.variants import Step, Variant, is_function
+from effgpu.variants import Step, is_function
 
 NONE, PLUS, REST = "none", " + ", "the rest"
 AS_FAST = 1.02  # so much slower counts as equally fast when it takes fewer switches
@@ -245,7 +246,6 @@ def ablate(
     *,
     name: str = "ablation",
     items: float | Callable[..., float] | None = None,
-    flops: float | Callable[..., float] | None = None,
     energy: bool = False,
     **options,
 ) -> Ablation:
@@ -256,8 +256,8 @@ def ablate(
     which are True when on, or maps each to its value when on: `{"bf16": True, "batch": 64}`. Of up to five switches all
     combinations are measured, in turns.
 
-    `items` and `flops` per step are a number or a function of the same keywords as `build`. `name` and the options are
-    those of `compare`: unit, seconds (for each combination), blocks, warmup, energy (off by default here). Out of
+    `items` per step are a number or a function of the same keywords as `build`. `name` and the options are those of
+    `compare`: unit, seconds (for each combination), blocks, warmup, energy (off by default here). Out of
     memory is a result. Raises TypeError or ValueError for bad arguments.
 
     >>> result = ablate(build, ["bf16", "fused", "checkpoint"], items=32, unit="samples")
@@ -265,14 +265,11 @@ def ablate(
     values = _check_switches(switches)
     _check_build(build, values)
     on = {_label(names): {switch: values[switch] for switch in names} for names in _combinations(tuple(values))}
-    variants = {label: _variant(build, keywords) for label, keywords in on.items()}
+    variants = {label: partial(build, **keywords) for label, keywords in on.items()}
     if callable(items):
         _check_call("items", items, values)
         items = {label: items(**keywords) for label, keywords in on.items()}
-    if callable(flops):
-        _check_call("flops", flops, values)
-        flops = {label: flops(**keywords) for label, keywords in on.items()}
-    found = compare(variants, name=name, items=items, flops=flops, energy=energy, **options)
+    found = compare(variants, name=name, items=items, energy=energy, **options)
     return Ablation(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 
@@ -306,14 +303,6 @@ def _needed(measurement: Measurement) -> int:
     return (measurement.peak_reserved or measurement.peak_allocated) + (measurement.device.context or 0)
 
 
-def _variant(build: Callable[..., Step], on: Mapping[str, object]) -> Variant:
-    def variant() -> Step:
-        return build(**on)
-
-    variant.__name__ = _call("build", on)
-    return variant
-
-
 def _call(name: str, on: Mapping[str, object]) -> str:
     return f"{name}({', '.join(f'{switch}={value!r}' for switch, value in on.items())})"
 
@@ -341,7 +330,7 @@ def _check_build(build: Callable[..., Step], values: Mapping[str, object]) -> No
     _check_call("build", build, values)
     parameters = inspect.signature(build).parameters
     for switch, value in values.items():
-        if switch in parameters and _is_same(parameters[switch].default, value):
+        if switch in parameters and parameters[switch].default == value:
             raise ValueError(f"switches: expected {switch!r} to be off by default, build has {value!r} by default")
 
 
@@ -353,11 +342,3 @@ def _check_call(name: str, function: Callable, values: Mapping[str, object]) -> 
         except TypeError as error:
             expected = f"a function that can be called with the switches that are on, as {_call(name, on)}"
             raise TypeError(f"{name}: expected {expected}: {error}") from None
-
-
-def _is_same(one: object, other: object) -> bool:
-    """Whether two values are equal; of tensors and arrays, which compare by element, whether they are the same one."""
-    try:
-        return one is other or bool(one == other)
-    except (RuntimeError, ValueError):
-        return False

@@ -8,9 +8,9 @@ from effgpu.ticking import tick
 class TickCallback(TrainerCallback):
     """Calls `effgpu.tick` once per optimizer step of a transformers Trainer.
 
-    The items of a step are the samples of its batch, over all of its accumulated parts, or the tokens if the Trainer
-    counts them (`include_num_input_tokens_seen`). The loss is the one that the Trainer logs, at the steps at which it
-    does: `logging_steps=1` gives every step's.
+    The items of a step are the samples of a full batch, over all of its accumulated parts, also in the last step of an
+    epoch, which may have fewer; or the tokens if the Trainer counts them (`include_num_input_tokens_seen`). The loss is
+    the one that the Trainer logs, at the steps at which it does: `logging_steps=1` gives every step's.
 
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[effgpu.TickCallback()])
     """

@@ -1,6 +1,7 @@
 """`effgpu bench`: training scripts as they are, each in a process of its own, measured in turns."""
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -14,13 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from effgpu import power, timing, units
-from effgpu.comparison import SLOWER, Comparison, check_min_effect, check_name
+from effgpu.comparison import SLOWER, Comparison, check_name, read_fields
 from effgpu.device import Device, describe_cpu
 from effgpu.measurement import FEWEST_BLOCKS, Measurement, check_unit
 from effgpu.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
 
 SECONDS, SKIP, TIMEOUT = 5.0, 5, 300.0  # the defaults: seconds per command, steps, seconds for one step
-MIN_EFFECT = 0.02  # two processes of one script differ by up to 1 %, as their memory is laid out differently
 PLAIN = "plain"  # the label of a command without arguments of its own
 _TURN = {"cpu": 0.05, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
 _MOST_BLOCKS = 100
@@ -37,6 +37,7 @@ class Bench(Comparison):
     commands did not run side by side.
     """
 
+    min_effect: float = 0.02  # two processes of one script differ by up to 1 %, as their memory is laid out differently
     commands: dict[str, str] = field(default_factory=dict)
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Bench(Comparison):
         """What is more than allowed, in words: slower by verdict and by more than a share, or more peak memory."""
         told = []
         for m in self.measurements[1:]:
-            time_ratio, memory_ratio = self.time_ratio(m.label), self.memory_ratio(m.label)
+            time_ratio, memory_ratio = self.time_ratio(m.label), self.ratio(m.label, "memory")
             is_slower = slower is not None and self.verdict(m.label) == SLOWER and time_ratio.value > 1 + slower
             if is_slower:
                 told.append(f"{m.label} is {self.tell(m.label)}, more than the {100 * slower:g} % allowed")
@@ -120,7 +121,7 @@ class Bench(Comparison):
             label: {int(step): math.nan if loss is None else float(loss) for step, loss in found}
             for label, found in own.pop("losses").items()
         }
-        return replace(super().from_dict(stored), **own | {"losses": losses, "notes": tuple(own["notes"])})
+        return replace(super().from_dict(stored), **read_fields(cls, own), losses=losses)
 
 
 def bench(
@@ -133,7 +134,6 @@ def bench(
     one_at_a_time: bool = False,
     timeout: float = TIMEOUT,
     energy: bool = True,
-    min_effect: float = MIN_EFFECT,
     name: str = "bench",
     logs: str | Path | None = None,
 ) -> Bench:
@@ -147,8 +147,7 @@ def bench(
     `seconds` is how long each command is measured, `skip` how many steps go first (compilation, warm-up), and `timeout`
     the longest that a step may take. `one_at_a_time` restarts the processes for their turns; it is chosen by itself
     if they do not fit into memory together. `energy` adds a window of some seconds per command on a GPU. The output of
-    the scripts goes to files in the folder `logs`, by default a temporary one. A ratio of times within `min_effect`
-    of 1 counts as the same.
+    the scripts goes to files in the folder `logs`, by default a temporary one.
 
     A script that fails, hangs or ends early is part of the result, with what was measured before; so is Ctrl-C once
     there are enough turns for a verdict. Raises ValueError or TypeError for arguments that are not as expected.
@@ -160,7 +159,6 @@ def bench(
         raise ValueError(f"skip: expected a whole number of steps, got {skip!r}")
     check_name(name)
     check_unit(unit)
-    check_min_effect(min_effect)
     if not hasattr(os, "killpg"):
         raise OSError("effgpu bench needs Linux or macOS: it freezes and ends groups of processes")
     allowed = timing.cap_seconds(seconds)
@@ -177,7 +175,7 @@ def bench(
             run.interrupted = True
             if run.blocks() < FEWEST_BLOCKS:
                 raise
-    return replace(run.finish(name, unit), min_effect=min_effect)
+    return run.finish(name, unit)
 
 
 def read_arguments(commands: Sequence[str], named: Sequence[str], refs: Sequence[str] = ()) -> dict | list:
@@ -205,7 +203,11 @@ def name_commands(commands: Sequence[Command]) -> list[str]:
     full = [" ".join(own) for own in differing]
     names = [a if short.count(a) == full.count(b) else b for a, b in zip(short, full)]
     names = [name or PLAIN for name in names]
-    return [f"{name} ({again + 1})" if (again := names[:at].count(name)) else name for at, name in enumerate(names)]
+    labels = []
+    for name in names:
+        again = (f"{name} ({number})" for number in itertools.count(2))
+        labels.append(next(label for label in itertools.chain([name], again) if label not in labels))
+    return labels
 
 
 def _split(command: Command) -> list[str]:
@@ -561,9 +563,7 @@ class _Run:
             record.peak,
             record.reserved,
             watts and watts * turn.per_step_of(items if turn.items else None),
-            None,
-            round(statistics.median(clock for clock, _ in record.clocks)) if record.clocks else None,
-            tuple(sorted({reason for _, reasons in record.clocks for reason in reasons})),
+            *power.summarize(record.clocks),
         )
 
 

@@ -97,7 +97,7 @@ class Comparison:
     @property
     def per(self) -> str:
         """What times and energies are per: "step", or an item where the variants' steps differ in items."""
-        return self.baseline.unit.removesuffix("s") if len({m.items for m in self}) > 1 else "step"
+        return units.singular(self.baseline.unit) if len({m.items for m in self if not m.failed}) > 1 else "step"
 
     @property
     def memory_name(self) -> str:
@@ -126,27 +126,23 @@ class Comparison:
         logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
         return Ratio(*map(math.exp, hodges_lehmann_interval(logs))) if len(logs) >= FEWEST_BLOCKS else None
 
-    def memory_ratio(self, label: str) -> float | None:
-        """Peak of allocated memory over the baseline's; None where either has none."""
-        ours, theirs = self[label].peak_allocated, self.baseline.peak_allocated
-        return ours / theirs if ours is not None and theirs else None
-
-    def energy_ratio(self, label: str) -> float | None:
-        """Energy per item (per step without items) over the baseline's; None where either has none."""
-        ours, theirs = self[label], self.baseline
-        if not ours.joules or not theirs.joules:
-            return None
-        return ours.joules / theirs.joules * (theirs.items or 1) / (ours.items or 1)
-
     def ratio(self, label: str, quantity: str) -> float | None:
-        """The ratio of "time", "memory" or "energy" to the baseline's, which has none itself."""
+        """The ratio of "time", "memory" or "energy" to the baseline's; None where either was not measured.
+
+        Time and energy are per item (per step without items), memory is the peak. The baseline itself has no ratio.
+        """
         if quantity not in QUANTITIES:
             raise ValueError(f"quantity: expected one of {list(QUANTITIES)}, got {quantity!r}")
-        if label == self.baseline.label:
+        ours, theirs = self[label], self.baseline
+        if ours is theirs:
             return None
         if quantity == "time":
             return (ratio := self.time_ratio(label)) and ratio.value
-        return self.memory_ratio(label) if quantity == "memory" else self.energy_ratio(label)
+        if quantity == "memory":
+            ours, theirs = ours.peak_allocated, theirs.peak_allocated
+            return ours / theirs if ours is not None and theirs else None
+        scale = (theirs.items or 1) / (ours.items or 1)
+        return ours.joules / theirs.joules * scale if ours.joules and theirs.joules else None
 
     def value(self, label: str, quantity: str) -> float | None:
         """What is shown: seconds or joules per step (per item where items differ), or bytes.
@@ -213,16 +209,15 @@ class Comparison:
         def given(ratios: Mapping, quantity: str) -> Callable[[Measurement], str]:
             return lambda m: self.tell_ratio(ratios.get(m.label, {}).get(quantity), quantity)
 
-        def rate(m: Measurement, count: float | None, unit: str) -> str:
+        def throughput(m: Measurement) -> str:
             seconds = self.value(m.label, "time")
-            steps = (m.items if self.per != "step" else 1) or 1
-            return units.format_count(count / (seconds * steps) if count and seconds else None, unit)
+            items = 1 if self.per != "step" else m.items
+            return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
         columns = [
             ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training)),
             (f"time per {self.per}", lambda m: units.format_seconds(self.value(m.label, "time"))),
-            ("throughput", lambda m: rate(m, m.items, f"{m.unit}/s")),
-            ("FLOP rate", lambda m: rate(m, m.flops, "FLOP/s")),
+            ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
             ("predicted", given(self.predicted, "time")),
             ("guess", given(self.guess, "time")),
@@ -284,9 +279,9 @@ class Comparison:
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
         """A comparison from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
-        device = Device(**_read_fields(Device, stored["device"]))
+        device = Device(**read_fields(Device, stored["device"]))
         measurements = tuple(
-            Measurement(device=device, **_read_fields(Measurement, row)) for row in stored["measurements"]
+            Measurement(device=device, **read_fields(Measurement, row)) for row in stored["measurements"]
         )
         labels = [m.label for m in measurements]
         if not labels or len(set(labels)) < len(labels):
@@ -296,7 +291,7 @@ class Comparison:
         other = _check_labels("other_training", stored.get("other_training", ()), labels)
         full_size = stored.get("full_size", {})
         _check_labels("full_size", full_size, labels)
-        full_size = {label: FullSize(**_read_fields(FullSize, needed)) for label, needed in full_size.items()}
+        full_size = {label: FullSize(**read_fields(FullSize, needed)) for label, needed in full_size.items()}
         return cls(
             check_name(stored["name"]),
             measurements,
@@ -344,7 +339,7 @@ def compare(
     `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.fit` predicts what
     they need, and whether that fits `gpu`.
 
-    The options are those of `effgpu.measurement.measure_all`: items, unit, flops, seconds, blocks (at least eight),
+    The options are those of `effgpu.measurement.measure_all`: items, unit, seconds, blocks (at least eight),
     min_steps, warmup, energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
@@ -412,7 +407,7 @@ def _check_labels(which: str, given: Iterable[str], labels: Sequence[str]) -> tu
     return given
 
 
-def _read_fields(kind: type, stored: Mapping) -> dict:
+def read_fields(kind: type, stored: Mapping) -> dict:
     """The stored fields of a dataclass, lists as tuples. Raises TypeError or ValueError where a type is another one."""
     fields = dict(stored)
     for name, hint in get_type_hints(kind).items():

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 import platform
 import re
@@ -12,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 
 from effgpu.units import GiB, check_positive, format_bytes
@@ -32,7 +32,6 @@ OUT_OF_MEMORY = (  # what messages of PyTorch and of NVIDIA's libraries say
     "_STATUS_ALLOC_FAILED",
     "_ALLOCATION_FAILED",
 )
-_MEMINFO = Path("/proc/meminfo")
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: "_Limit | None" = None
@@ -102,7 +101,7 @@ def describe() -> Device:
 
 def describe_cpu(versions: dict[str, str]) -> Device:
     """Describe this machine's CPU, whether or not there is a GPU, for results with these versions of the libraries."""
-    return Device(_cpu_name(), "cpu", _total_host_memory(), _count_cores(), versions=versions)
+    return Device(_cpu_name(), "cpu", psutil.virtual_memory().total, _count_cores(), versions=versions)
 
 
 def pick_sizes(*, cpu, small, large):
@@ -119,15 +118,14 @@ def free_memory() -> float:
     """Bytes that can be allocated now. A `memory_limit` counts.
 
     On a GPU: free memory, plus the unused blocks in the allocator's cache, up to the process's own share of the GPU.
-    On a CPU: the memory that the operating system calls available, or the host's whole memory if it does not say, or
-    infinity where nothing tells either, as on Windows.
+    On a CPU: the memory that the operating system calls available.
     """
     if find_device().type == "cuda":
         free, total = torch.cuda.mem_get_info()
         allocated = torch.cuda.memory_allocated()
         share = int(_fraction() * total) - allocated
         return max(0, min(free + torch.cuda.memory_reserved() - allocated, share))
-    available = _available_host_memory() or _total_host_memory() or math.inf
+    available = psutil.virtual_memory().available
     return available if _limit is None else min(available, _limit.bytes)
 
 
@@ -163,10 +161,7 @@ def current_limit() -> int | None:
 
 def count_retries() -> int:
     """How often the GPU's allocator ran out, gave its cached blocks back and asked again: slow, but no error."""
-    if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # some allocator backends keep no statistics
-            return torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    return 0
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 def release_memory() -> None:
@@ -177,6 +172,11 @@ def release_memory() -> None:
         # function: pytorch/pytorch#184084.
         getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
         torch.cuda.empty_cache()
+
+
+def random_states_kept() -> contextlib.AbstractContextManager:
+    """Set PyTorch's random generators, the CPU's and the current GPU's, back at the end of the `with` block."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
 @contextlib.contextmanager
@@ -283,16 +283,3 @@ def _cpu_name() -> str:
         if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _total_host_memory() -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
-def _available_host_memory() -> int | None:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^MemAvailable:\s*(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
-    return None

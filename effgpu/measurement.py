@@ -15,7 +15,16 @@ import torch
 from tqdm import tqdm
 
 from effgpu import memory, power, timing, units
-from effgpu.device import Device, count_retries, describe, find_device, free_memory, gc_frozen, is_out_of_memory
+from effgpu.device import (
+    Device,
+    count_retries,
+    describe,
+    find_device,
+    free_memory,
+    gc_frozen,
+    is_out_of_memory,
+    random_states_kept,
+)
 from effgpu.units import check_positive
 from effgpu.variants import Stage, Step, Variant, check_variants
 
@@ -37,9 +46,9 @@ class Measurement:
     """Time, memory and energy of one variant's step. Seconds, bytes, joules; None for what was not measured.
 
     `turns` has a pair for each block: seconds per step in the variant's forward and in its backward turn, each averaged
-    over the turn's steps. `items` are the samples, tokens, ... of a step, `flops` the model's FLOPs in it, `joules` the
-    energy of the whole board per step. `sm_clock` is the median clock of the GPU in MHz while it was timed, `throttled`
-    what held the clock down. `failed` says why there is no result.
+    over the turn's steps. `items` are the samples, tokens, ... of a step, `joules` the energy of the whole
+    board per step. `sm_clock` is the median clock of the GPU in MHz while it was timed, `throttled` what held the clock
+    down. `failed` says why there is no result.
     """
 
     label: str
@@ -50,7 +59,6 @@ class Measurement:
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     joules: float | None = None
-    flops: float | None = None
     sm_clock: int | None = None
     throttled: tuple[str, ...] = ()
     failed: str | None = None
@@ -93,10 +101,9 @@ class Measurement:
         return f"{self.label}: {', '.join(told)} on {self.device.label}"
 
 
-def measure(variant: Variant, *, label: str | None = None, **options) -> Measurement:
-    """Measure one variant. `label` defaults to the function's name; the other options are those of `compare`."""
-    name = label or getattr(variant, "__name__", "step")
-    return measure_all({name: variant}, **options)[0]
+def measure(variant: Variant, **options) -> Measurement:
+    """Measure one variant, named after its function. The options are those of `measure_all`."""
+    return measure_all({getattr(variant, "__name__", "step"): variant}, **options)[0]
 
 
 def measure_all(
@@ -104,7 +111,6 @@ def measure_all(
     *,
     items: float | Mapping[str, float] | None = None,
     unit: str = "items",
-    flops: float | Mapping[str, float] | None = None,
     seconds: float | None = None,
     blocks: int | None = None,
     min_steps: int = 1,
@@ -126,9 +132,9 @@ def measure_all(
     Give `min_steps` where steps come in bursts, as from DataLoader workers: a turn tells what they cost only if it is
     longer than a burst. `energy` adds one window of some seconds per variant where NVML has an energy counter.
 
-    `items` per step named by `unit`, and `flops` per step (each a number, or one for each label), are noted with the
-    results. A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything
-    and is raised. Raises TypeError or ValueError for arguments that are not as expected.
+    `items` per step (a number, or one for each label), named by `unit`, are noted with the results. A variant that runs
+    out of memory, in whatever phase, is marked as failed. Any other error frees everything and is raised. Raises
+    TypeError or ValueError for arguments that are not as expected.
     """
     variants = check_variants(variants)
     check_positive(Integral, blocks=1 if blocks is None else blocks, min_steps=min_steps, warmup=warmup)
@@ -138,20 +144,19 @@ def measure_all(
     if blocks is None:
         seconds = max(seconds, 2 * FEWEST_BLOCKS * _SHORTEST_TURN[kind])
     check_unit(unit)
-    items_of, flops_of = _by_label(variants, items=items), _by_label(variants, flops=flops)
+    items_of = _items_of(variants, items)
     allowed = timing.cap_seconds(seconds)
     capped = allowed < seconds
     plan = _Plan(allowed, capped, blocks, 1 if capped else min_steps, warmup)
     records = {label: _Record() for label in variants}
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with gc_frozen(), torch.random.fork_rng(gpus), _progress() as bar:
+    with gc_frozen(), random_states_kept(), _progress() as bar:
         bar.reset(len(variants) * (2 + 2 * plan.count()))
         for label, variant in variants.items():
             _attempt(bar, label, records[label], partial(_take_memory, variant, records[label], warmup))
         energy = energy and not capped and torch.cuda.is_available()
         _time_turns(bar, variants, records, plan, energy=energy)
     device = describe()
-    return [records[label].finish(label, device, items_of[label], unit, flops_of[label]) for label in variants]
+    return [records[label].finish(label, device, items_of[label], unit) for label in variants]
 
 
 def hodges_lehmann_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -196,7 +201,7 @@ def _widening(values: Sequence[float]) -> float:
 @lru_cache
 def _averages_to_cut(n: int) -> int:
     """The largest k for which twice the chance of a signed-rank sum below k is at most 1 - CONFIDENCE."""
-    if n > 100:  # where the sum is all but normal, and the exact count would take minutes
+    if n > MOST_BLOCKS:  # where the sum is all but normal, and the exact count would take seconds
         mean, deviation = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
         return int(mean - statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation)
     ways = [1]  # in which ranks 1 to n, each with either sign, give each positive sum
@@ -225,9 +230,9 @@ class _Record:
     joules: float | None = None
     failed: str | None = None
 
-    def finish(self, label: str, device: Device, items: float | None, unit: str, flops: float | None) -> Measurement:
+    def finish(self, label: str, device: Device, items: float | None, unit: str) -> Measurement:
         if self.failed:
-            return Measurement(label, (), device, items, unit, flops=flops, failed=self.failed)
+            return Measurement(label, (), device, items, unit, failed=self.failed)
         return Measurement(
             label,
             tuple(zip(self.turns[::2], self.turns[1::2])),
@@ -237,9 +242,7 @@ class _Record:
             self.trace.peak,
             self.trace.reserved,
             self.joules,
-            flops,
-            round(statistics.median(clock for clock, _ in self.clocks)) if self.clocks else None,
-            tuple(sorted({reason for _, reasons in self.clocks for reason in reasons})),
+            *power.summarize(self.clocks),
         )
 
 
@@ -401,7 +404,7 @@ def _warm_up(step: Step, fewest: int) -> float:
 
 def _take_turn(record: _Record, steps: int, step: Step) -> None:
     """Time one turn of a kept step."""
-    if steps >= _LEAD_IN:
+    if steps >= _LEAD_IN and find_device().type == "cpu":  # on a GPU, `time_steps` leads in
         step()  # refills the caches after the other variants' turns
     record.turns.append(statistics.fmean(timing.time_steps(step, steps, meanwhile=lambda: _note_clock(record))))
 
@@ -422,16 +425,15 @@ def _take_energy(record: _Record, step: Step) -> None:
     record.joules = power.measure_energy(step)
 
 
-def _by_label(variants: Mapping[str, Variant], **named: float | Mapping[str, float] | None) -> dict[str, float | None]:
-    """The one argument as a number for each variant."""
-    ((name, given),) = named.items()
-    if given is None:
-        return dict.fromkeys(variants)
-    by_label = dict(given) if isinstance(given, Mapping) else dict.fromkeys(variants, given)
-    if set(by_label) != set(variants):
-        raise ValueError(f"{name}: expected a number for each of {list(variants)}, got them for {list(by_label)}")
+def _items_of(labels: Iterable[str], items: float | Mapping[str, float] | None) -> dict[str, float | None]:
+    """Items per step by label."""
+    if items is None:
+        return dict.fromkeys(labels)
+    by_label = dict(items) if isinstance(items, Mapping) else dict.fromkeys(labels, items)
+    if set(by_label) != set(labels):
+        raise ValueError(f"items: expected a number for each of {list(labels)}, got them for {list(by_label)}")
     for label, value in by_label.items():
-        check_positive(**{f"{name} of {label!r}": value})
+        check_positive(**{f"items of {label!r}": value})
     return {label: value if isinstance(value, int) else float(value) for label, value in by_label.items()}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import record_function
 
 from effgpu.device import current_limit, find_device, gc_frozen, is_out_of_memory
-from effgpu.timing import check_step
+from effgpu.timing import check_step, on_current_gpu
 from effgpu.units import MiB, check_positive, format_bytes
 from effgpu.variants import Step, Variant, check_worked, run_variant
 
@@ -144,14 +144,11 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 
 
 class _Held(NamedTuple):
-    """Bytes on a GPU. `by_graphs` is what CUDA graphs keep for their replays although no tensor uses it. `on_each` is
-    the allocated bytes of every GPU in the machine. On a CPU all are None or empty.
-    """
+    """Bytes on a GPU. `by_graphs` is what CUDA graphs keep for their replays although no tensor uses it."""
 
     reserved: int | None = None
     allocated: int | None = None
     by_graphs: int = 0
-    on_each: tuple[int, ...] = ()
 
 
 def _held(*, peak: bool = False) -> _Held:
@@ -161,8 +158,7 @@ def _held(*, peak: bool = False) -> _Held:
         return _Held()
     reserved = torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
     allocated = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    on_each = tuple(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
-    return _Held(reserved, allocated, _bytes_of_graphs(here.index), on_each)
+    return _Held(reserved, allocated, _bytes_of_graphs(here.index))
 
 
 def _bytes_of_graphs(gpu: int) -> int:
@@ -180,8 +176,9 @@ def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[lis
     profiler = _Profiler()
 
     def action(step: Step) -> tuple[int, _Held]:
-        for _ in range(warmup):
-            check_worked(step())
+        with on_current_gpu():
+            for _ in range(warmup):
+                check_worked(step())
         if on_gpu:
             torch.cuda.synchronize()
         with _gc_paused():
@@ -194,7 +191,6 @@ def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[lis
             with record_function(_WINDOW):
                 step()
             held = _held(peak=True)
-        _check_gpu(before, held)
         return start, held
 
     try:
@@ -298,14 +294,6 @@ def _find_mallopt() -> Callable[[int, int], int] | None:
         return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
     except (OSError, TypeError, AttributeError):
         return None
-
-
-def _check_gpu(before: _Held, held: _Held) -> None:
-    here = find_device().index
-    used = [gpu for gpu, (then, now) in enumerate(zip(before.on_each, held.on_each)) if now > then]
-    if used and here not in used:
-        told = f"the step allocates on GPU {used[0]}, but only the current one ({here}) is measured"
-        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")
 
 
 def _bytes_moved() -> Callable:

@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from statistics import fmean
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean, median
 
 import pynvml
 import torch
@@ -47,6 +47,12 @@ def read_clock(board=None) -> tuple[int, tuple[str, ...]] | None:
     board = find_board() if board is None else board
     clock = None if board is None else _ask(lambda: pynvml.nvmlDeviceGetClockInfo(board, pynvml.NVML_CLOCK_SM))
     return None if clock is None else (clock, _throttled(board))
+
+
+def summarize(clocks: Sequence[tuple[int, tuple[str, ...]]]) -> tuple[int | None, tuple[str, ...]]:
+    """The median of what `read_clock` gave, and all that held a clock down."""
+    reasons = {reason for _, held_down_by in clocks for reason in held_down_by}
+    return round(median(clock for clock, _ in clocks)) if clocks else None, tuple(sorted(reasons))
 
 
 def read_joules(board) -> float | None:

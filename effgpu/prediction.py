@@ -5,11 +5,8 @@ dispatch mode adds up the storages. The tensors say that they are on the CPU, wh
 keeps something else than a CPU, the rules in effgpu/fake_gpu.py answer as the GPU would.
 """
 
-import contextlib
 import html
-import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +17,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from effgpu.allocator import count_reserved, find_peak
-from effgpu.device import gc_frozen
+from effgpu.device import gc_frozen, random_states_kept
 from effgpu.fake_gpu import Recorder, as_gpu, observed_by
 from effgpu.memory import trace
 from effgpu.units import GiB, MiB, align, check_positive, format_bytes, html_table, with_article
@@ -96,7 +93,6 @@ class Fit:
     `measured` divides the peak that was measured on this device in the same way, if that was asked for.
     """
 
-    name: str
     allocated: int
     owners: Mapping[str, int]
     reserved: int
@@ -205,7 +201,7 @@ def fit(
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
     recorder = Recorder(capability if rules == "gpu" else None)
     try:
-        with gc_frozen(), _state_kept(), as_gpu(recorder):
+        with gc_frozen(), torch.random.fork_rng([]), as_gpu(recorder):
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     except Exception as error:
         if why := _explain(error):
@@ -220,7 +216,6 @@ def fit(
         recorder.assumptions[told] = None
     peak, owners, resting = _divide(recorder)
     return Fit(
-        getattr(variant, "__name__", "variant"),
         peak,
         owners,
         count_reserved(recorder.blocks),
@@ -247,7 +242,7 @@ def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
 def _measure_owners(variant: Variant, steps: int) -> dict[str, int]:
     """The measured peak by owner. The recorder sees results of operations; what kernels take inside is "other"."""
     recorder = Recorder(None, real=True)
-    with gc_frozen(), _state_kept(), observed_by(recorder):
+    with gc_frozen(), random_states_kept(), observed_by(recorder):
         run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     seen, owners, _ = _divide(recorder)
     return owners | {"other": owners["other"] + max(0, trace(variant).peak - seen)}
@@ -273,20 +268,18 @@ class Largest:
         return sure + (f", up to {self.may_fit} may" if self.may_fit > self.fits else "") + " (predicted)"
 
 
-def largest(
-    variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, most: int = 65536, steps: int = STEPS
-) -> Largest:
+def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, most: int = 65536) -> Largest:
     """The largest batch, or length, that fits a GPU: `largest(lambda batch: partial(training, batch), "T4")`.
 
     `variant_of` returns the variant for a size. Sizes from 1 to `most` are tried by bisection, guided by the sizes seen
     so far. Raises what `fit` raises.
     """
-    check_positive(Integral, most=most, steps=steps)
+    check_positive(Integral, most=most)
     gpu, tried = find_gpu(gpu), {}
 
     def surplus(size: int, end: str) -> int:
         if size not in tried:
-            tried[size] = fit(variant_of(size), gpu, steps=steps)
+            tried[size] = fit(variant_of(size), gpu)
         if end == "high" and tried[size].unknown:
             return 1
         return getattr(tried[size].total(gpu), end) - gpu.memory
@@ -356,21 +349,6 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
         known[size] = surplus(size)
         low, high, turn = (size, high, turn + 1) if known[size] <= 0 else (low, size, turn + 1)
     return low
-
-
-@contextlib.contextmanager
-def _state_kept():
-    """Random states are left as they were."""
-    states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    if numpy := sys.modules.get("numpy"):
-        states.append((numpy.random.set_state, numpy.random.get_state()))
-    try:
-        yield
-    finally:
-        for restore, state in states:
-            restore(state)
 
 
 def _explain(error: BaseException) -> str | None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import psutil
+
 from effgpu import device
 from effgpu.measurement import OUT_OF_MEMORY
 from effgpu.ticking import ADDRESS, Connection
@@ -184,7 +186,7 @@ class Process:
         connection = Connection(end)
         message = connection.receive() or {}
         end.settimeout(None)
-        if not secrets.compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode()):
+        if message.get("token") != self._token:
             connection.close()
         elif "fault" in message:
             raise self._fault(_shorten(message["fault"]), message["fault"])
@@ -311,12 +313,12 @@ def _git(*arguments: str, folder: Path | None = None) -> str:
 
 
 def _find_processes(token: str) -> list[int]:
-    """Processes that were started with this token in their environment, where /proc says so."""
+    """Processes that were started with this token in their environment."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if token.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(token in value for value in process.environ().values()):
+                found.append(process.pid)
     return found
 
 

@@ -251,10 +251,7 @@ def _is_on_gpu() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
-    try:
-        used = [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(gpu)]
-    except RuntimeError:  # some allocator backends keep no statistics
-        return True
+    used = [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(gpu)]
     if used and torch.cuda.current_device() not in used:
         told = f"the script works on GPU {used[0]}, and only the current one ({torch.cuda.current_device()}) is timed"
         raise RuntimeError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
@@ -266,9 +263,7 @@ def _peaks(on_gpu: bool) -> dict[str, int | None]:
     if on_gpu:
         import torch
 
-        with contextlib.suppress(RuntimeError):  # some allocator backends keep no statistics
-            return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        return {"peak": None, "reserved": None}
+        return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         # ru_maxrss would count what the bench itself had resident when it started this process
         for line in status:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from numbers import Integral
 from statistics import median
@@ -60,6 +60,17 @@ def time_fastest(step: Callable[[], object], seconds: float) -> float:
     return min(time_for(often, seconds)) / count
 
 
+@contextlib.contextmanager
+def on_current_gpu() -> Iterator[None]:
+    """Raise ValueError at the end of the `with` block if only other GPUs than the current one were asked for memory."""
+    before = _count_allocations()
+    yield
+    used = [gpu for gpu, (then, now) in enumerate(zip(before, _count_allocations())) if now > then]
+    if used and (here := torch.cuda.current_device()) not in used:
+        told = f"the step works on GPU {used[0]}, and only the current one ({here}) is measured"
+        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")
+
+
 def check_step(**named: object) -> None:
     """Raise TypeError, with the name, for what is not a function without arguments, such as a model."""
     ((name, step),) = named.items()
@@ -94,9 +105,8 @@ def _time_on_gpu(step: Callable[[], object], count: int, meanwhile: Callable[[],
     for mark in marks:
         mark.record()  # the first time, CUDA makes the event: not while steps are timed
     torch.cuda.synchronize()
-    allocations = _count_allocations()
-    check_worked(step())
-    _check_current(allocations, _count_allocations())
+    with on_current_gpu():
+        check_worked(step())
     marks[0].record()
     for mark in marks[1:]:
         step()
@@ -109,12 +119,5 @@ def _time_on_gpu(step: Callable[[], object], count: int, meanwhile: Callable[[],
 
 def _count_allocations() -> list[int]:
     """How often each GPU's allocator was asked for memory; nothing to look at where there is but one."""
-    gpus = range(torch.cuda.device_count())
-    return [torch.cuda.memory_stats(gpu).get("allocation.all.allocated", 0) for gpu in gpus] if len(gpus) > 1 else []
-
-
-def _check_current(before: list[int], after: list[int]) -> None:
-    used = [gpu for gpu, (then, now) in enumerate(zip(before, after)) if now > then]
-    if used and (here := torch.cuda.current_device()) not in used:
-        told = f"the step works on GPU {used[0]}, and only the current one ({here}) is timed"
-        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [torch.cuda.memory_stats(gpu)["allocation.all.allocated"] for gpu in gpus] if len(gpus) > 1 else []

@@ -109,6 +109,11 @@ def with_article(name: str) -> str:
     return ("an " if re.match(r"[AEFHILMNORSX8]|1[18](?!\d)", name) else "a ") + name
 
 
+def singular(unit: str) -> str:
+    """One of what a unit names in the plural: "samples" -> "sample", "batches" -> "batch"."""
+    return re.sub(r"(?<=ch)es$|s$", "", unit)
+
+
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of strings as lines of text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows)]

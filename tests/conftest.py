@@ -84,7 +84,7 @@ class SimulatedGpu:
         self.clock = 0.0  # seconds
         self.reserved, self.allocated, self.most_reserved, self.most_allocated = 0, 0, 0, 0
         self.elsewhere = 0  # bytes of the card outside of PyTorch's allocator: CUDA's context, other processes
-        self.others = []  # bytes allocated on the machine's other GPUs
+        self.asked = [0]  # how often the allocator of each GPU in the machine was asked for memory
         self.segments = []  # as torch.cuda.memory_snapshot tells them
         self.fraction = 1.0
         self.retries = 0  # of the allocator, after it has given its cached blocks back
@@ -123,13 +123,13 @@ def simulate_gpu(monkeypatch):
         replaced = {
             "is_available": lambda: True,
             "current_device": lambda: 0,
-            "device_count": lambda: len(gpu.others) + 1,
+            "device_count": lambda: len(gpu.asked),
             "get_rng_state": lambda device=None: gpu.log.append("state kept"),
             "set_rng_state": lambda state, device=None: gpu.log.append("state given back"),
             "get_device_properties": lambda device=None: gpu.properties,
             "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
             "memory_reserved": lambda device=None: gpu.reserved,
-            "memory_allocated": lambda device=None: [gpu.allocated, *gpu.others][device or 0],
+            "memory_allocated": lambda device=None: gpu.allocated,
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
             "max_memory_allocated": lambda device=None: max(gpu.most_allocated, gpu.allocated),
             "reset_peak_memory_stats": lambda device=None: gpu.reset_peaks(),
@@ -139,7 +139,10 @@ def simulate_gpu(monkeypatch):
             ),
             "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
             "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
-            "memory_stats": lambda device=None: {"num_alloc_retries": gpu.retries},
+            "memory_stats": lambda device=0: {
+                "num_alloc_retries": gpu.retries,
+                "allocation.all.allocated": gpu.asked[device],
+            },
             "memory_snapshot": lambda: gpu.segments,
             "empty_cache": lambda: gpu.log.append("empty cache"),
             "synchronize": lambda device=None: gpu.log.append("wait"),

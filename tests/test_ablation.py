@@ -8,7 +8,6 @@ import re
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -131,11 +130,6 @@ def test_one_switch_may_be_named_by_itself(no_collecting):
     result = ablate(lambda bf16=False, fused=False: lambda: None, ["bf16", "fused"], **QUICK)
     assert result.find("bf16").label == "bf16"
     assert result.effect("bf16", "fused") == result.effect("bf16", ["fused"])
-
-
-def test_flops_may_depend_on_the_switches(simulated):
-    result = ablate(simulated, {"a": True, "b": 3}, flops=lambda b=1, **others: b * 1e9, **QUICK)
-    assert {m.label: m.flops for m in result} == {"none": 1e9, "a": 1e9, "b": 3e9, "a + b": 3e9}
 
 
 def test_the_stack_is_a_comparison(simulated):
@@ -516,12 +510,12 @@ def sound(a=False, b=False):
         (lambda batch=8: sound(), {"batch": 8}, ValueError, "expected 'batch' to be off by default, build has 8"),
         ("build", ["a"], TypeError, "build: expected a function that returns a training step, got str"),
         (torch.nn.Linear(1, 1), ["a"], TypeError, "build: expected a function that returns a training step, got Lin"),
-        (lambda a=False: None, ["a"], TypeError, r"variant 'build\(\)': expected it to return its training step"),
+        (lambda a=False: None, ["a"], TypeError, "variant .*: expected it to return its training step"),
         (
             lambda a=False: None if a else sound(),
             ["a"],
             TypeError,
-            r"variant 'build\(a=True\)': expected it to return its training step, a function, got NoneType",
+            r"variant .*a=True.*: expected it to return its training step, a function, got NoneType",
         ),
     ],
 )
@@ -530,7 +524,6 @@ def test_bad_arguments_are_named(build, switches, error, message, no_collecting)
         ablate(build, switches, **QUICK)
 
 
-@pytest.mark.parametrize("name", ["items", "flops"])
 @pytest.mark.parametrize(
     ("function", "call"),
     [
@@ -538,19 +531,11 @@ def test_bad_arguments_are_named(build, switches, error, message, no_collecting)
         (lambda n=1: n, r"\(a=True\): got an unexpected keyword argument 'a'"),
     ],
 )
-def test_functions_of_the_switches_take_the_switches(name, function, call, simulated):
-    expected = f"{name}: expected a function that can be called with the switches that are on, as {name}{call}"
+def test_items_as_a_function_take_the_switches(function, call, simulated):
+    expected = f"items: expected a function that can be called with the switches that are on, as items{call}"
     with pytest.raises(TypeError, match=f"^{expected}$"):
-        ablate(simulated, ["a"], **{name: function})
+        ablate(simulated, ["a"], items=function)
     assert simulated.built == []
-
-
-@pytest.mark.parametrize("default", [None, torch.zeros(2), torch.zeros(3), np.zeros(2)])
-@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)])
-def test_a_switch_may_be_a_tensor_or_an_array(default, value, no_collecting):
-    assert ablate(lambda a=default: lambda: None, {"a": value}, **QUICK).switches == ("a",)
-    with pytest.raises(ValueError, match="switches: expected 'a' to be off by default"):
-        ablate(lambda a=value: lambda: None, {"a": value}, **QUICK)
 
 
 def test_bad_arguments_are_named_before_anything_is_built(simulated):

@@ -515,6 +515,8 @@ def test_labels_are_given_or_are_the_arguments_that_differ(script, capsys):
     assert named("python x/a.py") == ["a.py"]
     assert named("python a.py --data x/b --out=c/d", "python a.py") == ["--data b --out=d", "plain"]
     assert named("python a.py", "python a.py", "python a.py") == ["plain", "plain (2)", "plain (3)"]
+    taken = [processes.Command(("a.py", name)) for name in ("x (2)", "x", "x")]
+    assert commands.name_commands(taken) == ["x (2)", "x", "x (3)"]
     fast = processes.read_command("MODE=fast python3 a.py")
     assert commands.name_commands([processes.read_command("python3 a.py"), fast]) == ["plain", "MODE=fast"]
     quick = ["--seconds", "0.2", "--timeout", "20"]

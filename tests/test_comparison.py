@@ -52,7 +52,6 @@ def measurements(draw, label, blocks, device):
         peak_allocated=draw(st.none() | st.integers(0, 2**40)),
         peak_reserved=draw(st.none() | st.integers(0, 2**40)),
         joules=draw(st.none() | positive),
-        flops=draw(st.none() | positive),
         sm_clock=draw(st.none() | st.integers(1, 3000)),
         throttled=tuple(draw(st.lists(st.sampled_from(["power", "heat"]), max_size=2, unique=True))),
     )
@@ -217,7 +216,7 @@ def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measu
     large = make_measurement("large", 0.02, items=32, **fields)
     result = Comparison("items", (small, large))
     assert result.time_ratio("large").value == pytest.approx(0.5)
-    assert result.energy_ratio("large") == pytest.approx(0.25) and result.memory_ratio("large") == 1
+    assert result.ratio("large", "energy") == pytest.approx(0.25) and result.ratio("large", "memory") == 1
     assert result.verdict("large") == FASTER and result.per == "sample"
     assert result.value("small", "time") == pytest.approx(0.00125)
     assert result.value("large", "time") == pytest.approx(0.000625) and result.value("large", "energy") == 0.125
@@ -231,11 +230,17 @@ def test_steps_of_as_many_items_are_told_per_step(make_measurement):
     assert result.per == "step" and result.value("b", "time") == 0.02 and result.value("b", "energy") == 2.0
 
 
+def test_a_variant_that_failed_before_its_items_were_counted_does_not_change_what_times_are_per(make_measurement):
+    sound = [make_measurement(label, items=8) for label in "ab"]
+    assert Comparison("items", (*sound, make_measurement("c", failed=True))).per == "step"
+    assert Comparison("items", (*sound, make_measurement("c"))).per == "item"
+
+
 def test_ratios_of_what_was_not_measured_are_none(make_measurement):
     result = Comparison("none", (make_measurement("a"), make_measurement("b", peak_allocated=None)))
-    assert result.energy_ratio("b") is None and result.memory_ratio("b") is None
+    assert result.ratio("b", "energy") is None and result.ratio("b", "memory") is None
     no_base = Comparison("none", (make_measurement("a", peak_allocated=0), make_measurement("b")))
-    assert no_base.memory_ratio("b") is None
+    assert no_base.ratio("b", "memory") is None
     assert [result.ratio("a", quantity) for quantity in QUANTITIES] == [None] * 3
 
 
@@ -249,7 +254,7 @@ def test_a_baseline_out_of_memory_leaves_no_ratios(make_measurement):
         "oom", (make_measurement("a", failed=True), make_measurement("b"), make_measurement("c", failed=True))
     )
     assert [result.verdict(label) for label in "abc"] == [OUT_OF_MEMORY, BASELINE_FAILED, OUT_OF_MEMORY]
-    assert result.time_ratio("b") is None and result.memory_ratio("b") is None
+    assert result.time_ratio("b") is None and result.ratio("b", "memory") is None
     assert result.table()[0] == ["variant", "time per step", "against the baseline", "peak memory"]
     assert cells(result, "b") == {
         **{"variant": ["b"], "time per step": ["20.0 ms"]},
@@ -315,14 +320,14 @@ def test_the_table_leaves_out_what_was_not_measured(make_measurement):
     assert bare.table()[0] == ["variant", "time per step", "against the baseline"]
     plain = Comparison("t", (make_measurement("a", 0.02), make_measurement("b", 0.01)))
     assert plain.table()[0] == ["variant", "time per step", "against the baseline", "peak memory", "change"]
-    rich = Comparison("t", tuple(replace(m, items=32, unit="rows", flops=4e9, joules=1.0) for m in plain))
+    rich = Comparison("t", tuple(replace(m, items=32, unit="rows", joules=1.0) for m in plain))
     assert rich.table()[0] == [
-        *("variant", "time per step", "throughput", "FLOP rate", "against the baseline", "peak memory", "change"),
+        *("variant", "time per step", "throughput", "against the baseline", "peak memory", "change"),
         *("energy per step", "change"),
     ]
     assert rich.table()[1] == [
-        ["a", "20.0 ms", "1,600 rows/s", "200 GFLOP/s", "baseline", "1000 B", "–", "1.00 J", "–"],
-        ["b", "10.0 ms", "3,200 rows/s", "400 GFLOP/s", "2.00 × faster [2.00, 2.00]", "1000 B", "0 %", "1.00 J", "0 %"],
+        ["a", "20.0 ms", "1,600 rows/s", "baseline", "1000 B", "–", "1.00 J", "–"],
+        ["b", "10.0 ms", "3,200 rows/s", "2.00 × faster [2.00, 2.00]", "1000 B", "0 %", "1.00 J", "0 %"],
     ]
 
 
@@ -354,8 +359,7 @@ RATES = {"rows/s": 1, "M rows/s": 1e6}
 def test_a_table_never_contradicts_itself(pairs, items):
     """The time shown is the baseline's times the ratio, also where a variant's own median is another."""
     rows = [
-        Measurement(label, turns(times), CPU, items=n, unit="rows", flops=1e9)
-        for label, times, n in zip("ab", zip(*pairs), items)
+        Measurement(label, turns(times), CPU, items=n, unit="rows") for label, times, n in zip("ab", zip(*pairs), items)
     ]
     result = Comparison("table", tuple(rows))
     of_baseline, of_b, ratio = result.value("a", "time"), result.value("b", "time"), result.time_ratio("b")
@@ -644,7 +648,7 @@ def test_a_wrong_field_is_named_with_its_variant_and_what_it_holds(make_measurem
 def test_compare_measures_all_and_keeps_their_order(tiny, no_collecting):
     result = compare({"first": tiny, "second": tiny}, name="two", items=4, unit="rows", seconds=0.001, min_effect=0.5)
     assert (result.name, [m.label for m in result], result.baseline.label) == ("two", ["first", "second"], "first")
-    assert result.memory_ratio("second") == 1 and result.min_effect == 0.5
+    assert result.ratio("second", "memory") == 1 and result.min_effect == 0.5
     assert len(result["second"].times) >= FEWEST_BLOCKS
     assert (result.predicted, result.guess, result.other_training) == ({}, {}, ())
 
@@ -724,5 +728,5 @@ def test_the_same_step_twice_is_neither_faster_nor_slower_on_this_gpu(monkeypatc
     verdicts = [result.verdict("again") for result in results]
     assert verdicts.count(SAME) + verdicts.count(INCONCLUSIVE) >= 9, [result.tell("again") for result in results]
     for result in results:
-        assert result.memory_ratio("again") == pytest.approx(1, abs=0.01)
+        assert result.ratio("again", "memory") == pytest.approx(1, abs=0.01)
         assert result.time_ratio("again").value == pytest.approx(1, abs=0.05)

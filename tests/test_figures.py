@@ -264,7 +264,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot_fit(Fit("step", allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure = plot_fit(Fit(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
     assert len(cards.texts) == len(cards.lines) == len(GPUS)

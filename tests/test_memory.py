@@ -472,14 +472,13 @@ def test_a_trace_leaves_torchs_profiler_alone(monkeypatch):
 @pytest.mark.parametrize(("here", "there", "refused"), [(1, 0, False), (0, 1, True), (1, 1, False), (0, 0, False)])
 def test_a_step_on_another_gpu_than_the_measured_one_is_refused(here, there, refused, simulate_gpu):
     gpu = simulate_gpu()
-    gpu.allocated, gpu.others = 5 * MiB, [7 * MiB]
+    gpu.asked = [5, 7]
 
-    def variant():
-        gpu.allocated, gpu.others = gpu.allocated + here, [gpu.others[0] + there]
-        return lambda: None
+    def step():
+        gpu.asked = [gpu.asked[0] + here, gpu.asked[1] + there]
 
     with pytest.raises(ValueError, match=r"GPU 1.*torch.cuda.set_device\(1\)") if refused else nullcontext():
-        trace(variant)
+        trace(lambda: step)
 
 
 def gpu_variant(gpu, *, build=0, peak=0, most_reserved=0):

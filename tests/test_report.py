@@ -3,7 +3,6 @@
 import base64
 import io
 import itertools
-import random
 import re
 import shutil
 from dataclasses import replace
@@ -264,26 +263,6 @@ def test_a_long_table_is_folded_and_an_ablation_has_a_row_for_each_switch_above_
     assert "on top of the rest" in long.partition("<details>")[0] and "a + b + c" not in long.partition("<details>")[0]
     assert "All 16 variants" in long and "a + b + c + d" in long.partition("<details>")[2]
     assert "<details>" not in short and "<table>" in short
-
-
-def noisy_picture(shows: str, side: int = 300) -> Picture:
-    """A picture that does not compress: some 270 kB at a side of 300."""
-    file = io.BytesIO()
-    Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side)).save(file, "PNG")
-    return Picture(base64.b64encode(file.getvalue()).decode(), "Noise", shows)
-
-
-def test_a_page_holds_at_most_3_mb_and_leaves_out_the_further_plots_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_in_palette", lambda png: png)  # noise takes it seconds
-    pictures = [noisy_picture("other"), noisy_picture("other"), noisy_picture("other")]
-    names = [f"{n:02d}_some" for n in range(4)]
-    outcomes = [replace(lesson(name, 0.5, 500), pictures=(*pictures, noisy_picture(name))) for name in names]
-    path = report.write(tmp_path / "report.html", [report.Section(CPU, tuple(outcomes))])
-    assert 2_000_000 < path.stat().st_size <= 3_000_000
-    articles = path.read_text().split("<article")[1:]
-    assert all("<img" in article.partition("<details>")[0] for article in articles), "a main plot is left out"
-    shown = path.read_text().count("<img")
-    assert f"Left out to keep this page small: {16 - shown} plots." in path.read_text()
 
 
 def test_a_plot_takes_fewer_bytes_in_the_page_and_looks_the_same(tmp_path):

@@ -240,6 +240,12 @@ def test_what_is_not_a_whole_number_is_refused_with_its_name(wrong):
         units.check_positive(Integral, steps=3, blocks=wrong)
 
 
+def test_one_of_a_unit_is_told_in_the_singular():
+    assert [*map(units.singular, ("samples", "batches", "images", "tokens/rank"))] == [
+        *("sample", "batch", "image", "tokens/rank")
+    ]
+
+
 GPUS = ["a T4", "a V100", "an L4", "an A100 80 GB", "an H100", "an RTX 4090"]
 SIZES = ["a 16 GiB", "an 11 GiB", "an 18.5 GB", "an 80 GiB", "an 8 GiB", "a 1.1 GiB", "a 110 GiB", "a 180 GiB"]
 

@@ -4,9 +4,8 @@ import base64
 import html
 import io
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 
 from effgpu import results, units
@@ -18,10 +17,8 @@ from effgpu.device import Device
 from effgpu.measurement import Measurement
 
 STYLE = Path(__file__).with_name("report.css")
-MOST_BYTES = 3_000_000  # of the page
 MOST_ROWS = 12  # of a table that is not folded
 _COLORS = 128  # of a plot's palette: fewer bytes than true colour, and no visible difference
-_MARKUP = 200  # bytes around a plot
 _MARKS = {  # of a verdict: a sign and a class of the style sheet
     FASTER: ("↓", "faster"),
     SLOWER: ("↑", "slower"),
@@ -67,17 +64,11 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
 
 
 def write(path: str | Path, sections: Iterable[Section]) -> Path:
-    """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written.
-
-    The page has at most `MOST_BYTES`: plots beyond that are left out, those of the main comparisons last.
-    """
-    sections = [_shrink(section) for section in sections]
-    room = MOST_BYTES - len(_page([_with_pictures(section, ()) for section in sections]).encode()) - _MARKUP
-    kept, left_out = _choose_pictures(sections, room)
-    return results.write_atomic(path, _page([_with_pictures(section, kept) for section in sections], left_out))
+    """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written."""
+    return results.write_atomic(path, _page([_shrink(section) for section in sections]))
 
 
-def _page(sections: Sequence[Section], left_out: int = 0) -> str:
+def _page(sections: Sequence[Section]) -> str:
     title = "What pays on this machine" if len(sections) == 1 else "What pays on these machines"
     body = "\n".join(itertools.starmap(_section, enumerate(sections)))
     return f"""<!DOCTYPE html>
@@ -98,7 +89,6 @@ def _page(sections: Sequence[Section], left_out: int = 0) -> str:
 “2&nbsp;×&nbsp;slower” takes twice as long; brackets hold the 99&nbsp;% interval. “Same” means that any difference is
 too small to matter, “inconclusive” that the measurements do not show which is faster.</p>
 {body}
-{f'<p class="silent">Left out to keep this page small: {left_out} plots.</p>' * bool(left_out)}
 </main>
 </body>
 </html>
@@ -382,28 +372,3 @@ def _in_palette(png: str) -> str:
     image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
     small = base64.b64encode(file.getvalue()).decode()
     return min(small, png, key=len)
-
-
-def _choose_pictures(sections: Sequence[Section], room: int) -> tuple[set[int], int]:
-    """The `id` of each plot that `room` bytes hold, and how many they do not: those of main comparisons come first."""
-    plots = [
-        (outcome.main is None or picture.shows != outcome.main.name, picture)
-        for section in sections
-        for outcome in section.outcomes
-        for picture in outcome.pictures
-    ]
-    kept = set()
-    for _, picture in sorted(plots, key=itemgetter(0)):
-        size = len(_image(picture).encode()) + _MARKUP
-        if size <= room:
-            kept.add(id(picture))
-            room -= size
-    return kept, len(plots) - len(kept)
-
-
-def _with_pictures(section: Section, kept: Container[int]) -> Section:
-    outcomes = (
-        replace(outcome, pictures=tuple(picture for picture in outcome.pictures if id(picture) in kept))
-        for outcome in section.outcomes
-    )
-    return replace(section, outcomes=tuple(outcomes))

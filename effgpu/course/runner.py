@@ -101,7 +101,7 @@ class Headline:
 
     def _memory_change(self) -> int:
         """1 if the peak rises, -1 if it falls, 0 if it changes by less than `min_effect` or was not measured."""
-        ratio = self.comparison.memory_ratio(self.label) or 1
+        ratio = self.comparison.ratio(self.label, "memory") or 1
         return 0 if max(ratio, 1 / ratio) < 1 + self.comparison.min_effect else 1 if ratio > 1 else -1
 
 

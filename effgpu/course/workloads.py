@@ -347,20 +347,13 @@ def _resnet() -> nn.Module:
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Make tensors on `device`, from random generators that start at `seed`, and put the generators back."""
-    generators = [torch.default_generator]
+    gpus = []
     if device.type == "cuda" and torch.cuda.is_available():
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:  # torch.manual_seed would seed every other GPU, too
-            generator.manual_seed(seed)
-        with device:
-            yield
-    finally:
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
+        gpus = [torch.cuda.current_device() if device.index is None else device.index]
+    with torch.random.fork_rng(gpus), device:
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
+            generator.manual_seed(seed)  # torch.manual_seed would seed every other GPU, too
+        yield
 
 
 @cache
