@@ -391,8 +391,14 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         with _Translator(recorder):  # what checkpointing runs again names a GPU, too
             return run_backward(*args, **kwargs)
 
+    really_has_bf16 = torch.cuda.is_bf16_supported
+
     def has_bf16(including_emulation=True):
-        return including_emulation or (recorder.capability or (8, 0)) >= (8, 0)
+        if recorder.capability is None:  # a CPU's rules
+            return really_has_bf16(including_emulation)
+        if not including_emulation and recorder.capability >= (8, 0):
+            recorder.holds_from = (8, 0)
+        return including_emulation or recorder.capability >= (8, 0)
 
     replaced = [
         (torch.autograd, "_engine_run_backward", run_backward_here),

@@ -159,8 +159,8 @@ class Fit:
 
     def _notes(self) -> list[str]:
         older = [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]
-        attention = f"attention runs another kernel on {' and '.join(older)}: ask for that GPU by name"
-        return [f"not known: {why}" for why in (*self.unknown, *[attention] * bool(older))] + [
+        another = f"the step takes other kernels or formats on {' and '.join(older)}: ask for that GPU by name"
+        return [f"not known: {why}" for why in (*self.unknown, *[another] * bool(older))] + [
             f"assumed: {what}" for what in self.assumptions
         ]
 
@@ -212,7 +212,7 @@ def fit(
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
     if recorder.holds_from > (0, 0) and gpu is not None and gpus[0].context == _UNKNOWN_CONTEXT:  # given as a size
         least = ".".join(map(str, recorder.holds_from))
-        told = f"a GPU of compute capability {least} or higher: on an older one attention runs another kernel"
+        told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.assumptions[told] = None
     peak, owners, resting = _divide(recorder)
     return Fit(

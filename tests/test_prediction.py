@@ -296,7 +296,7 @@ def test_attention_on_older_gpus_is_asked_for_by_name():
 
     predicted = fit(variant)
     assert predicted.verdict("T4") == TOO_CLOSE and predicted.verdict("L4") == FITS
-    assert "attention runs another kernel on T4 and V100" in repr(predicted)
+    assert "the step takes other kernels or formats on T4 and V100" in repr(predicted)
     assert fit(variant, "T4").verdict() == FITS
     assert fit(linear()).verdict("T4") == FITS
     assert "compute capability 8.0 or higher" in fit(variant, "16 GiB").assumptions[0]
@@ -612,6 +612,27 @@ def test_the_workloads_of_the_course_are_predicted(name):
 
     predicted = fit(variant, "T4")
     assert predicted.verdict() == FITS and predicted.owners["weights"] > 0
+
+
+def test_the_course_trains_in_bfloat16_where_the_gpu_has_it():
+    from effgpu.course import workloads
+
+    def variant():
+        model, texts, labels = workloads.text_classifier(**workloads.DISTILBERT, batch=8)
+
+        def step():
+            with workloads.autocast():
+                loss = F.cross_entropy(model(texts), labels)
+            loss.backward()
+
+        return step
+
+    on = {gpu: fit(variant, gpu).owners["activations"] for gpu in ("T4", "L4")}
+    assert on["L4"] < 0.7 * on["T4"]
+    anywhere = fit(variant)
+    assert anywhere.owners["activations"] == on["L4"]
+    assert anywhere.verdict("T4") == TOO_CLOSE and anywhere.verdict("L4") == FITS
+    assert fit(variant, rules="cpu").owners["activations"] > on["L4"]
 
 
 # --- nothing global stays changed ---

@@ -218,7 +218,7 @@ def autocast() -> torch.autocast:
     >>> with autocast():
     >>>     loss = cross_entropy(model(texts), labels)
     """
-    on = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    on = torch.cuda.is_bf16_supported(including_emulation=False)  # without a GPU only where `fit` predicts for one
     return torch.autocast(find_device().type, torch.bfloat16, enabled=on)
 
 
