@@ -107,6 +107,8 @@ def test_is_committed_executed(path):
     assert any("image/png" in output.get("data", {}) for output in outputs(notebook))
     told = json.dumps([{k: v for k, v in output.items() if k != "data"} for output in outputs(notebook)])
     assert not re.search(r"(/(home|root|tmp|work|Users)/)|Warning|\\r", told)
+    bare = [output.get("data", {}).get("text/plain", "") for output in outputs(notebook)]
+    assert not [text for text in bare if text.startswith("tensor(")], "a cell shows the numbers of a tensor"
     assert text_of(code(notebook)[1]).startswith("measured on ")
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
