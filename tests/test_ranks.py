@@ -1,4 +1,4 @@
-"""Tests of effgpu.course.ranks, on one rank of a group of two that sends nothing. Lesson 20 takes two real ones."""
+"""Tests of effgpu.course.ranks: of torchrun on two real ranks, else on one of a group of two that sends nothing."""
 
 import pytest
 import torch
@@ -7,16 +7,33 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from effgpu.course import ranks
-from effgpu.course.ranks import bytes_held, bytes_sent, take_turns
+from effgpu.course.ranks import bytes_held, bytes_sent, take_turns, torchrun
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def group():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
 
 
+def test_torchrun_returns_what_both_ranks_print(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, sys, torch
+print("|".join([os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1], str(torch.cuda.is_available())]))
+""")
+    assert sorted(torchrun(str(script), "a b", cpu=True).split("\n")) == ["", "0|2|a b|False", "1|2|a b|False"]
+
+
+def test_a_rank_that_fails_is_an_error_with_its_last_words(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; assert os.environ['RANK'] == '0', 'not the first rank'")
+    with pytest.raises(RuntimeError, match=r"(?s)script.py: expected both ranks to end well.*not the first rank"):
+        torchrun(str(script))
+
+
+@pytest.mark.usefixtures("group")
 def test_bytes_sent_counts_the_rounds_of_each_collective_operation():
     whole, own = torch.zeros(1000), torch.zeros(500)
     assert bytes_sent(lambda: dist.all_reduce(whole)) == 2 * 4000 / 2
@@ -26,6 +43,7 @@ def test_bytes_sent_counts_the_rounds_of_each_collective_operation():
     assert bytes_sent(lambda: whole.sum()) == 0
 
 
+@pytest.mark.usefixtures("group")
 def test_bytes_held_are_those_of_weights_gradients_and_state():
     model = nn.Linear(10, 10)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -34,6 +52,7 @@ def test_bytes_held_are_those_of_weights_gradients_and_state():
     assert bytes_held(model, optimizer) == [440, 440, 880]
 
 
+@pytest.mark.usefixtures("group")
 def test_steps_take_turns_forwards_and_backwards_and_the_first_round_is_the_warm_up(monkeypatch):
     called = []
 

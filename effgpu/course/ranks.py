@@ -1,15 +1,40 @@
-"""What a rank of a distributed step reports: the bytes that it holds and sends, and times of steps that take turns."""
+"""Two ranks: start a script on them; the bytes that a rank holds and sends; times of its steps, which take turns."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from effgpu.device import describe
 from effgpu.ops import count_ops
 from effgpu.timing import time_steps
 
 ROUNDS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1}  # of a ring: reduce, then gather
+
+
+def torchrun(*script: str, cpu: bool = False) -> str:
+    """Run a script with its arguments on two ranks of this machine, and return what they print.
+
+    Each rank gets half of the CPU's cores. With `cpu` they see no GPU. Raises RuntimeError, with the end of their
+    errors, if one fails.
+    """
+    settings = {"OMP_NUM_THREADS": str(max(1, describe().cores // 2))}
+    if cpu:
+        settings["CUDA_VISIBLE_DEVICES"] = ""
+    if sys.platform == "win32":
+        settings["USE_LIBUV"] = "0"
+    else:  # the host's own name may not lead back to it
+        settings["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr=127.0.0.1", "--nproc-per-node=2", *script]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"torchrun {' '.join(script)}: expected both ranks to end well, got:\n{done.stderr[-3000:]}")
+    return done.stdout
 
 
 def bytes_sent(step: Callable[[], object]) -> float:
