@@ -10,7 +10,7 @@ from effgpu.ablation import Ablation
 from effgpu.commands import Bench
 from effgpu.comparison import Comparison
 
-FORMAT = {"format": "effgpu results", "version": 2}
+FORMAT = {"format": "effgpu results", "version": 3}
 STORED = Path(__file__).parent / "reference"
 
 

@@ -127,7 +127,7 @@ FOREIGN = {
     "a list": "[]",
     "another format": json.dumps({"format": "pytest results", "version": 1, "comparisons": []}),
     "too deep": "[" * 100_000,
-    "another version": json.dumps({"format": "effgpu results", "version": 3, "comparisons": []}),
+    "another version": json.dumps({"format": "effgpu results", "version": 4, "comparisons": []}),
     "no version": json.dumps({"format": "effgpu results", "comparisons": []}),
     "no comparisons": json.dumps(FORMAT),
     "comparisons of nothing": json.dumps(FORMAT | {"comparisons": [{}]}),
@@ -181,7 +181,7 @@ def test_a_file_of_the_first_edition_is_told_by_its_version(tmp_path):
 
 def test_a_file_says_its_format_and_its_version(tmp_path, result):
     written = json.loads(save([result], tmp_path / "results.json").read_text())
-    assert written.pop("comparisons") and written == {"format": "effgpu results", "version": 2}
+    assert written.pop("comparisons") and written == {"format": "effgpu results", "version": 3}
 
 
 def test_a_wrong_field_is_named_with_its_variant(tmp_path, result):
