@@ -174,7 +174,7 @@ FIRST_EDITION = {
 def test_a_file_of_the_first_edition_is_told_by_its_version(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"format": "effgpu results", "version": 1, "comparisons": [FIRST_EDITION]}))
-    told = r"old\.json: expected version 2 of the results format, got 1: another edition .* so measure again$"
+    told = r"old\.json: expected version 3 of the results format, got 1: another edition .* so measure again$"
     with pytest.raises(ValueError, match=told):
         load(path)
 
