@@ -200,8 +200,9 @@ def fit(
     if rules not in ("gpu", "cpu"):
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
     recorder = Recorder(capability if rules == "gpu" else None)
+    gpu_in_use = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with gc_frozen(), torch.random.fork_rng([]), as_gpu(recorder):
+        with gc_frozen(), torch.random.fork_rng(gpu_in_use), as_gpu(recorder):
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     except Exception as error:
         if why := _explain(error):

@@ -21,7 +21,8 @@ def test_torchrun_returns_what_both_ranks_print(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("""
 import os, sys, torch
-print("|".join([os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1], str(torch.cuda.is_available())]))
+told = [os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1], str(torch.cuda.is_available())]
+sys.stdout.write("|".join(told) + "\\n")  # in one piece, or the ranks' lines may mix
 """)
     assert sorted(torchrun(str(script), "a b", cpu=True).split("\n")) == ["", "0|2|a b|False", "1|2|a b|False"]
 
