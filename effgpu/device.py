@@ -175,8 +175,8 @@ def release_memory() -> None:
 
 
 def random_states_kept() -> contextlib.AbstractContextManager:
-    """Set PyTorch's random generators, the CPU's and the current GPU's, back at the end of the `with` block."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+    """At the end of the `with` block set the random generators back: the CPU's and, once in use, the current GPU's."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Literal
 
-import torch
 from torch._subclasses import fake_tensor
 
 from effgpu.allocator import count_reserved, find_peak
@@ -200,9 +199,8 @@ def fit(
     if rules not in ("gpu", "cpu"):
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
     recorder = Recorder(capability if rules == "gpu" else None)
-    gpu_in_use = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with gc_frozen(), torch.random.fork_rng(gpu_in_use), as_gpu(recorder):
+        with gc_frozen(), random_states_kept(), as_gpu(recorder):
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     except Exception as error:
         if why := _explain(error):

@@ -1067,7 +1067,8 @@ def test_out_of_memory_while_energy_is_taken_is_a_result(always, gpu, monkeypatc
     assert b.failed == (OUT_OF_MEMORY if always else None)
 
 
-def test_the_generator_of_the_gpu_is_the_readers_again(gpu):
+def test_the_generator_of_the_gpu_is_the_readers_again(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     measure(gpu.variant(0.05), seconds=0.001, blocks=1)
     assert gpu.log.count("state kept") == gpu.log.count("state given back") == 1
 

@@ -615,24 +615,26 @@ def test_the_workloads_of_the_course_are_predicted(name):
 
 
 def test_the_course_trains_in_bfloat16_where_the_gpu_has_it():
+    """On layers without attention, which would ask for a GPU by name in any case."""
     from effgpu.course import workloads
 
     def variant():
-        model, texts, labels = workloads.text_classifier(**workloads.DISTILBERT, batch=8)
+        x, model = torch.randn(4096, 256), nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
 
         def step():
             with workloads.autocast():
-                loss = F.cross_entropy(model(texts), labels)
+                loss = model(x).square().mean()
             loss.backward()
 
         return step
 
     on = {gpu: fit(variant, gpu).owners["activations"] for gpu in ("T4", "L4")}
-    assert on["L4"] < 0.7 * on["T4"]
+    assert on["L4"] < 0.8 * on["T4"]
     anywhere = fit(variant)
     assert anywhere.owners["activations"] == on["L4"]
     assert anywhere.verdict("T4") == TOO_CLOSE and anywhere.verdict("L4") == FITS
-    assert fit(variant, rules="cpu").owners["activations"] > on["L4"]
+    assert "the step takes other kernels or formats on T4 and V100" in repr(anywhere)
+    assert fit(variant, rules="cpu").allocated == pytest.approx(peak_bytes(variant, warmup=1), rel=0.01)
 
 
 # --- nothing global stays changed ---
