@@ -11,7 +11,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q
 
-.PHONY: help run test test-all lab lint floor fit readme address clean
+.PHONY: help run test test-all lab lint floor predictions readme address clean
 
 help:  ## what `make` can do
 	@sed -n 's/^\([a-z-]*\):.*## /make \1: /p' $(MAKEFILE_LIST)
@@ -44,8 +44,8 @@ floor:  ## the tests on the lowest versions that pyproject.toml admits
 readme: $(INSTALLED)  ## README's table of lessons and its picture, from the committed notebooks
 	$(BIN)/python tests/test_readme.py
 
-fit: $(INSTALLED)  ## docs/fit.md: the predicted peaks of published runs beside the published ones
-	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/fit_cases.py
+predictions: $(INSTALLED)  ## docs/predict.md: the predicted peaks of published runs beside the published ones
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/published_memory.py
 
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }

@@ -9,42 +9,42 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's log lines, u
 _MODULES = {  # of each public name; loaded on first use, so that importing effgpu costs next to nothing
     **dict.fromkeys(("KiB", "MiB", "GiB", "format_bytes", "format_count", "format_joules"), "units"),
     **dict.fromkeys(("format_change", "format_seconds", "format_speed"), "units"),
-    **dict.fromkeys(("describe", "find_device", "memory_limit", "pick_sizes"), "device"),
-    **dict.fromkeys(("time_fastest", "time_for", "time_steps"), "timing"),
-    **dict.fromkeys(("peak_bytes", "saved_bytes", "trace"), "memory"),
-    "measure_energy": "power",
-    **dict.fromkeys(("count_flops", "matmul_peak", "mfu"), "flops"),
-    "count_ops": "ops",
-    **dict.fromkeys(("fit", "largest"), "prediction"),
-    **dict.fromkeys(("Measurement", "hodges_lehmann_interval", "measure"), "measurement"),
+    **dict.fromkeys(("describe", "find_device", "memory_limit", "pick_sizes"), "measuring.device"),
+    **dict.fromkeys(("time_fastest", "time_for", "time_steps"), "measuring.timing"),
+    **dict.fromkeys(("peak_bytes", "saved_bytes", "trace"), "measuring.memory"),
+    "measure_energy": "measuring.power",
+    **dict.fromkeys(("count_flops", "matmul_peak", "mfu"), "measuring.flops"),
+    "count_ops": "measuring.ops",
+    **dict.fromkeys(("largest", "predict"), "predicting.prediction"),
+    **dict.fromkeys(("Measurement", "hodges_lehmann_interval", "measure"), "measuring.measurement"),
     **dict.fromkeys(("Comparison", "compare"), "comparison"),
-    **dict.fromkeys(("Bench", "bench"), "commands"),
+    **dict.fromkeys(("Bench", "bench"), "benching.bench"),
     **dict.fromkeys(("Ablation", "ablate"), "ablation"),
     **dict.fromkeys(("load", "save"), "results"),
     **dict.fromkeys(("plot", "plot_fit", "plot_ladder", "plot_memory"), "figures"),
     **dict.fromkeys(("plot_sweep", "plot_switches"), "figures"),
-    "tick": "ticking",
-    "TickCallback": "callbacks",
+    "tick": "benching.ticking",
+    "TickCallback": "benching.callbacks",
 }
 
 __all__ = sorted(_MODULES)
 
 if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.ablation import Ablation, ablate
-    from effgpu.callbacks import TickCallback
-    from effgpu.commands import Bench, bench
+    from effgpu.benching.bench import Bench, bench
+    from effgpu.benching.callbacks import TickCallback
+    from effgpu.benching.ticking import tick
     from effgpu.comparison import Comparison, compare
-    from effgpu.device import describe, find_device, memory_limit, pick_sizes
     from effgpu.figures import plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
-    from effgpu.flops import count_flops, matmul_peak, mfu
-    from effgpu.measurement import Measurement, hodges_lehmann_interval, measure
-    from effgpu.memory import peak_bytes, saved_bytes, trace
-    from effgpu.ops import count_ops
-    from effgpu.power import measure_energy
-    from effgpu.prediction import fit, largest
+    from effgpu.measuring.device import describe, find_device, memory_limit, pick_sizes
+    from effgpu.measuring.flops import count_flops, matmul_peak, mfu
+    from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval, measure
+    from effgpu.measuring.memory import peak_bytes, saved_bytes, trace
+    from effgpu.measuring.ops import count_ops
+    from effgpu.measuring.power import measure_energy
+    from effgpu.measuring.timing import time_fastest, time_for, time_steps
+    from effgpu.predicting.prediction import largest, predict
     from effgpu.results import load, save
-    from effgpu.ticking import tick
-    from effgpu.timing import time_fastest, time_for, time_steps
     from effgpu.units import (
         GiB,
         KiB,

@@ -1,4 +1,4 @@
-"""The commands `effgpu info`, `run`, `report`, `fit` and `bench`. Each imports only what it needs."""
+"""The commands `effgpu info`, `run`, `report`, `predict` and `bench`. Each imports only what it needs."""
 
 import argparse
 import math
@@ -19,9 +19,9 @@ kernels."""
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit code.
 
-    0: success; of `fit`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
+    0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
     arguments or files, or a step that cannot be predicted. 3: more time or memory than `bench` allows, or than the GPU
-    of `fit` has. 4: `fit` is too close to tell. 130: Ctrl-C.
+    of `predict` has. 4: `predict` is too close to tell. 130: Ctrl-C.
     """
     chosen = _parser().parse_args(arguments)
     try:
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
-    commands = parser.add_subparsers(required=True, metavar="{info,run,report,fit,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{info,run,report,predict,bench}")
 
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
@@ -55,12 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.set_defaults(command=_report)
 
-    fit = commands.add_parser("fit", help="predict whether a training step fits a GPU, without having one")
-    fit.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that builds and returns a training step")
-    fit.add_argument("--gpu", metavar="GPU", help='such as T4, "A100 80 GB" or "16 GiB"; else all that are known')
+    predict = commands.add_parser("predict", help="predict whether a training step fits a GPU, without having one")
+    predict.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
+    predict.add_argument("--gpu", metavar="GPU", help='such as T4, "A100 80 GB" or "16 GiB"; else all that are known')
     measured_help = "also run the step on this device, and tell who owned its peak"
-    fit.add_argument("--measured", action="store_true", help=measured_help)
-    fit.set_defaults(command=_fit)
+    predict.add_argument("--measured", action="store_true", help=measured_help)
+    predict.set_defaults(command=_predict)
 
     _add_bench(commands.add_parser("bench", help="compare training scripts that call effgpu.tick() once per step"))
     return parser
@@ -98,7 +98,7 @@ def percentage(text: str) -> float:
 
 
 def _info(chosen: argparse.Namespace) -> int:
-    from effgpu.device import describe
+    from effgpu.measuring.device import describe
     from effgpu.units import format_bytes
 
     device = describe()
@@ -118,8 +118,9 @@ def _info(chosen: argparse.Namespace) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    from effgpu import timing, units
+    from effgpu import units
     from effgpu.course import runner
+    from effgpu.measuring import timing
 
     if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if not find_spec(name)]:
         return _refuse(f"running lessons needs more: pip install {' '.join(missing)}")
@@ -153,7 +154,7 @@ def _run(chosen: argparse.Namespace) -> int:
 def _write_page(outcomes: list, out: Path) -> Path:
     """Write the report, with the lessons of earlier runs of this machine in the same folder."""
     from effgpu.course import report, runner
-    from effgpu.device import describe
+    from effgpu.measuring.device import describe
 
     device = describe()
     lessons = {
@@ -197,11 +198,11 @@ def _report(chosen: argparse.Namespace) -> int:
     return SUCCEEDED
 
 
-def _fit(chosen: argparse.Namespace) -> int:
+def _predict(chosen: argparse.Namespace) -> int:
     import runpy
 
-    from effgpu import prediction
-    from effgpu.variants import is_function
+    from effgpu.measuring.variants import is_function
+    from effgpu.predicting import prediction
 
     path, _, name = chosen.variant.rpartition(":")
     if not path:
@@ -217,9 +218,9 @@ def _fit(chosen: argparse.Namespace) -> int:
     if not is_function(variant):
         return _refuse(f"{path}: expected a function called {name}")
     try:
-        predicted = prediction.fit(variant, gpu, measured=chosen.measured)
+        predicted = prediction.predict(variant, gpu, measured=chosen.measured)
     except (TypeError, RuntimeError) as error:
-        if str(error).startswith(("fit: ", "variant ", "step: ")):
+        if str(error).startswith(("predict: ", "variant ", "step: ")):
             return _refuse(error)
         raise  # the script's own
     print(predicted)
@@ -233,7 +234,8 @@ def _bench(chosen: argparse.Namespace) -> int:
     for name in ("SIGTERM", "SIGHUP"):  # `kill` and a closed terminal stop a bench as Ctrl-C does
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
             signal.signal(getattr(signal, name), signal.default_int_handler)
-    from effgpu import commands, results
+    from effgpu import results
+    from effgpu.benching import bench as commands
 
     options = ("seconds", "skip", "timeout", "unit", "one_at_a_time", "logs")
     try:

@@ -9,8 +9,8 @@ from statistics import median
 
 from effgpu import units
 from effgpu.comparison import BASELINE, BASELINE_FAILED, INCONCLUSIVE, MIN_EFFECT, SAME, Comparison, compare
-from effgpu.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval
-from effgpu.variants import Step, is_function
+from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval
+from effgpu.measuring.variants import Step, is_function
 
 NONE, PLUS, REST = "none", " + ", "the rest"
 AS_FAST = 1.02  # so much slower counts as equally fast when it takes fewer switches

@@ -12,10 +12,10 @@ from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
-from effgpu.device import Device
-from effgpu.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval, measure_all
-from effgpu.prediction import Gpu, find_gpu, fit
-from effgpu.variants import Variant, check_variants
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval, measure_all
+from effgpu.measuring.variants import Variant, check_variants
+from effgpu.predicting.prediction import Gpu, find_gpu, predict
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
@@ -336,10 +336,10 @@ def compare(
     them), as numbers or as results are told: `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. A ratio of times within
     `min_effect` of 1 counts as the same. `other_training` names variants that do not train the same.
 
-    `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.fit` predicts what
-    they need, and whether that fits `gpu`.
+    `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.predict` says
+    what they need, and whether that fits `gpu`.
 
-    The options are those of `effgpu.measurement.measure_all`: items, unit, seconds, blocks (at least eight),
+    The options are those of `effgpu.measuring.measurement.measure_all`: items, unit, seconds, blocks (at least eight),
     min_steps, warmup, energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
@@ -362,13 +362,13 @@ def compare(
 
 
 def _predict_full_size(variants: Mapping[str, Variant] | None, gpu: str | float | Gpu, labels: Sequence[str]) -> dict:
-    """What `fit` predicts for each variant. Raises TypeError or ValueError for unknown labels or what is no variant."""
+    """The prediction for each variant. Raises TypeError or ValueError for unknown labels or what is no variant."""
     gpu = find_gpu(gpu)
     if variants is None:
         return {}
     variants = check_variants(variants, "full_size")
     _check_labels("full_size", variants, labels)
-    predictions = {label: fit(variant, gpu) for label, variant in variants.items()}
+    predictions = {label: predict(variant, gpu) for label, variant in variants.items()}
     return {label: FullSize(needed.allocated, gpu.name, needed.verdict(gpu)) for label, needed in predictions.items()}
 
 

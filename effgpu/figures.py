@@ -19,9 +19,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from effgpu import units
 from effgpu.ablation import NONE, Ablation, Change, format_share
 from effgpu.comparison import OTHER_TRAINING, Comparison
-from effgpu.measurement import Measurement
-from effgpu.memory import Trace
-from effgpu.prediction import DOES_NOT_FIT, FITS, OWNERS, TOO_CLOSE, Fit
+from effgpu.measuring.measurement import Measurement
+from effgpu.measuring.memory import Trace
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, OWNERS, TOO_CLOSE, Prediction
 from effgpu.results import stored
 from effgpu.units import FORMATS
 
@@ -63,7 +63,7 @@ _ORIGINS = {
     Comparison: "what `compare` or `ablate` gave",
     Ablation: "what `ablate` gave",
     Trace: "what `trace` gave",
-    Fit: "what `fit` gave",
+    Prediction: "what `predict` gave",
 }
 
 
@@ -168,24 +168,24 @@ def plot_sweep(
     return figure
 
 
-def plot_fit(fit: Fit) -> Figure:
+def plot_fit(prediction: Prediction) -> Figure:
     """The predicted peak by owners, above the memory of each GPU with the range that the step needs on it.
 
     A thick line spans the range of what is needed. A GPU's bar is its memory, in the colour of the verdict.
     """
-    _check("fit", fit, Fit)
-    gpus, largest = fit.gpus, max(gpu.memory for gpu in fit.gpus)
+    _check("prediction", prediction, Prediction)
+    gpus, largest = prediction.gpus, max(gpu.memory for gpu in prediction.gpus)
     with _figure(2, height=0.9 + 0.2 * len(gpus)) as (figure, (peak, cards)):
-        _draw_owners(peak, fit)
+        _draw_owners(peak, prediction)
         for row, gpu in enumerate(gpus):
-            needed, verdict = fit.total(gpu), fit.verdict(gpu)
+            needed, verdict = prediction.total(gpu), prediction.verdict(gpu)
             cards.barh(row, gpu.memory, height=0.62, color=VERDICT_COLORS[verdict], alpha=0.35)
             cards.plot([needed.low, needed.high], [row, row], color=DIM, linewidth=4, solid_capstyle="butt")
             end = max(gpu.memory, needed.high) if needed.high < largest else gpu.memory
             cards.text(end, row, f" {verdict}", va="center", fontsize=8)
         cards.set_yticks(range(len(gpus)), [gpu.name for gpu in gpus])
         cards.set_ylim(len(gpus) - 0.4, -0.6)
-        cards.set_xlim(0, 1.25 * max(largest, min(fit.total(gpu).high for gpu in gpus)))
+        cards.set_xlim(0, 1.25 * max(largest, min(prediction.total(gpu).high for gpu in gpus)))
         cards.set_title("GPU's memory (bar) and what the step needs on it (line)")
         for ax in (peak, cards):
             ax.grid(axis="y", visible=False)
@@ -481,19 +481,19 @@ def _runs(phases: tuple[str, ...]) -> list[tuple[int, int, str]]:
     return [(first, last, phases[first]) for first, last in pairwise(edges)]
 
 
-def _draw_owners(ax, fit: Fit) -> None:
+def _draw_owners(ax, prediction: Prediction) -> None:
     left = 0
-    for owner, size in fit.owners.items():
+    for owner, size in prediction.owners.items():
         if size:
             ax.barh(
                 0, size, left=left, height=0.5, color=OWNER_COLORS[owner], label=f"{owner} {units.format_bytes(size)}"
             )
             left += size
-    if fit.reserved > left:
-        ax.barh(0, fit.reserved, height=0.5, facecolor="none", edgecolor=PINK, linestyle=":", label="reserved")
+    if prediction.reserved > left:
+        ax.barh(0, prediction.reserved, height=0.5, facecolor="none", edgecolor=PINK, linestyle=":", label="reserved")
     ax.set_yticks([])
     ax.set_ylim(1.0, -0.4)
-    ax.set_title(f"predicted peak: {units.format_bytes(fit.allocated)}")
+    ax.set_title(f"predicted peak: {units.format_bytes(prediction.allocated)}")
     ax.legend(loc="lower left", ncols=3, fontsize=8, borderpad=0)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from effgpu.ablation import Ablation
-from effgpu.commands import Bench
+from effgpu.benching.bench import Bench
 from effgpu.comparison import Comparison
 
 FORMAT = {"format": "effgpu results", "version": 3}

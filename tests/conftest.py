@@ -14,9 +14,9 @@ import pynvml
 import pytest
 import torch
 
-from effgpu import measurement, memory, variants
-from effgpu.device import Device
-from effgpu.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement
+from effgpu.measuring import measurement, memory, variants
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement
 from effgpu.units import GiB
 
 hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  # no test depends on the machine's speed

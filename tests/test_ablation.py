@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effgpu import comparison, power, results
+from effgpu import comparison, results
 from effgpu.ablation import MOST_FOR_ALL, Ablation, Change, ablate, switches_on
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison, compare
-from effgpu.device import Device, memory_limit
-from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.measuring import power
+from effgpu.measuring.device import Device, memory_limit
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.units import GiB, MiB
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})

@@ -16,9 +16,12 @@ import pynvml
 import pytest
 
 import effgpu
-from effgpu import commands, power, processes, results, ticking
+from effgpu import results
 from effgpu.__main__ import main
-from effgpu.commands import Bench
+from effgpu.benching import bench as commands
+from effgpu.benching import processes, ticking
+from effgpu.benching.bench import Bench
+from effgpu.measuring import power
 
 ROOT = Path(__file__).parent.parent
 LOOP = """
@@ -663,7 +666,7 @@ def test_transformers_trainer_with_and_without_a_flag(script, bench, tmp_path):
 def test_the_callback_names_items_and_the_logged_loss(monkeypatch):
     from types import SimpleNamespace
 
-    from effgpu import callbacks
+    from effgpu.benching import callbacks
 
     told = []
     monkeypatch.setattr(callbacks, "tick", lambda **given: told.append((given["items"], given["loss"])))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from effgpu import comparison, power, prediction, units
+from effgpu import comparison, units
 from effgpu.comparison import (
     BASELINE,
     BASELINE_FAILED,
@@ -29,8 +29,10 @@ from effgpu.comparison import (
     Ratio,
     compare,
 )
-from effgpu.device import Device
-from effgpu.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement, hodges_lehmann_interval
+from effgpu.measuring import power
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement, hodges_lehmann_interval
+from effgpu.predicting import prediction
 from effgpu.units import GiB
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})

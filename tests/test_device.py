@@ -11,9 +11,17 @@ import pynvml
 import pytest
 import torch
 
-from effgpu import device, power
-from effgpu.device import Device, current_limit, describe, free_memory, is_out_of_memory, memory_limit, pick_sizes
-from effgpu.processes import _OUT_OF_MEMORY
+from effgpu.benching.processes import _OUT_OF_MEMORY
+from effgpu.measuring import device, power
+from effgpu.measuring.device import (
+    Device,
+    current_limit,
+    describe,
+    free_memory,
+    is_out_of_memory,
+    memory_limit,
+    pick_sizes,
+)
 from effgpu.units import GiB, MiB
 
 T4 = {"name": "Tesla T4", "capability": (7, 5), "memory": 15 * GiB}

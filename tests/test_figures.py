@@ -24,11 +24,11 @@ from nbclient import NotebookClient
 from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
-from effgpu.device import Device
 from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
-from effgpu.measurement import Measurement, hodges_lehmann_interval
-from effgpu.memory import Trace
-from effgpu.prediction import GPUS, OWNERS, Fit, Range
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval
+from effgpu.measuring.memory import Trace
+from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
@@ -264,7 +264,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot_fit(Fit(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure = plot_fit(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
     assert len(cards.texts) == len(cards.lines) == len(GPUS)

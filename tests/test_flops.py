@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from effgpu import flops
-from effgpu.flops import count_flops, matmul_peak, mfu
+from effgpu.measuring import flops
+from effgpu.measuring.flops import count_flops, matmul_peak, mfu
 
 
 @given(rows=st.integers(1, 16), width=st.integers(1, 16), out=st.integers(1, 16), gradient=st.booleans())

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from test_lessons import CHECKED, LESSONS, each_lesson, read, text_of
 
-from effgpu import timing
+from effgpu.measuring import timing
 
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {

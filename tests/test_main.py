@@ -15,12 +15,13 @@ import pytest
 from test_runner import FAILING, compares, write_lesson
 
 from effgpu import __main__ as main_module
-from effgpu import device, results, timing
+from effgpu import results
 from effgpu.__main__ import main
 from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.course import runner
-from effgpu.device import Device
-from effgpu.measurement import Measurement
+from effgpu.measuring import device, timing
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import Measurement
 
 ENDLESS = """\
 import os, pathlib, subprocess, time
@@ -330,7 +331,7 @@ def variant():
 def test_fit_says_by_its_exit_code_whether_a_step_fits(width, gpu, code, tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(STEP.format(width=width))
-    asked = ["fit", f"{path}:variant", *(["--gpu", gpu] if gpu else [])]
+    asked = ["predict", f"{path}:variant", *(["--gpu", gpu] if gpu else [])]
     assert main(asked) == code
     assert "T4" in capsys.readouterr().out
 
@@ -351,7 +352,7 @@ def test_fit_says_what_it_expected(asked, why, tmp_path, capsys):
     path = tmp_path / "train.py"
     by_value = "lambda: lambda: torch.ones(3)[torch.ones(3) > 0]"
     path.write_text(STEP.format(width=8) + f"\ndef nothing(): pass\nby_value = {by_value}\n")
-    assert main(["fit", *(word.format(path=path) for word in asked)]) == 2
+    assert main(["predict", *(word.format(path=path) for word in asked)]) == 2
     printed = capsys.readouterr().err
     assert why in printed and printed.count("\n") == 1
 
@@ -373,7 +374,7 @@ def test_an_error_of_the_script_keeps_its_traceback(where, tmp_path):
     lines = {name: "raise ValueError('the script')" if name == where else "pass" for name in PLACES}
     path.write_text(FAILS.format(**lines))
     with pytest.raises(ValueError, match="the script") as raised:
-        main(["fit", f"{path}:variant"])
+        main(["predict", f"{path}:variant"])
     told = "".join(traceback.format_exception(raised.value))
     assert "train.py" in told and "raise ValueError('the script')" in told
 
@@ -381,7 +382,7 @@ def test_an_error_of_the_script_keeps_its_traceback(where, tmp_path):
 def test_fit_tells_the_measured_owners_too(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(STEP.format(width=512))
-    assert main(["fit", f"{path}:variant", "--measured"]) == 0
+    assert main(["predict", f"{path}:variant", "--measured"]) == 0
     told = capsys.readouterr().out
     for owner in ("weights", "gradients"):
         assert re.search(rf"^  {owner} .*\(measured here: 1\.00 MiB\)$", told, re.MULTILINE), told
@@ -391,4 +392,4 @@ def test_fit_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "its_neighbour.py").write_text("width = 8")
     (tmp_path / "train.py").write_text(STEP.format(width="its_neighbour.width") + "\nimport its_neighbour\n")
-    assert main(["fit", f"{tmp_path / 'train.py'}:variant", "--gpu", "T4"]) == 0
+    assert main(["predict", f"{tmp_path / 'train.py'}:variant", "--gpu", "T4"]) == 0

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from effgpu import device, measurement, memory, power, timing, variants
-from effgpu.device import Device, describe, gc_frozen, memory_limit, release_memory
-from effgpu.measurement import OUT_OF_MEMORY, Measurement, hodges_lehmann_interval, measure, measure_all
+from effgpu.measuring import device, measurement, memory, power, timing, variants
+from effgpu.measuring.device import Device, describe, gc_frozen, memory_limit, release_memory
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement, hodges_lehmann_interval, measure, measure_all
 from effgpu.units import GiB, MiB
 
 QUICK = {"seconds": 0.001, "blocks": 3}

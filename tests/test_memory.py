@@ -17,9 +17,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 import effgpu
-from effgpu import memory
-from effgpu.device import find_device, gc_frozen, memory_limit, release_memory
-from effgpu.memory import Trace, peak_bytes, saved_bytes, trace
+from effgpu.measuring import memory
+from effgpu.measuring.device import find_device, gc_frozen, memory_limit, release_memory
+from effgpu.measuring.memory import Trace, peak_bytes, saved_bytes, trace
 from effgpu.units import GiB, MiB
 
 
@@ -283,7 +283,7 @@ def test_the_records_of_the_warm_up_are_gone_when_the_step_runs(monkeypatch):
 
 # The child holds ten tensors at a time, each time larger ones, and makes a thousand records between two of them.
 HEAP = """
-import resource, torch, effgpu.memory
+import resource, torch, effgpu.measuring.memory
 
 def variant():
     small = torch.ones(8)
@@ -301,9 +301,9 @@ def variant():
 def most():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-effgpu.memory.trace(lambda: lambda: torch.ones(8))
+effgpu.measuring.memory.trace(lambda: lambda: torch.ones(8))
 base = most()
-peak = effgpu.memory.trace(variant, warmup=1).peak
+peak = effgpu.measuring.memory.trace(variant, warmup=1).peak
 print(peak, most() - base)
 """
 
@@ -344,9 +344,9 @@ def test_another_c_library_is_left_alone(monkeypatch):
 def test_a_pytorch_without_the_profiler_is_named_and_effgpu_can_be_imported(monkeypatch):
     monkeypatch.delattr(torch.autograd, "_enable_profiler_legacy")
     monkeypatch.delattr(torch._C._profiler, "_ExperimentalConfig")
-    monkeypatch.setattr(effgpu, "memory", memory)
-    monkeypatch.delitem(sys.modules, "effgpu.memory")
-    anew = importlib.import_module("effgpu.memory")
+    monkeypatch.setattr(effgpu.measuring, "memory", memory)
+    monkeypatch.delitem(sys.modules, "effgpu.measuring.memory")
+    anew = importlib.import_module("effgpu.measuring.memory")
     assert anew is not memory and anew.saved_bytes(lambda: torch.ones(4)) == 0
     with pytest.raises(RuntimeError, match=rf"^trace: PyTorch {torch.__version__.replace('+', '.')} has no profiler"):
         anew.trace(lambda: lambda: torch.ones(4))
@@ -659,10 +659,10 @@ def test_trace_agrees_with_the_allocators_own_statistics(variant):
 @pytest.mark.parametrize("config", ["backend:cudaMallocAsync", "expandable_segments:True"])
 def test_trace_works_with_every_allocator(config):
     alone = """
-import torch, effgpu.memory
+import torch, effgpu.measuring.memory
 weights = torch.ones(2**20, device="cuda")
 step = lambda: (torch.ones(2**20, device="cuda") + weights).sum().item()
-print(effgpu.memory.trace(lambda: step).peak)
+print(effgpu.measuring.memory.trace(lambda: step).peak)
 """
     told = subprocess.run(
         [sys.executable, "-c", alone],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from effgpu.ops import Ops, count_ops
+from effgpu.measuring.ops import Ops, count_ops
 
 
 def training(optimizer=torch.optim.SGD, **options):

@@ -1,4 +1,4 @@
-"""Tests of the package as a whole: imports run one way, importing it costs little, and what is declared holds."""
+"""Tests of the package as a whole: rooms import one way, importing it costs little, and what is declared holds."""
 
 import ast
 import importlib
@@ -17,13 +17,9 @@ import effgpu
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
-MEASURING = [
-    *("units", "device", "ticking", "callbacks", "variants", "timing", "memory", "power", "flops", "ops"),
-    *("allocator", "fake_gpu", "prediction"),
-    *("measurement", "comparison", "processes", "commands", "ablation", "results", "figures"),
-]
-COURSE = [f"course.{name}" for name in ("corpus", "workloads", "ranks", "runner", "report")]
-ORDER = [*MEASURING, *COURSE, "__main__"]
+# Each room may import those above it, and itself.
+ROOMS = ["units", "measuring", "predicting", "comparison", "benching", "ablation", "results", "figures", "course"]
+ROOMS.append("__main__")
 PATHS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -47,32 +43,14 @@ def imported(module):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def module_of(name):
-    """The module of the package that an import's full name is in: `effgpu.course.runner.run` -> `course.runner`."""
-    rest = name.split(".")[1:]
-    return next((module for n in (2, 1) if (module := ".".join(rest[:n])) in ORDER), None)
-
-
 @with_each_module
-def test_imports_run_one_way(module):
-    assert module in ORDER, "a new module takes its place in the order"
-    above = ORDER[: ORDER.index(module)]
+def test_rooms_import_one_way(module):
+    room = module.split(".")[0]
+    assert room in ROOMS, "a new room takes its place in the order"
     for name in imported(module):
         if name.split(".")[0] == "effgpu":
-            assert module_of(name) in above, f"{module} imports {name}, which is not a module above it"
-
-
-@pytest.mark.parametrize("module", [module for module in MODULES if module in MEASURING])
-def test_what_measures_knows_nothing_of_the_course(module):
-    assert not [name for name in imported(module) if name.startswith("effgpu.course")]
-
-
-def test_contributing_tells_the_order_of_imports():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = re.findall(r"\w+", re.search(r"in this order: ([\w,\s]+)\.", text)[1])
-    until_figures = MEASURING[: MEASURING.index("figures") + 1]
-    assert named[: len(until_figures)] == until_figures, named
-    assert set(named) <= {*until_figures, "and", "then", *(module.split(".")[-1] for module in ORDER)}
+            other = name.split(".")[1]
+            assert other in ROOMS[: ROOMS.index(room) + 1], f"{module} imports {name}, which is in no room above it"
 
 
 def test_only_figures_imports_matplotlib():

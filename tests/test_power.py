@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from effgpu import power
+from effgpu.measuring import power
 
 
 class Board:

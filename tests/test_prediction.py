@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from benchmarks import fit_cases
+from benchmarks import published_memory
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -12,10 +12,22 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
-from effgpu import prediction as fit_module
-from effgpu.allocator import Block, Pool, count_reserved, find_peak, round_size, segment_size
-from effgpu.device import find_device, gc_frozen
-from effgpu.prediction import DOES_NOT_FIT, FITS, GPUS, MORE, TOO_CLOSE, Fit, Gpu, Range, find_gpu, fit, largest
+from effgpu.measuring.device import find_device, gc_frozen
+from effgpu.predicting import prediction
+from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size, segment_size
+from effgpu.predicting.prediction import (
+    DOES_NOT_FIT,
+    FITS,
+    GPUS,
+    MORE,
+    TOO_CLOSE,
+    Gpu,
+    Prediction,
+    Range,
+    find_gpu,
+    largest,
+    predict,
+)
 from effgpu.units import GiB, KiB, MiB
 
 
@@ -217,14 +229,14 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_with_a_cpus_rules_the_count_is_what_the_trace_records(name):
-    predicted = fit(MODELS[name], rules="cpu")
+    predicted = predict(MODELS[name], rules="cpu")
     assert predicted.allocated == pytest.approx(peak_bytes(MODELS[name], warmup=1), rel=0.01)
     assert not predicted.unknown and sum(predicted.owners.values()) == predicted.allocated
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "ResNet-18", "LoRA"])
 def test_owners_are_measured_where_the_step_can_run(name):
-    both = fit(MODELS[name], rules="cpu", measured=True)
+    both = predict(MODELS[name], rules="cpu", measured=True)
     assert sum(both.measured.values()) == pytest.approx(peak_bytes(MODELS[name], warmup=1), rel=0.01)
     for owner, size in both.owners.items():
         assert both.measured[owner] == pytest.approx(size, rel=0.02, abs=0.01 * both.allocated)
@@ -244,7 +256,7 @@ def test_a_step_that_fails_on_this_device_leaves_nothing_behind():
 
     before = len(optimizer._global_optimizer_pre_hooks)
     with pytest.raises(KeyError, match="only for real"):
-        fit(variant, measured=True)
+        predict(variant, measured=True)
     assert len(optimizer._global_optimizer_pre_hooks) == before
 
 
@@ -258,7 +270,7 @@ def saved(function, *shape, dtype=torch.float32, **options):
         inputs = torch.randn(shape, dtype=dtype, requires_grad=True)
         return lambda: function(inputs).sum().backward()
 
-    activations = [fit(partial(variant, f), **options).owners["activations"] for f in (function, lambda x: x * 1)]
+    activations = [predict(partial(variant, f), **options).owners["activations"] for f in (function, lambda x: x * 1)]
     return activations[0] - activations[1]
 
 
@@ -294,13 +306,13 @@ def test_attention_on_older_gpus_is_asked_for_by_name():
         x = torch.randn(2, 4, 512, 64, dtype=torch.bfloat16, requires_grad=True)
         return lambda: attend(x).sum().backward()
 
-    predicted = fit(variant)
+    predicted = predict(variant)
     assert predicted.verdict("T4") == TOO_CLOSE and predicted.verdict("L4") == FITS
     assert "the step takes other kernels or formats on T4 and V100" in repr(predicted)
-    assert fit(variant, "T4").verdict() == FITS
-    assert fit(linear()).verdict("T4") == FITS
-    assert "compute capability 8.0 or higher" in fit(variant, "16 GiB").assumptions[0]
-    assert not fit(linear(), "16 GiB").assumptions and not fit(variant, "L4").assumptions
+    assert predict(variant, "T4").verdict() == FITS
+    assert predict(linear()).verdict("T4") == FITS
+    assert "compute capability 8.0 or higher" in predict(variant, "16 GiB").assumptions[0]
+    assert not predict(linear(), "16 GiB").assumptions and not predict(variant, "L4").assumptions
 
 
 def test_a_gpu_that_prefers_cudnns_attention_is_said_to():
@@ -308,11 +320,13 @@ def test_a_gpu_that_prefers_cudnns_attention_is_said_to():
         x = torch.randn(2, 4, 512, 64, dtype=torch.bfloat16, requires_grad=True)
         return lambda: attend(x).sum().backward()
 
-    assert "on H100 and H200, cuDNN's attention takes no more" in fit(variant).assumptions[0]
-    said = {gpu: "cuDNN" in repr(fit(variant, gpu).assumptions) for gpu in ("A100 40 GB", "RTX 4090", "H100", "H200")}
+    assert "on H100 and H200, cuDNN's attention takes no more" in predict(variant).assumptions[0]
+    said = {
+        gpu: "cuDNN" in repr(predict(variant, gpu).assumptions) for gpu in ("A100 40 GB", "RTX 4090", "H100", "H200")
+    }
     assert said == {"A100 40 GB": False, "RTX 4090": False, "H100": True, "H200": True}
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        assert not fit(variant, "H100").assumptions
+        assert not predict(variant, "H100").assumptions
 
 
 def test_attention_computes_the_right_shapes_for_odd_heads_and_masks():
@@ -331,7 +345,7 @@ def test_attention_computes_the_right_shapes_for_odd_heads_and_masks():
 
                 return step
 
-            assert fit(variant).allocated > 0
+            assert predict(variant).allocated > 0
 
 
 def test_autocast_has_a_gpus_list_of_operations():
@@ -354,7 +368,7 @@ def test_autocast_has_a_gpus_list_of_operations():
 
         return step
 
-    fit(variant, steps=1)
+    predict(variant, steps=1)
     half = {name for name, dtype in seen.items() if dtype is torch.float16}
     assert half == {"linear", "gelu", "cat", "einsum"}
 
@@ -377,11 +391,11 @@ def test_a_gpu_that_is_named_is_predicted_with_its_autocast_and_scaler(device):
 
         return step
 
-    predicted = fit(variant, "T4")
+    predicted = predict(variant, "T4")
     assert predicted.verdict() == FITS and not predicted.assumptions
     assert predicted.owners["weights"] == 64 * 64 * 4 + 512
     assert predicted.owners["optimizer state"] == predicted.owners["weights"]  # the scaler skips no step
-    momentum = fit(variant, "T4", steps=3)
+    momentum = predict(variant, "T4", steps=3)
     assert momentum.allocated == predicted.allocated
 
 
@@ -399,8 +413,8 @@ def test_an_autocast_that_the_missing_gpu_turned_off_is_said_to_be_off():
 
         return step
 
-    assert "autocast" in fit(partial(variant, context), "T4").assumptions[0]
-    assert not fit(variant, "T4").assumptions
+    assert "autocast" in predict(partial(variant, context), "T4").assumptions[0]
+    assert not predict(variant, "T4").assumptions
 
 
 def test_a_gpu_may_have_a_number():
@@ -414,12 +428,12 @@ def test_a_gpu_may_have_a_number():
 
         return step
 
-    assert fit(variant, "T4").verdict() == FITS
+    assert predict(variant, "T4").verdict() == FITS
 
 
 def test_pytorch_does_not_remember_the_cpu_for_the_gpu():
     torch.get_device_module.cache_clear()
-    fit(lambda: lambda: torch.get_device_module("cuda"), "T4", steps=1)
+    predict(lambda: lambda: torch.get_device_module("cuda"), "T4", steps=1)
     assert torch.get_device_module("cuda") is torch.cuda
 
 
@@ -444,13 +458,13 @@ def test_what_checkpointing_runs_again_is_on_the_gpu_too(reentrant):
 
         return step
 
-    assert fit(partial(variant, "cuda"), "T4").allocated == fit(partial(variant, "cpu"), "T4").allocated
+    assert predict(partial(variant, "cuda"), "T4").allocated == predict(partial(variant, "cpu"), "T4").allocated
 
 
 def test_foreach_is_a_gpus_default_and_takes_temporaries():
     size = 8 * 256 * 256 * 4
     layers = lambda: nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    of = lambda **options: fit(train(layers, 2, 256, loss=torch.sum, **options))
+    of = lambda **options: predict(train(layers, 2, 256, loss=torch.sum, **options))
     default, single, fused = of(), of(foreach=False), of(fused=True)
     assert default.allocated - fused.allocated == pytest.approx(size, rel=0.05)
     assert single.allocated - fused.allocated == pytest.approx(3 * size / 8, rel=0.05)  # three of one layer
@@ -460,7 +474,7 @@ def test_foreach_is_a_gpus_default_and_takes_temporaries():
 def test_adafactor_takes_no_foreach_unless_asked():
     size = 8 * 256 * 256 * 4
     layers = lambda: nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    of = lambda kind, **options: fit(train(layers, 2, 256, loss=torch.sum, optimizer=kind, **options)).allocated
+    of = lambda kind, **options: predict(train(layers, 2, 256, loss=torch.sum, optimizer=kind, **options)).allocated
     own = type("Own", (torch.optim.Adafactor,), {})
     assert of(torch.optim.Adafactor) == of(own) == of(torch.optim.Adafactor, foreach=False)
     assert of(torch.optim.Adafactor, foreach=True) - of(torch.optim.Adafactor) > size / 2
@@ -468,12 +482,12 @@ def test_adafactor_takes_no_foreach_unless_asked():
 
 
 def test_owners_are_told_apart():
-    predicted = fit(linear(1024, 4096))
+    predicted = predict(linear(1024, 4096))
     weights = 1024 * 1024 * 4
     assert predicted.owners["weights"] == weights
     assert predicted.owners["optimizer state"] == pytest.approx(2 * weights, rel=0.001)
-    assert list(predicted.owners) == list(fit_module.OWNERS)
-    frozen = fit(train(lambda: Lora(nn.Linear(512, 512)), 4, 512, loss=torch.sum))
+    assert list(predicted.owners) == list(prediction.OWNERS)
+    frozen = predict(train(lambda: Lora(nn.Linear(512, 512)), 4, 512, loss=torch.sum))
     assert frozen.owners["weights"] > 512 * 512 * 4
 
 
@@ -489,14 +503,14 @@ def test_zeroed_gradients_are_kept_and_none_are_not():
 
         return step
 
-    kept, freed = (fit(partial(variant, none)) for none in (False, True))
+    kept, freed = (predict(partial(variant, none)) for none in (False, True))
     assert kept.allocated - freed.allocated >= 512 * 512 * 4
 
 
 def test_convolutions_and_products_take_workspaces():
-    assert fit(linear(), "T4").workspaces.low == 8.125 * MiB
-    assert fit(linear(), "H100").workspaces.low == 32 * MiB
-    convolution = fit(train(lambda: nn.Conv2d(3, 8, 3), 2, 3, 32, 32, loss=torch.sum))
+    assert predict(linear(), "T4").workspaces.low == 8.125 * MiB
+    assert predict(linear(), "H100").workspaces.low == 32 * MiB
+    convolution = predict(train(lambda: nn.Conv2d(3, 8, 3), 2, 3, 32, 32, loss=torch.sum))
     assert convolution.workspaces.high > convolution.workspaces.low == 0
 
 
@@ -536,7 +550,7 @@ def require(truth):
     ],
 )
 def test_what_holds_for_every_healthy_step_is_not_mentioned(read):
-    predicted = fit(reading(read), "T4")
+    predicted = predict(reading(read), "T4")
     assert predicted.verdict() == FITS and not predicted.assumptions
 
 
@@ -544,7 +558,7 @@ def test_what_holds_for_every_healthy_step_is_not_mentioned(read):
     "read", [lambda out: out.sum().item(), lambda out: f"{out.sum():.3f}", lambda out: out.detach().numpy() + 1]
 )
 def test_a_number_that_is_read_is_said_with_its_line(read):
-    predicted = fit(reading(read), "T4")
+    predicted = predict(reading(read), "T4")
     assert predicted.verdict() == FITS
     assert len(predicted.assumptions) == 1 and "of test_prediction.py reads" in predicted.assumptions[0]
     assert "assumed: line" in repr(predicted)
@@ -552,7 +566,7 @@ def test_a_number_that_is_read_is_said_with_its_line(read):
 
 @pytest.mark.parametrize("read", [lambda out: bool(out.sum() > 0), lambda out: out.argmax().item()])
 def test_where_sizes_may_depend_on_a_value_nothing_surely_fits(read):
-    predicted = fit(reading(read), "T4")
+    predicted = predict(reading(read), "T4")
     assert predicted.verdict() == TOO_CLOSE and "of test_prediction.py" in predicted.unknown[0]
 
 
@@ -561,13 +575,13 @@ def test_where_sizes_may_depend_on_a_value_nothing_surely_fits(read):
     [
         (lambda out: out[out > 0], "the shape of a result depends on values, by aten.nonzero"),
         (lambda out: out.unique(), "the shape of a result depends on values"),
-        (lambda out: OUTSIDE(out), "parameters that were built outside of the variant"),
+        (lambda out: OUTSIDE(out), "parameters from outside of the variant"),
         (lambda out: torch.cuda.synchronize(), "calls torch.cuda itself"),
     ],
 )
 def test_a_step_that_cannot_be_predicted_is_refused_with_the_reason(read, why):
     with pytest.raises(RuntimeError, match=why):
-        fit(reading(read))
+        predict(reading(read))
 
 
 OUTSIDE = nn.Linear(16, 16)
@@ -576,7 +590,7 @@ COMPILED = torch.compile(torch.relu)
 
 @pytest.mark.parametrize("read", [lambda out: torch.compile(torch.relu)(out), lambda out: COMPILED(out)])
 def test_compiled_code_is_counted_as_eager_and_said(read):
-    predicted = fit(reading(read), "T4")
+    predicted = predict(reading(read), "T4")
     assert predicted.verdict() == TOO_CLOSE and "compiled code" in predicted.unknown[0]
 
 
@@ -598,7 +612,7 @@ def test_data_are_loaded_without_workers():
 
         return step
 
-    predicted = fit(variant, "T4")
+    predicted = predict(variant, "T4")
     assert predicted.verdict() == FITS and "workers do not run" in predicted.assumptions[0]
 
 
@@ -610,7 +624,7 @@ def test_the_workloads_of_the_course_are_predicted(name):
         model, inputs, labels = getattr(workloads, name)()
         return lambda: F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten()).backward()
 
-    predicted = fit(variant, "T4")
+    predicted = predict(variant, "T4")
     assert predicted.verdict() == FITS and predicted.owners["weights"] > 0
 
 
@@ -628,13 +642,13 @@ def test_the_course_trains_in_bfloat16_where_the_gpu_has_it():
 
         return step
 
-    on = {gpu: fit(variant, gpu).owners["activations"] for gpu in ("T4", "L4")}
+    on = {gpu: predict(variant, gpu).owners["activations"] for gpu in ("T4", "L4")}
     assert on["L4"] < 0.8 * on["T4"]
-    anywhere = fit(variant)
+    anywhere = predict(variant)
     assert anywhere.owners["activations"] == on["L4"]
     assert anywhere.verdict("T4") == TOO_CLOSE and anywhere.verdict("L4") == FITS
     assert "the step takes other kernels or formats on T4 and V100" in repr(anywhere)
-    assert fit(variant, rules="cpu").allocated == pytest.approx(peak_bytes(variant, warmup=1), rel=0.01)
+    assert predict(variant, rules="cpu").allocated == pytest.approx(peak_bytes(variant, warmup=1), rel=0.01)
 
 
 # --- nothing global stays changed ---
@@ -677,9 +691,9 @@ def test_nothing_global_stays_changed(fails):
     torch.manual_seed(0)
     if fails:
         with pytest.raises(ValueError, match="the step's own"):
-            fit(variant)
+            predict(variant)
     else:
-        fit(variant)
+        predict(variant)
     assert state() == before
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ones(2).bfloat16().softmax(0).dtype is torch.bfloat16  # the CPU's own list again
@@ -689,8 +703,8 @@ def test_nothing_global_stays_changed(fails):
 
 
 def made(allocated, reserved=None, unknown=(), resting=0):
-    owners = dict.fromkeys(fit_module.OWNERS, 0) | {"activations": allocated}
-    return Fit(allocated, owners, reserved or allocated, Range(0, 0), tuple(GPUS.values()), (), unknown, resting)
+    owners = dict.fromkeys(prediction.OWNERS, 0) | {"activations": allocated}
+    return Prediction(allocated, owners, reserved or allocated, Range(0, 0), tuple(GPUS.values()), (), unknown, resting)
 
 
 @given(st.integers(0, 200 * GiB), st.integers(0, 8 * GiB), st.sampled_from(list(GPUS)))
@@ -739,7 +753,7 @@ def test_an_unknown_gpu_is_refused(gpu):
         find_gpu(gpu)
 
 
-@pytest.mark.parametrize("call", [partial(fit, linear(), steps=0), partial(fit, linear(), rules="tpu")])
+@pytest.mark.parametrize("call", [partial(predict, linear(), steps=0), partial(predict, linear(), rules="tpu")])
 def test_bad_arguments_are_refused(call):
     with pytest.raises(ValueError, match="expected"):
         call()
@@ -748,15 +762,15 @@ def test_bad_arguments_are_refused(call):
 @pytest.mark.parametrize("variant", [lambda: None, nn.Linear(1, 1), 3])
 def test_what_is_no_variant_is_refused(variant):
     with pytest.raises(TypeError, match="expected"):
-        fit(variant)
+        predict(variant)
 
 
 def test_a_fit_shows_itself_as_a_table():
-    predicted = fit(linear(), "T4")
+    predicted = predict(linear(), "T4")
     assert "T4" in repr(predicted) and "fits" in repr(predicted) and "optimizer state" in repr(predicted)
     assert predicted._repr_html_().count("<table>") == 2
     assert "&lt;script&gt;" in made(1, unknown=("<script>",))._repr_html_()
-    headings, rows = fit(linear()).table()
+    headings, rows = predict(linear()).table()
     assert len(rows) == len(GPUS) and all(len(row) == len(headings) for row in rows)
 
 
@@ -767,7 +781,7 @@ def test_a_fit_shows_itself_as_a_table():
 def test_bisection_finds_the_largest_size(slope, room, power, most):
     surplus = lambda size: int(slope * size**power) - room
     calls = []
-    found = fit_module._bisect(lambda size: calls.append(size) or surplus(size), most)
+    found = prediction._bisect(lambda size: calls.append(size) or surplus(size), most)
     assert 0 <= found <= most
     assert found == 0 or surplus(found) <= 0
     assert found == most or surplus(found + 1) > 0
@@ -779,8 +793,8 @@ def test_the_largest_batch_fits_and_the_next_may_not():
     result = largest(lambda batch: linear(4096, batch), "2 GiB", most=10**6)
     assert 0 < result.fits <= result.may_fit
     assert result.tried[result.fits].verdict() == FITS
-    assert fit(linear(4096, result.fits + 1), "2 GiB").verdict() != FITS
-    assert fit(linear(4096, result.may_fit + 1), "2 GiB").verdict() == DOES_NOT_FIT
+    assert predict(linear(4096, result.fits + 1), "2 GiB").verdict() != FITS
+    assert predict(linear(4096, result.may_fit + 1), "2 GiB").verdict() == DOES_NOT_FIT
     assert len(result.tried) < 16
     assert f"{result.fits} fits a 2 GiB" in repr(result)
 
@@ -793,23 +807,23 @@ def test_nothing_may_fit():
 
 
 def test_a_published_peak_is_met():
-    (case,) = (case for case in fit_cases.CASES if case.name == "GPT-2, fused attention")
-    outcome = fit_cases.run(case)
+    (case,) = (case for case in published_memory.CASES if case.name == "GPT-2, fused attention")
+    outcome = published_memory.run(case)
     assert abs(outcome.error) < 0.01 and not outcome.is_false_fit
 
 
 def test_a_published_run_would_be_a_false_fit_without_the_margin(monkeypatch):
-    (case,) = (case for case in fit_cases.CASES if case.name == "GPT-2, compiled")
-    outcome = fit_cases.run(case)
+    (case,) = (case for case in published_memory.CASES if case.name == "GPT-2, compiled")
+    outcome = published_memory.run(case)
     assert not outcome.is_false_fit
-    monkeypatch.setattr(fit_module, "MORE", 0.0)
+    monkeypatch.setattr(prediction, "MORE", 0.0)
     assert outcome.is_false_fit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", fit_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", published_memory.CASES, ids=lambda case: case.name)
 def test_no_published_run_is_a_false_fit(case):
-    outcome = fit_cases.run(case)
+    outcome = published_memory.run(case)
     assert not outcome.is_false_fit and abs(outcome.error) < 0.15
 
 
@@ -833,10 +847,10 @@ def test_what_is_predicted_is_what_a_gpu_needs(autocast):
 
     properties = torch.cuda.get_device_properties()
     here = Gpu("here", properties.total_memory, (properties.major, properties.minor), (0, 0))
-    predicted = fit(variant, here)
+    predicted = predict(variant, here)
     measured = peak_bytes(variant)
     assert predicted.allocated + predicted.workspaces.low == pytest.approx(measured, rel=0.05)
-    owners = fit(variant, here, measured=True).measured
+    owners = predict(variant, here, measured=True).measured
     for owner in ("weights", "gradients", "optimizer state", "activations"):
         assert owners[owner] == pytest.approx(predicted.owners[owner], rel=0.05, abs=MiB)
     with memory_limit(predicted.total().high):

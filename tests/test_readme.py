@@ -177,9 +177,9 @@ def test_picture_is_the_notebooks():
 
 def test_numbers_on_published_runs_are_those_of_the_page():
     numbers = r"(\d+)\s+published\s+runs\W+median\s+error\s+([\d.]+)\s?%\W+worst\s+([\d.]+)\s?%"
-    told, page = (re.search(numbers, path.read_text()) for path in (README, ROOT / "docs" / "fit.md"))
+    told, page = (re.search(numbers, path.read_text()) for path in (README, ROOT / "docs" / "predict.md"))
     assert told.groups() == page.groups()
-    assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "fit.md").read_text())
+    assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
 
 
 def test_readme_is_short():

@@ -16,8 +16,8 @@ from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.course import report
 from effgpu.course.runner import Outcome, Picture
-from effgpu.device import Device
-from effgpu.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.results import save
 
 GPU = Device(

@@ -12,8 +12,8 @@ from effgpu import results
 from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison, FullSize
 from effgpu.course import runner
-from effgpu.device import Device
-from effgpu.measurement import Measurement
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import Measurement
 from effgpu.units import GiB
 
 CALCULATOR = Device("Pocket calculator", "cpu", 2**30, 1, versions={"torch": "2.8.0"})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effgpu.prediction import find_gpu
+from effgpu.predicting.prediction import find_gpu
 
 HERE = Path(__file__).parent
 SCRIPT = """
@@ -57,7 +57,7 @@ variants = {
 }
 found = {}
 for name, variant in variants.items():
-    predicted, trace = effgpu.fit(variant, "T4"), effgpu.trace(variant)
+    predicted, trace = effgpu.predict(variant, "T4"), effgpu.trace(variant)
     found[name] = [predicted.allocated, trace.peak, predicted.reserved, trace.reserved]
 
 
@@ -68,7 +68,7 @@ def copied_ahead():
 
 
 before = torch.cuda.get_rng_state()
-effgpu.fit(copied_ahead, "T4")
+effgpu.predict(copied_ahead, "T4")
 found["random state"] = torch.equal(torch.cuda.get_rng_state(), before)
 
 inputs, weight = torch.randn(4, 8, device="cuda"), torch.randn(3, 8, device="cuda", requires_grad=True)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effgpu import timing
+from effgpu.measuring import timing
 
 
 def test_gpu_is_waited_for_once_before_and_once_after_the_steps_and_never_between(simulate_gpu):

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from effgpu import compare, count_flops, saved_bytes, trace, variants
-from effgpu.device import gc_frozen
-from effgpu.variants import Stage, check_variants, run_variant
+from effgpu import compare, count_flops, saved_bytes, trace
+from effgpu.measuring import variants
+from effgpu.measuring.device import gc_frozen
+from effgpu.measuring.variants import Stage, check_variants, run_variant
 
 
 @pytest.fixture(autouse=True)
@@ -483,7 +484,7 @@ def test_settings_of_a_compiler_that_the_variant_itself_loads_are_set_back():
     """In a process of its own, where nobody has loaded it."""
     alone = """
 import sys, torch
-from effgpu.variants import run_variant
+from effgpu.measuring.variants import run_variant
 def variant():
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.config.allowed_functions_module_string_ignorelist = {"a"}
@@ -628,7 +629,7 @@ def test_tf32_is_set_back_whichever_way_it_was_asked_for(ways):
 import gc
 import warnings
 import torch
-from effgpu.variants import Stage
+from effgpu.measuring.variants import Stage
 warnings.simplefilter("ignore")
 def read():
     new = [eval("torch.backends" + holder).fp32_precision for holder in {NEWER}]

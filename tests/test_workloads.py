@@ -316,7 +316,7 @@ def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_
         return lambda: built.append((len(texts), model.width, len(model.blocks)))
 
     built = []
-    effgpu.fit(variant, "T4", steps=1)
+    effgpu.predict(variant, "T4", steps=1)
     workloads._measure_batch.cache_clear()
     assert built == [(2, 768, 6)] and modes == [(0, 0)]
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from effgpu.device import describe
-from effgpu.ops import count_ops
-from effgpu.timing import time_steps
+from effgpu.measuring.device import describe
+from effgpu.measuring.ops import count_ops
+from effgpu.measuring.timing import time_steps
 
 ROUNDS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1}  # of a ring: reduce, then gather
 

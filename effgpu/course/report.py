@@ -13,8 +13,8 @@ from effgpu.ablation import Ablation
 from effgpu.comparison import BASELINE, FASTER, INCONCLUSIVE, SAME, SLOWER, Comparison
 from effgpu.course import runner
 from effgpu.course.runner import COSTS, NO_DIFFERENCE, PAYS, TRADE, UNCLEAR, Headline, Outcome, Picture
-from effgpu.device import Device
-from effgpu.measurement import Measurement
+from effgpu.measuring.device import Device
+from effgpu.measuring.measurement import Measurement
 
 STYLE = Path(__file__).with_name("report.css")
 MOST_ROWS = 12  # of a table that is not folded

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, SLOWER, Comparison
-from effgpu.prediction import DOES_NOT_FIT, FITS
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds

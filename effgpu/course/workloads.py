@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
-from effgpu.device import describe, find_device, is_out_of_memory, release_memory
-from effgpu.timing import time_for, time_steps
+from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
+from effgpu.measuring.timing import time_for, time_steps
 
 CPU_SIZES = {
     "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
@@ -218,7 +218,7 @@ def autocast() -> torch.autocast:
     >>> with autocast():
     >>>     loss = cross_entropy(model(texts), labels)
     """
-    on = torch.cuda.is_bf16_supported(including_emulation=False)  # without a GPU only where `fit` predicts for one
+    on = torch.cuda.is_bf16_supported(including_emulation=False)  # without a GPU only where `predict` predicts for one
     return torch.autocast(find_device().type, torch.bfloat16, enabled=on)
 
 
@@ -272,7 +272,7 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
 
 def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> tuple[torch.device, dict[str, int]]:
     """The device, and the sizes as given or, where they are None, as they fit it. Raises TypeError or ValueError."""
-    # Asked for by name: for `effgpu.fit`, a CPU stands for the GPU, but the sizes are the GPU's.
+    # Asked for by name: for `effgpu.predict`, a CPU stands for the GPU, but the sizes are the GPU's.
     on_gpu = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
     fitting = (GPU_SIZES if on_gpu else CPU_SIZES)[name]
     device = find_device() if device is None else torch.device(device)
@@ -299,7 +299,7 @@ def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> 
 
 @cache
 def _measure_batch(name: str, gpu: int) -> int:
-    from effgpu.fake_gpu import on_real_tensors
+    from effgpu.predicting.fake_gpu import on_real_tensors
 
     try:
         with on_real_tensors():

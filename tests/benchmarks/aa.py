@@ -28,7 +28,7 @@ import torch
 
 import effgpu
 from effgpu.comparison import Comparison
-from effgpu.measurement import Measurement
+from effgpu.measuring.measurement import Measurement
 
 STEPS = {1.3: 1.2, 16: 1.5, 100: 2.0}  # milliseconds of a step, and seconds per variant
 PARTS = 100  # of a step, so that one that is 3 % slower has 103

@@ -15,7 +15,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 import effgpu
-from effgpu.measurement import hodges_lehmann_interval
+from effgpu.measuring.measurement import hodges_lehmann_interval
 
 TURNS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 device = effgpu.find_device()

@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 import effgpu
-from effgpu.commands import Bench
+from effgpu.benching.bench import Bench
 
 SCRIPT = """
 import statistics, sys, time

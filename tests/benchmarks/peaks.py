@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from effgpu.device import describe, find_device
-from effgpu.memory import trace
+from effgpu.measuring.device import describe, find_device
+from effgpu.measuring.memory import trace
 from effgpu.units import format_bytes
 
 

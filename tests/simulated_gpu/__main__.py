@@ -4,8 +4,8 @@ Usage: python tests/simulated_gpu GPU COMMAND [ARGUMENT ...]
 As in: python tests/simulated_gpu T4 effgpu run 07 --seconds 0.1
 
 It executes what the lessons and the package do on a GPU only, where there is none. Memory is counted as on a GPU. Times
-are the CPU's and mean nothing. GPU is a name that `effgpu fit` knows; results carry it as "Simulated T4". It needs a C
-compiler, and a PyTorch for CUDA 13 with the headers that come with it.
+are the CPU's and mean nothing. GPU is a name that `effgpu predict` knows; results carry it as "Simulated T4". It
+needs a C compiler, and a PyTorch for CUDA 13 with the headers that come with it.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from effgpu.prediction import find_gpu
+from effgpu.predicting.prediction import find_gpu
 
 HERE = Path(__file__).parent.resolve()
 BUILT = HERE.parent.parent / "out" / "simulated_gpu"

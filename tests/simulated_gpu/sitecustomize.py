@@ -5,8 +5,8 @@ import os
 if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
     from kernels import install
 
-    from effgpu import device, measurement
     from effgpu.course import workloads
+    from effgpu.measuring import device, measurement
 
     install()
     device.pick_sizes = lambda *, cpu, small, large: cpu

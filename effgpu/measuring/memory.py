@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from effgpu.device import current_limit, find_device, gc_frozen, is_out_of_memory
-from effgpu.timing import check_step, on_current_gpu
+from effgpu.measuring.device import current_limit, find_device, gc_frozen, is_out_of_memory
+from effgpu.measuring.timing import check_step, on_current_gpu
+from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.units import MiB, check_positive, format_bytes
-from effgpu.variants import Step, Variant, check_worked, run_variant
 
 _WINDOW = "effgpu::step"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt

@@ -14,8 +14,9 @@ from numbers import Integral
 import torch
 from tqdm import tqdm
 
-from effgpu import memory, power, timing, units
-from effgpu.device import (
+from effgpu import units
+from effgpu.measuring import memory, power, timing
+from effgpu.measuring.device import (
     Device,
     count_retries,
     describe,
@@ -25,8 +26,8 @@ from effgpu.device import (
     is_out_of_memory,
     random_states_kept,
 )
+from effgpu.measuring.variants import Stage, Step, Variant, check_variants
 from effgpu.units import check_positive
-from effgpu.variants import Stage, Step, Variant, check_variants
 
 OUT_OF_MEMORY = "out of memory"
 FEWEST_BLOCKS, MOST_BLOCKS = 8, 200  # eight observations are the fewest that allow a verdict

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from effgpu import power, timing, units
+from effgpu import units
+from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
 from effgpu.comparison import SLOWER, Comparison, check_name, read_fields
-from effgpu.device import Device, describe_cpu
-from effgpu.measurement import FEWEST_BLOCKS, Measurement, check_unit
-from effgpu.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
+from effgpu.measuring import power, timing
+from effgpu.measuring.device import Device, describe_cpu
+from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, check_unit
 
 SECONDS, SKIP, TIMEOUT = 5.0, 5, 300.0  # the defaults: seconds per command, steps, seconds for one step
 PLAIN = "plain"  # the label of a command without arguments of its own

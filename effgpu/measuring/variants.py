@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from effgpu.device import release_memory
+from effgpu.measuring.device import release_memory
 
 Step = Callable[[], object]
 Variant = Callable[[], Step]

@@ -9,7 +9,7 @@ import pynvml
 import torch
 
 from effgpu import units
-from effgpu.timing import cap_seconds, check_step, time_for
+from effgpu.measuring.timing import cap_seconds, check_step, time_for
 
 _LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does not work; most change every 20 to 100 ms
 _POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps

@@ -1,6 +1,6 @@
-"""Published peaks of training steps, and what `effgpu.fit` predicts for them. `make fit` writes docs/fit.md from it.
+"""Published peaks of training steps beside predicted ones. `make predictions` writes docs/predict.md from it.
 
-    python tests/benchmarks/fit_cases.py [WORD ...]
+    python tests/benchmarks/published_memory.py [WORD ...]
 
 With words, only the cases with one of them in their name are run, and nothing is written.
 """
@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from effgpu.prediction import Fit, fit
+from effgpu.predicting.prediction import Prediction, predict
 from effgpu.units import GiB, MiB
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "fit.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "predict.md"
 HF22 = "transformers, performance guide of 2022"
 R2 = "LLMs-from-scratch, ch05/10_llm-training-speed"
 R1 = "pytorch-memory-optim, logs.md"
@@ -433,7 +433,7 @@ class Outcome:
     """A case and its prediction: `size` is what answers to the published number."""
 
     case: Case
-    fit: Fit
+    prediction: Prediction
     size: int
 
     @property
@@ -444,12 +444,12 @@ class Outcome:
     @property
     def is_false_fit(self) -> bool:
         """Whether a GPU on which the prediction surely fits could not have held the published run."""
-        return self.case.published > self.fit.total().high - self.fit.gpus[0].context[1]
+        return self.case.published > self.prediction.total().high - self.prediction.gpus[0].context[1]
 
 
 def run(case: Case) -> Outcome:
     """Predict a case: reserved memory (torchtune shows active bytes: allocated), with cuBLAS's workspace."""
-    predicted = fit(case.variant, CARD[case.source])
+    predicted = predict(case.variant, CARD[case.source])
     peak = predicted.allocated if case.source == TT else predicted.reserved_range.high
     return Outcome(case, predicted, peak + predicted.workspaces.low)
 
@@ -465,14 +465,14 @@ def summarize(outcomes: list[Outcome]) -> str:
 
 
 def write_page(outcomes: list[Outcome]) -> None:
-    """Write docs/fit.md."""
+    """Write docs/predict.md."""
     lines = [
-        "# How far `effgpu fit` can be trusted",
+        "# How far `effgpu predict` can be trusted",
         "",
-        f"{summarize(outcomes)}. `make fit` writes this page.",
+        f"{summarize(outcomes)}. `make predictions` writes this page.",
         "",
-        "Each run was rebuilt from its publication as a variant, in `tests/benchmarks/fit_cases.py`. It was predicted",
-        f"with PyTorch {torch.__version__.partition('+')[0]}, without a GPU. The prediction is reserved memory, and",
+        "Each run was rebuilt from its publication as a variant, in `tests/benchmarks/published_memory.py`, and",
+        f"predicted with PyTorch {torch.__version__.partition('+')[0]}, without a GPU. The prediction is reserved memory and",
         "cuBLAS's workspace. (torchtune shows active bytes: there it is allocated memory.) It does not count CUDA's",
         "context: 1,343 MiB were taken off the numbers of 2022, which are NVML's. GiB are 2^30 bytes.",
         "",

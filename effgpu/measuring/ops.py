@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from effgpu.device import find_device
-from effgpu.timing import check_step
-from effgpu.variants import check_worked, uncompiled
+from effgpu.measuring.device import find_device
+from effgpu.measuring.timing import check_step
+from effgpu.measuring.variants import check_worked, uncompiled
 
 Key = Callable[[str, list[torch.Tensor]], Hashable | None]
 

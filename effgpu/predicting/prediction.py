@@ -15,18 +15,18 @@ from typing import Literal
 
 from torch._subclasses import fake_tensor
 
-from effgpu.allocator import count_reserved, find_peak
-from effgpu.device import gc_frozen, random_states_kept
-from effgpu.fake_gpu import Recorder, as_gpu, observed_by
-from effgpu.memory import trace
+from effgpu.measuring.device import gc_frozen, random_states_kept
+from effgpu.measuring.memory import trace
+from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
+from effgpu.predicting.allocator import count_reserved, find_peak
+from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by
 from effgpu.units import GiB, MiB, align, check_positive, format_bytes, html_table, with_article
-from effgpu.variants import Step, Variant, check_worked, run_variant
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
-_TRUST = "predicted, not measured: docs/fit.md says how far published runs differ"
-# How much less, and more, a run may need than predicted: with workspaces, no case of docs/fit.md needs more.
+_TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
+# How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.
 LESS, MORE = 0.06, 0.08
 
 
@@ -81,7 +81,7 @@ class Range:
 
 
 @dataclass(frozen=True, repr=False)
-class Fit:
+class Prediction:
     """What a step is predicted to need, in bytes. Shows itself as a table; `verdict` answers for one GPU.
 
     `allocated` is the peak of allocated memory and `owners` divides it. `reserved` is what PyTorch's caching allocator
@@ -106,7 +106,7 @@ class Fit:
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context.
 
-        `gpu` is as in `fit`, with sizes in bytes; None is the first of `gpus`.
+        `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
         certain = self.allocated if self._is_known(gpu) else self.resting
@@ -117,7 +117,7 @@ class Fit:
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
         """Return "fits", "does not fit" or "too close to tell". "fits" means that the high end of `total` fits.
 
-        `gpu` is as in `fit`, with sizes in bytes; None is the first of `gpus`, not all of them.
+        `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
         total = self.total(gpu)
@@ -174,14 +174,14 @@ class Fit:
         return f"<table>{summary}</table><table>{verdicts}</table><small>{_TRUST}{notes}</small>"
 
 
-def fit(
+def predict(
     variant: Variant,
     gpu: "str | float | Gpu | None" = None,
     *,
     steps: int = STEPS,
     rules: Literal["gpu", "cpu"] = "gpu",
     measured: bool = False,
-) -> Fit:
+) -> Prediction:
     """Predict the memory that a variant's training step needs on a GPU, and whether a GPU has it.
 
     `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes) or None for all
@@ -204,7 +204,7 @@ def fit(
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     except Exception as error:
         if why := _explain(error):
-            raise RuntimeError(f"fit: {why}") from error
+            raise RuntimeError(f"predict: {why}") from error
         raise
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
@@ -214,7 +214,7 @@ def fit(
         told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.assumptions[told] = None
     peak, owners, resting = _divide(recorder)
-    return Fit(
+    return Prediction(
         peak,
         owners,
         count_reserved(recorder.blocks),
@@ -257,7 +257,7 @@ class Largest:
     gpu: Gpu
     fits: int
     may_fit: int
-    tried: Mapping[int, Fit]
+    tried: Mapping[int, Prediction]
 
     def __repr__(self) -> str:
         if not self.may_fit:
@@ -271,14 +271,14 @@ def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, m
     """The largest batch, or length, that fits a GPU: `largest(lambda batch: partial(training, batch), "T4")`.
 
     `variant_of` returns the variant for a size. Sizes from 1 to `most` are tried by bisection, guided by the sizes seen
-    so far. Raises what `fit` raises.
+    so far. Raises what `predict` raises.
     """
     check_positive(Integral, most=most)
     gpu, tried = find_gpu(gpu), {}
 
     def surplus(size: int, end: str) -> int:
         if size not in tried:
-            tried[size] = fit(variant_of(size), gpu)
+            tried[size] = predict(variant_of(size), gpu)
         if end == "high" and tried[size].unknown:
             return 1
         return getattr(tried[size].total(gpu), end) - gpu.memory

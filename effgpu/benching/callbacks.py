@@ -2,7 +2,7 @@
 
 from transformers import TrainerCallback
 
-from effgpu.ticking import tick
+from effgpu.benching.ticking import tick
 
 
 class TickCallback(TrainerCallback):

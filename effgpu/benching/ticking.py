@@ -132,7 +132,7 @@ class _Script:
 
         import torch
 
-        from effgpu.device import describe
+        from effgpu.measuring.device import describe
 
         return {"device": asdict(describe()), "uuid": str(torch.cuda.get_device_properties().uuid)}
 

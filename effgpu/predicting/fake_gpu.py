@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from effgpu.allocator import Block, round_size
+from effgpu.predicting.allocator import Block, round_size
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         elif isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta":
             if value.requires_grad and value.is_leaf:
                 raise RuntimeError(
-                    "fit: the step uses parameters that were built outside of the variant: build the model inside of it"
+                    "predict: the step uses parameters from outside of the variant: build the model inside of it"
                 )
             if value.dim():
                 self._add(value)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from effgpu import device
-from effgpu.measurement import OUT_OF_MEMORY
-from effgpu.ticking import ADDRESS, Connection
+from effgpu.benching.ticking import ADDRESS, Connection
+from effgpu.measuring import device
+from effgpu.measuring.measurement import OUT_OF_MEMORY
 
 _LAST_LINES = 12  # of a script's output, shown with a fault
 _GRACE = 3.0  # seconds that a process has to end after SIGTERM

@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from effgpu.device import find_device
+from effgpu.measuring.device import find_device
+from effgpu.measuring.variants import check_worked, is_function
 from effgpu.units import check_positive
-from effgpu.variants import check_worked, is_function
 
 FEWEST_STEPS = 5
 _MILLISECOND = 1e-3

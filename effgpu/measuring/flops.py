@@ -6,10 +6,10 @@ from numbers import Integral
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from effgpu.device import find_device, pick_sizes
-from effgpu.timing import check_step, time_fastest
+from effgpu.measuring.device import find_device, pick_sizes
+from effgpu.measuring.timing import check_step, time_fastest
+from effgpu.measuring.variants import check_worked, uncompiled
 from effgpu.units import check_positive
-from effgpu.variants import check_worked, uncompiled
 
 aten = torch.ops.aten
 _CPU_ATTENTION = {  # missing from PyTorch 2.9's own list

@@ -1,0 +1,1 @@
+"""`effgpu bench`: training scripts, each in a process of its own, which take turns."""
