@@ -20,6 +20,7 @@ from effgpu.measuring.memory import trace
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by
+from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.units import GiB, MiB, align, check_positive, format_bytes, html_table, with_article
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
@@ -28,43 +29,6 @@ STEPS = 2  # the first creates the optimizer's state, the second is like all tha
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
 # How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.
 LESS, MORE = 0.06, 0.08
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's memory in bytes, its compute capability, and the range of bytes that a CUDA context takes on it.
-
-    `memory` is what PyTorch's messages call the total capacity. Cards of one name differ by drivers and ECC by up to
-    2 %: this is the least that public error reports show. A context's size depends on the driver, the CUDA version and
-    the kernels that a step loads.
-    """
-
-    name: str
-    memory: int
-    capability: tuple[int, int]
-    context: tuple[int, int]
-
-
-def _gpu(name: str, memory: float, capability: tuple[int, int], context: tuple[int, int]) -> Gpu:
-    return Gpu(name, int(memory * GiB), capability, (context[0] * MiB, context[1] * MiB))
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("T4", 14.56, (7, 5), (100, 450)),
-        _gpu("L4", 21.95, (8, 9), (150, 600)),
-        _gpu("RTX 3090", 23.57, (8, 6), (200, 600)),
-        _gpu("RTX 4090", 23.51, (8, 9), (300, 700)),
-        _gpu("RTX 5090", 31.34, (12, 0), (400, 900)),
-        _gpu("V100", 15.77, (7, 0), (250, 700)),
-        _gpu("A100 40 GB", 39.38, (8, 0), (350, 750)),
-        _gpu("A100 80 GB", 79.14, (8, 0), (350, 750)),
-        _gpu("H100", 79.09, (9, 0), (400, 900)),
-        _gpu("H200", 139.70, (9, 0), (400, 900)),
-    )
-}
-_UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
 
 
 @dataclass(frozen=True)
@@ -194,8 +158,8 @@ def predict(
     values: a result's shape depends on them, or an operation is not known to fake tensors.
     """
     check_positive(Integral, steps=steps)
-    gpus = tuple(GPUS.values()) if gpu is None else (find_gpu(gpu),)
-    capability = _UNKNOWN_CAPABILITY if gpu is None else gpus[0].capability
+    gpus = tuple(known_gpus().values()) if gpu is None else (find_gpu(gpu),)
+    capability = (8, 0) if gpu is None else gpus[0].capability
     if rules not in ("gpu", "cpu"):
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
     recorder = Recorder(capability if rules == "gpu" else None)
@@ -209,7 +173,7 @@ def predict(
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
-    if recorder.holds_from > (0, 0) and gpu is not None and gpus[0].context == _UNKNOWN_CONTEXT:  # given as a size
+    if recorder.holds_from > (0, 0) and gpu is not None and gpus[0].context == UNKNOWN_CONTEXT:  # given as a size
         least = ".".join(map(str, recorder.holds_from))
         told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.assumptions[told] = None
@@ -289,39 +253,10 @@ def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, m
     return Largest(gpu, fits, may_fit, dict(sorted(tried.items())))
 
 
-def find_gpu(gpu: "str | float | Gpu") -> Gpu:
-    """The GPU of a name or a size: "T4", "a100-80", "16 GiB", 16 * GiB. Raises ValueError for any other."""
-    if isinstance(gpu, Gpu):
-        return gpu
-    if isinstance(gpu, Real):
-        check_positive(gpu=gpu)
-        return Gpu(format_bytes(gpu), int(gpu), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
-    if isinstance(gpu, str):
-        if size := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", gpu, re.IGNORECASE):
-            unit = {"gib": GiB, "gb": 10**9, "mib": MiB, "mb": 10**6}[size[2].lower()]
-            memory = float(size[1]) * unit
-            check_positive(gpu=memory)
-            return Gpu(gpu.strip(), int(memory), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
-        wanted = _simplify(gpu)
-        for known in GPUS.values():
-            name = _simplify(known.name)
-            if wanted == name or (wanted.startswith(name) and _is_of_size(known, wanted.removeprefix(name))):
-                return known
-    raise ValueError(f'gpu: expected one of {", ".join(GPUS)} or a size as "16 GiB", got {gpu!r}')
-
-
-def _is_of_size(gpu: Gpu, size: str) -> bool:
-    """Whether a GPU is sold with so many GB. What PyTorch calls its capacity is up to a tenth less."""
-    return size.isdecimal() and 0.9 * int(size) <= gpu.memory / GiB <= int(size)
-
-
-def _simplify(name: str) -> str:
-    return re.sub(r"(?<=\d)\s*gb|nvidia|geforce|tesla|rtx|sxm\d?|pcie|hbm\d?|[^a-z0-9]", "", name.lower())
-
-
 def _run(step: Step, recorder: Recorder, steps: int) -> None:
     recorder.start()
     for _ in range(steps):
+        recorder.begin_step()
         check_worked(step())
         recorder.name_owners()
 
