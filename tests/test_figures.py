@@ -28,7 +28,8 @@ from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory,
 from effgpu.measuring.device import Device
 from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval
 from effgpu.measuring.memory import Trace
-from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
+from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.prediction import OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
@@ -264,10 +265,10 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot_fit(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure = plot_fit(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(known_gpus().values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
-    assert len(cards.texts) == len(cards.lines) == len(GPUS)
+    assert len(cards.texts) == len(cards.lines) == len(known_gpus())
     for verdict, needed in zip(cards.texts, cards.lines):
         assert not verdict.get_window_extent().padded(-1).overlaps(needed.get_window_extent())
     assert_readable(figure)

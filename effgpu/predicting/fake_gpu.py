@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(
                     "predict: the step uses parameters from outside of the variant: build the model inside of it"
                 )
-            if value.dim():
+            if value.dim() and value.numel():
                 self._add(value)
                 self.assumptions["tensors from outside of the variant are on the GPU, too"] = None
 

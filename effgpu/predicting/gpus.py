@@ -75,7 +75,8 @@ def _read(row: dict[str, str]) -> Gpu:
         number("kernel_us") * 1e-6,
         number("launch_us") * 1e-6,
     )
-    check_positive(memory=gpu.memory, multiprocessors=gpu.multiprocessors, bandwidth=gpu.bandwidth, fp32=gpu.rate("fp32"))
+    numbers = {"memory": gpu.memory, "multiprocessors": gpu.multiprocessors, "bandwidth": gpu.bandwidth}
+    check_positive(**numbers, fp32=gpu.rate("fp32"))
     return gpu
 
 

@@ -27,11 +27,11 @@ _SECOND_READ = {  # the arguments that are read twice
     "cudnn_batch_norm_backward": (0, 1),
     "native_group_norm": (0,),
     "native_group_norm_backward": (0, 1),
-    "_log_softmax_backward_data": (0,),
-    "_softmax_backward_data": (0, 1),
 }
-_NORMS = (*_SECOND_READ, "native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax")
-_LONG_ROW = 24 * 1024  # elements of a softmax's row that shared memory does not hold: then the row is read three times
+_SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
+_NORMS = (*_SECOND_READ, *_SOFTMAX, "native_layer_norm", "_fused_rms_norm")
+_SHORT_ROW = 1024  # elements of a softmax's row that registers hold: PersistentSoftmax.cuh reads them once
+_LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu reads them three times
 _LAUNCHES = {  # kernels of an operation, where it is more than one
     "native_layer_norm_backward": 3,
     "native_batch_norm_backward": 2,
@@ -54,7 +54,8 @@ class Kernel(NamedTuple):
     the numbers that are multiplied: "fp32", "tf32", "fp16", "bf16". `product` is (batch, rows, columns, depth) of the
     matrix product that the operation is, or that a convolution comes to. `even` says that it walks over its tensors in
     their order in memory, without casting; of a product, that tensor cores can load its rows as they lie. `layout` is a
-    convolution's: "nchw" or "nhwc", and "depthwise" or "grouped" before it.
+    convolution's, a batch norm's or a pooling's: "nchw" or "nhwc". A convolution has "depthwise", "grouped" or "wide"
+    (a kernel of more than one pixel) before it.
     """
 
     name: str
@@ -95,18 +96,32 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     if "scaled_dot_product" in name or "attention_forward" in name or "attention_backward" in name:
         return [_attend(name, func, args, kwargs, result, moved)]
     moved += sum(map(_size, (args[i] for i in _SECOND_READ.get(name, ()))))
-    if name in ("_softmax", "_log_softmax") and _row(args) > _LONG_ROW:
-        moved += 2 * _size(args[0])
+    if name in _SOFTMAX:
+        moved += _read_again(name, args)
     kind = NORM if name in _NORMS else OPTIMIZER if optimizing else OTHER
-    return [Kernel(name, kind, _format(tensors), 0, moved, _count_launches(name, args), None, _is_even(tensors))]
+    layout = _layout(given) if "batch_norm" in name or "pool" in name else ""
+    launches = _count_launches(name, args)
+    return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
 
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _row(args: tuple) -> int:
-    return args[0].shape[args[1]] if args[0].dim() else 1
+def _read_again(name: str, args: tuple) -> int:
+    """The bytes of the passes that a softmax makes beyond the first, by the length of its rows."""
+    backward = name.endswith("backward_data")
+    row = args[0].shape[args[2 if backward else 1]] if args[0].dim() else 1
+    if backward:
+        return 0 if row <= _SHORT_ROW else _size(args[0]) * (1 if name.startswith("_log") else 2)
+    return 2 * _size(args[0]) if row > _LONG_ROW else 0
+
+
+def _layout(tensors: list[torch.Tensor]) -> str:
+    """Where the channels of images lie: "nhwc" if they are last."""
+    images = [tensor for tensor in tensors if tensor.dim() == 4]
+    last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in images]
+    return "nhwc" if any(last) else "nchw"
 
 
 def _format(tensors: list[torch.Tensor]) -> str:
@@ -114,7 +129,7 @@ def _format(tensors: list[torch.Tensor]) -> str:
 
 
 def _is_even(tensors: list[torch.Tensor]) -> bool:
-    """Whether one kernel can walk over all tensors in one order: TensorIterator's vectorised kernel, else a slower one."""
+    """Whether TensorIterator's vectorised kernel can walk over all tensors; else a slower one does."""
     large = max(tensor.numel() for tensor in tensors)
     walked = [tensor for tensor in tensors if tensor.dim() and tensor.numel() > large // 64]
     if len({tensor.dtype for tensor in walked if tensor.dtype is not torch.bool}) > 1:
@@ -190,10 +205,8 @@ def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kerne
     outputs, inputs = out.shape[1] // groups, image.shape[1] // groups
     taps, points, pixels = math.prod(weight.shape[2:]), out.shape[0] * math.prod(out.shape[2:]), _size(image)
     dtype = _multiplied_as(weight.dtype, torch.backends.cudnn.conv)
-    last = any(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (image, weight))
-    layout = "depthwise " if groups > 1 and inputs == 1 else "grouped " if groups > 1 else ""
-    layout += "nhwc" if last and not image.is_contiguous() else "nchw"
-    layout += f" {taps}" if taps > 1 and not groups > 1 else ""
+    shape = "depthwise " if groups > 1 and inputs == 1 else "grouped " if groups > 1 else "wide " if taps > 1 else ""
+    layout = shape + _layout([image, out])
     flops = 2 * points * groups * outputs * inputs * taps
     moved = pixels + _size(out) + _size(weight)
     even = (inputs * weight.element_size()) % 16 == 0 and (outputs * weight.element_size()) % 16 == 0
@@ -203,10 +216,7 @@ def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kerne
         " (weight)": (groups, outputs, inputs * taps, points),
     }
     wanted = [""] if not backward else [part for part, asked in zip((" (input)", " (weight)"), args[10]) if asked]
-    made = [
-        Kernel(name + part, CONVOLUTION, dtype, flops, moved, 1, shapes[part], even, layout + " backward" * backward)
-        for part in wanted
-    ]
+    made = [Kernel(name + part, CONVOLUTION, dtype, flops, moved, 1, shapes[part], even, layout) for part in wanted]
     bias = args[10][2] if backward else args[2] is not None
     if bias:  # a kernel of its own: added in place, or summed
         made.append(Kernel(name + " (bias)", OTHER, dtype, 0, _size(out) * (1 if backward else 2)))

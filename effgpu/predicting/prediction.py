@@ -1,16 +1,15 @@
-"""Will a training step fit a GPU? Counted on fake tensors: no GPU, no memory, a few seconds.
+"""Will a training step fit a GPU, and how long will it take? Counted on fake tensors: no GPU, no memory, a few seconds.
 
 The variant's step runs as it is, but no kernel does: PyTorch's FakeTensorMode knows each result's shape and dtype. A
-dispatch mode adds up the storages. The tensors say that they are on the CPU, which works on every machine; where a GPU
-keeps something else than a CPU, the rules in effgpu/fake_gpu.py answer as the GPU would.
+dispatch mode adds up the storages and notes the kernels. The tensors say that they are on the CPU, which works on every
+machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py answer as the GPU would.
 """
 
 import html
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Literal
 
 from torch._subclasses import fake_tensor
@@ -21,11 +20,15 @@ from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
-from effgpu.units import GiB, MiB, align, check_positive, format_bytes, html_table, with_article
+from effgpu.predicting.kernels import Segment
+from effgpu.predicting.time import Time, step_time
+from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html_table, with_article
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
+_RANGE = "times: in brackets the range for 9 of 10 runs; without loading data, on one GPU, at its usual clock"
+_COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
 # How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.
 LESS, MORE = 0.06, 0.08
@@ -53,7 +56,9 @@ class Prediction:
     `assumptions` says what was taken for granted, such as the values that the step read. `unknown` says what could not
     be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
-    `measured` divides the peak that was measured on this device in the same way, if that was asked for.
+    `measured` divides the peak that was measured on this device in the same way, if that was asked for. `segments` are
+    the kernels of the last step, from which `time` follows; `compiled` says that the step uses torch.compile. `older`
+    is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
     """
 
     allocated: int
@@ -66,6 +71,9 @@ class Prediction:
     resting: int = 0
     holds_from: tuple[int, int] = (0, 0)
     measured: Mapping[str, int] | None = None
+    segments: tuple[Segment, ...] = ()
+    compiled: bool = False
+    older: "Prediction | None" = None
 
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context.
@@ -73,6 +81,8 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        if self.older and gpu.capability < self.holds_from:
+            return self.older.total(gpu)
         certain = self.allocated if self._is_known(gpu) else self.resting
         low = int(certain * (1 - LESS)) + self.workspaces.low + gpu.context[0]
         high = int(max(self.reserved, self.allocated) * (1 + MORE)) + self.workspaces.high + gpu.context[1]
@@ -84,18 +94,39 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        if self.older and gpu.capability < self.holds_from:
+            return self.older.verdict(gpu)
         total = self.total(gpu)
         if total.low > gpu.memory:
             return DOES_NOT_FIT
         return FITS if self._is_known(gpu) and total.high <= gpu.memory else TOO_CLOSE
+
+    def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
+        """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
+
+        Raises ValueError for a GPU whose speed is not known, as for one that is given as a size, and for a prediction
+        by a CPU's rules.
+        """
+        gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        if self.older and gpu.capability < self.holds_from:
+            return self.older.time(gpu)
+        if not self.segments:
+            raise ValueError('expected a prediction by a GPU\'s rules, to predict a time, got one with rules="cpu"')
+        return step_time(self.segments, gpu, compiled=self.compiled)
 
     def _is_known(self, gpu: Gpu) -> bool:
         return not self.unknown and gpu.capability >= self.holds_from
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each GPU."""
+        headings = ["GPU", "memory", "needed", "verdict"]
         rows = [[gpu.name, format_bytes(gpu.memory), str(self.total(gpu)), self.verdict(gpu)] for gpu in self.gpus]
-        return ["GPU", "memory", "needed", "verdict"], rows
+        if self.segments and any(gpu.bandwidth for gpu in self.gpus):
+            headings += ["time per step", "bound by"]
+            for row, gpu in zip(rows, self.gpus):
+                time = self.time(gpu) if gpu.bandwidth else None
+                row += [str(time), time.bound] if time else [NOT_MEASURED] * 2
+        return headings, rows
 
     def _summary(self) -> list[tuple[str, str]]:
         measured = self.measured or {}
@@ -121,48 +152,79 @@ class Prediction:
         return Range(self.allocated, max(self.allocated, self.reserved))
 
     def _notes(self) -> list[str]:
-        older = [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]
-        another = f"the step takes other kernels or formats on {' and '.join(older)}: ask for that GPU by name"
-        return [f"not known: {why}" for why in (*self.unknown, *[another] * bool(older))] + [
-            f"assumed: {what}" for what in self.assumptions
-        ]
+        notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
+        if older := [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]:
+            notes.append(
+                f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
+            )
+        if self.segments:
+            notes.append(_RANGE)
+            notes += [_COMPILED] * self.compiled
+        return notes
+
+    def _kinds(self) -> tuple[list[str], list[list[str]]]:
+        """What kinds of operation take the time, where one GPU was asked for."""
+        alone = self.segments and len(self.gpus) == 1 and self.gpus[0].bandwidth
+        return self.time().rows() if alone else ([], [])
 
     def __repr__(self) -> str:
         headings, rows = self.table()
-        return "\n".join([*align(self._summary()), "", *align([headings, *rows]), "", *self._notes(), _TRUST])
+        kinds, shares = self._kinds()
+        told = [*align(self._summary()), "", *align([headings, *rows]), ""]
+        told += [*align([kinds, *shares]), ""] if kinds else []
+        return "\n".join([*told, *self._notes(), _TRUST])
 
     def _repr_html_(self) -> str:
         summary = html_table([], [(name.replace("  ", "– ", 1), value) for name, value in self._summary()])
         notes = "".join(f"<br>{html.escape(note)}" for note in self._notes())
         verdicts = html_table(*self.table())
-        return f"<table>{summary}</table><table>{verdicts}</table><small>{_TRUST}{notes}</small>"
+        kinds = f"<table>{html_table(*self._kinds())}</table>" if self._kinds()[0] else ""
+        return f"<table>{summary}</table><table>{verdicts}</table>{kinds}<small>{_TRUST}{notes}</small>"
 
 
 def predict(
     variant: Variant,
-    gpu: "str | float | Gpu | None" = None,
+    gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
     *,
     steps: int = STEPS,
     rules: Literal["gpu", "cpu"] = "gpu",
     measured: bool = False,
 ) -> Prediction:
-    """Predict the memory that a variant's training step needs on a GPU, and whether a GPU has it.
+    """Predict what a variant's training step takes on a GPU, memory and time, and whether it fits, without a GPU.
 
-    `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes) or None for all
-    known GPUs. `steps` steps are counted after building. They run on fake tensors, without values. Everything that the
-    variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a CPU, where kernels
-    keep other things: with it, any machine can check the counting. `measured` also runs the variant on this device and
-    says who owned its peak, which takes the memory and the time that the prediction saves.
+    `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them,
+    or None for all known GPUs. `steps` steps are counted after building. They run on fake tensors, without values.
+    Everything that the variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a
+    CPU, where kernels keep other things: with it, any machine can check the counting. `measured` also runs the variant
+    on this device and says who owned its peak, which takes the memory and the time that the prediction saves.
 
     Raises ValueError for an unknown GPU. Raises RuntimeError, with the reason, for a step that cannot run without
     values: a result's shape depends on them, or an operation is not known to fake tensors.
     """
     check_positive(Integral, steps=steps)
-    gpus = tuple(known_gpus().values()) if gpu is None else (find_gpu(gpu),)
-    capability = (8, 0) if gpu is None else gpus[0].capability
     if rules not in ("gpu", "cpu"):
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
-    recorder = Recorder(capability if rules == "gpu" else None)
+    gpus = _find_gpus(gpu)
+    newest = (8, 0) if gpu is None else max(gpu.capability for gpu in gpus)
+    predicted = _walk(variant, gpus, newest if rules == "gpu" else None, steps)
+    if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
+        predicted = replace(predicted, older=_walk(variant, gpus, max(older), steps))
+    return replace(predicted, measured=_measure_owners(variant, steps)) if measured else predicted
+
+
+def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
+    if gpu is None:
+        return tuple(known_gpus().values())
+    several = isinstance(gpu, Iterable) and not isinstance(gpu, str)
+    gpus = tuple(map(find_gpu, gpu)) if several else (find_gpu(gpu),)
+    if not gpus:
+        raise ValueError("gpu: expected at least one GPU, got none")
+    return gpus
+
+
+def _walk(variant: Variant, gpus: tuple[Gpu, ...], capability: tuple[int, int] | None, steps: int) -> Prediction:
+    """The prediction for these GPUs, with the kernels that a GPU of this capability takes; None: by a CPU's rules."""
+    recorder = Recorder(capability)
     try:
         with gc_frozen(), random_states_kept(), as_gpu(recorder):
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
@@ -173,7 +235,7 @@ def predict(
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
-    if recorder.holds_from > (0, 0) and gpu is not None and gpus[0].context == UNKNOWN_CONTEXT:  # given as a size
+    if recorder.holds_from > (0, 0) and any(gpu.context == UNKNOWN_CONTEXT for gpu in gpus):  # given as a size
         least = ".".join(map(str, recorder.holds_from))
         told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.assumptions[told] = None
@@ -188,7 +250,8 @@ def predict(
         tuple(recorder.unknown),
         resting,
         recorder.holds_from,
-        _measure_owners(variant, steps) if measured else None,
+        segments=tuple(recorder.segments) if capability else (),
+        compiled=recorder.compiled,
     )
 
 
