@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.predicting.allocator import Block, round_size
-from effgpu.predicting.kernels import Segment, note
+from effgpu.predicting.kernels import CONVOLUTION, Segment, note
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -45,8 +45,9 @@ cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replic
 replication_pad3d"""
 _PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
 _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
-# What the CPU takes for a view, and for each tensor of a list that a foreach operation gets, in calls of an operation.
-_VIEW, _LISTED = 0.3, 0.05
+# What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
+# calls of an operation.
+_VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 
@@ -144,7 +145,8 @@ class Recorder(TorchDispatchMode):
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
         segment.kernels.update(kernels)
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
-        segment.calls += (1 if kernels else _VIEW) + _LISTED * sum(map(len, lists))
+        call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
+        segment.calls += call + _LISTED * sum(map(len, lists))
 
     def _see(self, value: object) -> None:
         if isinstance(value, torch.Tensor):

@@ -25,7 +25,8 @@ PRODUCTS_BOUND, MEMORY_BOUND, LAUNCH_BOUND = "matrix products", "memory bandwidt
 PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}
 # Rows and columns of the tile that a multiprocessor computes at a time, and the share of its rate. NeuSight, fp32.
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 64, 0.8), (64, 32, 0.6), (32, 32, 0.45))
-FILL = 32  # what filling and draining a tile costs, as depth
+FILL = 32  # what filling and draining a tile costs without tensor cores, as depth
+FILL_SECONDS = 1.5e-6  # and with them
 SPLITS, LEAST_DEPTH = (1, 2, 4, 8, 16, 32), 128  # parts of the depth that are computed side by side, and their least
 MISALIGNED = 0.5  # efficient-dl-systems: width 8191 takes 1.93 times as long as 8192
 # Of the rate of products. Dao 2023, FlashAttention-2, figures 4 to 6, A100: about 180 and 140 TFLOP/s of 257.
@@ -41,7 +42,8 @@ class _Layout(NamedTuple):
 
     wide: float  # kernels of more than one pixel
     pointwise: float
-    grouped: float
+    narrow: float  # groups of as many channels as NARROW says
+    grouped: float  # others
     traffic: float
     depthwise: float
     batch_norm: float
@@ -50,21 +52,25 @@ class _Layout(NamedTuple):
 
 # timm's calibration rows: RTX 3090, fp16.
 LAYOUTS = {
-    "nchw": _Layout(0.82, 1.0, 0.48, 0.54, 0.53, 0.43, 0.41),
-    "nhwc": _Layout(1.0, 0.83, 0.1, 0.68, 0.67, 0.71, 0.53),
+    "nchw": _Layout(0.82, 1.0, 0.9, 0.48, 0.54, 0.53, 0.43, 0.41),
+    "nhwc": _Layout(1.0, 0.95, 0.95, 0.1, 0.72, 0.67, 0.71, 0.53),
 }
-NARROW, NARROW_SHARE = 8, 1.0  # channels of a group from which on groups are slow
+# Convolutions cannot feed a multiprocessor that is faster than the RTX 3090's. By pytorch-gpu-benchmark's calibration
+# rows, an A100 reaches 0.87 of that share in TF32 and 0.6 in fp16.
+FED, HUNGER = 1.02e12, 0.65
+NARROW = (4, 8, 16, 32)  # channels of a group that cuDNN has kernels for
 # NeuSight's convolutions in fp32, 3 × 3: Winograd's algorithm saves products, most on Turing.
 WINOGRAD = {(7, 5): 1.35}
 WINOGRAD_ELSEWHERE = 1.05
 SIMPLE = 0.9
 
 # Standard deviations of what is not known, as shares: fitted on calibration rows, so that 9 of 10 lie in the range.
-SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.18, NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1, "launch": 0.3}
+SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.22, NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1}
+SPREAD |= {"groups": 0.5, "launch": 0.3}
 SPREAD_OF_RUNS = 0.07  # two publications of one configuration differ by about 10 %
 SPREAD_OF_RATIOS = 0.03
 NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side
-LAUNCH_RANGE = 0.6, 2.2  # times the usual launch cost: 5 to 20 µs for an operation
+LAUNCH_RANGE = 0.4, 2.6  # times the usual launch cost: 6 to 40 µs for an operation
 
 
 # Perfect fusion: of a chain of operations on one tensor, one reads and one writes. Not measured: the range says so.
@@ -87,17 +93,17 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> tuple[float, float]:
 
 
 def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
-    rate = gpu.rate(kernel.format)
+    rate, format = gpu.rate(kernel.format), _counted_as(kernel.format, gpu)
     if kernel.kind == ATTENTION:
         return kernel.flops / (rate * ATTENTION_SHARE[kernel.layout])
     if not kernel.product or kernel.layout.startswith("depthwise"):
         return 0.0
     if kernel.kind == CONVOLUTION:
-        return _multiply(kernel.product, rate * _convolution_share(kernel, gpu), gpu)
-    share = PRODUCT_SHARE[_counted_as(kernel.format, gpu)]
-    if not kernel.even and _counted_as(kernel.format, gpu) != "fp32":
+        return _multiply(kernel.product, rate * _convolution_share(kernel, gpu), gpu, format == "fp32")
+    share = PRODUCT_SHARE[format]
+    if not kernel.even and format != "fp32":
         share *= MISALIGNED
-    return _multiply(kernel.product, rate * share, gpu)
+    return _multiply(kernel.product, rate * share, gpu, format == "fp32")
 
 
 def _counted_as(format: str, gpu: Gpu) -> str:
@@ -105,9 +111,13 @@ def _counted_as(format: str, gpu: Gpu) -> str:
     return format if format in dict(gpu.rates) else "fp32"
 
 
-def _multiply(product: tuple[int, int, int, int], rate: float, gpu: Gpu) -> float:
-    """Seconds of a matrix product: tiles are computed in waves, one on each multiprocessor at a time."""
+def _multiply(product: tuple[int, int, int, int], rate: float, gpu: Gpu, plain: bool) -> float:
+    """Seconds of a matrix product: tiles are computed in waves, one on each multiprocessor at a time.
+
+    `plain` says that it does without tensor cores.
+    """
     batch, rows, columns, depth = product
+    fill, fill_seconds = (FILL, 0.0) if plain else (0, FILL_SECONDS)
     least = math.inf
     for height, width, share in TILES:
         for tall, wide in {(height, width), (width, height)}:
@@ -117,9 +127,9 @@ def _multiply(product: tuple[int, int, int, int], rate: float, gpu: Gpu) -> floa
                     break
                 waves = tiles * parts / gpu.multiprocessors
                 waves = (max(waves, 1) + math.ceil(waves)) / 2  # the last wave has its multiprocessors' clock higher
-                work = waves * gpu.multiprocessors * 2 * tall * wide * (depth / parts + FILL)
+                work = waves * gpu.multiprocessors * 2 * tall * wide * (depth / parts + fill)
                 summed = 8 * parts * batch * rows * columns / gpu.bandwidth if parts > 1 else 0
-                least = min(least, work / (rate * share) + summed)
+                least = min(least, work / (rate * share) + waves * fill_seconds + summed)
     return least
 
 
@@ -128,9 +138,12 @@ def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
     if _counted_as(kernel.format, gpu) == "fp32":
         return WINOGRAD.get(gpu.capability, WINOGRAD_ELSEWHERE) if "wide" in layout else SIMPLE
     shares = LAYOUTS["nhwc" if "nhwc" in layout else "nchw"]
+    fast = gpu.rate(kernel.format) / gpu.multiprocessors / FED
+    fed = fast**-HUNGER if fast > 1 else 1.0
     if "grouped" in layout:
-        return NARROW_SHARE if min(kernel.product[1:]) < NARROW else shares.grouped
-    return shares.wide if "wide" in layout else shares.pointwise
+        width = min(kernel.product[1:])
+        return fed * (shares.narrow if width in NARROW else shares.grouped)
+    return fed * (shares.wide if "wide" in layout else shares.pointwise)
 
 
 def _traffic(kernel: Kernel, gpu: Gpu) -> float:
@@ -255,7 +268,8 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             )
             bound = PRODUCTS_BOUND if computes > max(moves, least) else MEMORY_BOUND if moves > least else LAUNCH_BOUND
             work.bounds[bound] += seconds
-            work.sources["launch" if bound == LAUNCH_BOUND else kernel.kind, kernel.format * bool(computes)] += seconds
+            what = "groups" if kernel.layout.startswith("grouped") else kernel.kind
+            work.sources["launch" if bound == LAUNCH_BOUND else what, kernel.format * bool(computes)] += seconds
         work.waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
     return work
 
