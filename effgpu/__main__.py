@@ -1,4 +1,4 @@
-"""The commands `effgpu info`, `run`, `report`, `predict` and `bench`. Each imports only what it needs."""
+"""The commands `effgpu info`, `run`, `report`, `predict`, `calibrate` and `bench`. Each imports only what it needs."""
 
 import argparse
 import math
@@ -20,8 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit code.
 
     0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
-    arguments or files, or a step that cannot be predicted. 3: more time or memory than `bench` allows, or than the GPU
-    of `predict` has. 4: `predict` is too close to tell. 130: Ctrl-C.
+    arguments or files, a step that cannot be predicted, or no GPU to calibrate. 3: more time or memory than `bench`
+    allows, or than a GPU of `predict` has. 4: `predict` is too close to tell for one of its GPUs. 130: Ctrl-C.
     """
     chosen = _parser().parse_args(arguments)
     try:
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
-    commands = parser.add_subparsers(required=True, metavar="{info,run,report,predict,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{info,run,report,predict,calibrate,bench}")
 
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
@@ -55,12 +55,19 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     report.set_defaults(command=_report)
 
-    predict = commands.add_parser("predict", help="predict whether a training step fits a GPU, without having one")
+    predict_help = "predict whether a training step fits a GPU, and its time, without having one"
+    predict = commands.add_parser("predict", help=predict_help)
     predict.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
-    predict.add_argument("--gpu", metavar="GPU", help='such as T4, "A100 80 GB" or "16 GiB"; else all that are known')
+    gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
+    predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
+    predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, for its time")
+    predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples")
     measured_help = "also run the step on this device, and tell who owned its peak"
     predict.add_argument("--measured", action="store_true", help=measured_help)
     predict.set_defaults(command=_predict)
+
+    calibrate = commands.add_parser("calibrate", help="measure this GPU, for predictions of its times from now on")
+    calibrate.set_defaults(command=_calibrate)
 
     _add_bench(commands.add_parser("bench", help="compare training scripts that call effgpu.tick() once per step"))
     return parser
@@ -203,14 +210,20 @@ def _predict(chosen: argparse.Namespace) -> int:
 
     from effgpu.measuring.variants import is_function
     from effgpu.predicting import prediction
+    from effgpu.predicting.gpus import find_gpu
+    from effgpu.units import check_positive
 
     path, _, name = chosen.variant.rpartition(":")
     if not path:
         return _refuse(f"expected FILE.py:VARIANT, got {chosen.variant}")
     if not Path(path).is_file():
         return _refuse(f"{path}: expected a Python file")
+    if (chosen.samples is None) != (chosen.batch is None):
+        return _refuse("predict: expected --samples and --batch together")
     try:
-        gpu = chosen.gpu and prediction.find_gpu(chosen.gpu)
+        gpus = chosen.gpu and [find_gpu(gpu) for gpu in chosen.gpu]
+        if chosen.samples is not None:
+            check_positive(**{"--samples": chosen.samples, "--batch": chosen.batch})
     except ValueError as error:
         return _refuse(error)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` does
@@ -218,14 +231,35 @@ def _predict(chosen: argparse.Namespace) -> int:
     if not is_function(variant):
         return _refuse(f"{path}: expected a function called {name}")
     try:
-        predicted = prediction.predict(variant, gpu, measured=chosen.measured)
+        predicted = prediction.predict(variant, gpus, measured=chosen.measured)
     except (TypeError, RuntimeError) as error:
         if str(error).startswith(("predict: ", "variant ", "step: ")):
             return _refuse(error)
         raise  # the script's own
     print(predicted)
-    codes = {prediction.FITS: SUCCEEDED, prediction.DOES_NOT_FIT: EXCEEDED, prediction.TOO_CLOSE: TOO_CLOSE}
-    return codes[predicted.verdict()] if gpu else SUCCEEDED
+    if chosen.samples is not None:
+        steps = math.ceil(chosen.samples / chosen.batch)
+        print(f"\nan epoch of {chosen.samples:,} samples takes {steps:,} steps")
+        for gpu in predicted.gpus:
+            if gpu.bandwidth:
+                print(f"{gpu.name:12}{predicted.time(gpu).times(steps)}")
+    verdicts = {predicted.verdict(gpu) for gpu in gpus or ()}
+    if prediction.DOES_NOT_FIT in verdicts:
+        return EXCEEDED
+    return TOO_CLOSE if prediction.TOO_CLOSE in verdicts else SUCCEEDED
+
+
+def _calibrate(chosen: argparse.Namespace) -> int:
+    from effgpu.predicting import calibration, gpus
+
+    try:
+        gpu = calibration.calibrate()
+        path = calibration.store(gpu)
+    except (RuntimeError, OSError, ValueError) as error:
+        return _refuse(error)
+    print("\n".join(gpus.tell(gpu)))
+    print(f"kept in {path}: predictions for {gpu.name} use it from now on")
+    return SUCCEEDED
 
 
 def _bench(chosen: argparse.Namespace) -> int:

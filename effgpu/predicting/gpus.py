@@ -8,10 +8,10 @@ from functools import cache
 from numbers import Real
 from pathlib import Path
 
-from effgpu.units import GiB, MiB, check_positive, format_bytes
+from effgpu.units import GiB, MiB, align, check_positive, format_bytes, format_count, format_seconds
 
 TABLE = Path(__file__).with_name("gpus.csv")
-_RATES = {"fp32": "fp32_TFLOPS", "tf32": "tf32_TFLOPS", "fp16": "fp16_TFLOPS", "bf16": "bf16_TFLOPS"}
+RATE_COLUMNS = {"fp32": "fp32_TFLOPS", "tf32": "tf32_TFLOPS", "fp16": "fp16_TFLOPS", "bf16": "bf16_TFLOPS"}
 _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
 
 
@@ -69,7 +69,7 @@ def _read(row: dict[str, str]) -> Gpu:
         (int(major), int(minor)),
         (least, most),
         int(row["multiprocessors"]),
-        tuple((format, float(row[column]) * 1e12) for format, column in _RATES.items() if row[column]),
+        tuple((format, float(row[column]) * 1e12) for format, column in RATE_COLUMNS.items() if row[column]),
         number("bandwidth_GBps") * 1e9,
         int(number("l2_MiB") * MiB),
         number("kernel_us") * 1e-6,
@@ -78,6 +78,14 @@ def _read(row: dict[str, str]) -> Gpu:
     numbers = {"memory": gpu.memory, "multiprocessors": gpu.multiprocessors, "bandwidth": gpu.bandwidth}
     check_positive(**numbers, fp32=gpu.rate("fp32"))
     return gpu
+
+
+def tell(gpu: Gpu) -> list[str]:
+    """What a GPU of known speed reaches, as lines of text."""
+    rates = [(f"products in {name}", format_count(rate, "FLOP/s")) for name, rate in gpu.rates]
+    bandwidth = ("bandwidth", format_count(gpu.bandwidth, "B/s"))
+    times = [("a kernel, at least", gpu.kernel), ("the CPU, to launch an operation", gpu.launch)]
+    return align([("GPU", gpu.name), *rates, bandwidth, *((name, format_seconds(time)) for name, time in times)])
 
 
 def own_table() -> Path:

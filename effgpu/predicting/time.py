@@ -187,9 +187,13 @@ class Time:
         """Expected seconds on a CPU that takes so many times as long to launch an operation."""
         return sum(max(gpu, times * cpu) for gpu, cpu in self.waits)
 
-    def __str__(self) -> str:
-        expected, low, high = map(units.format_seconds, (self.expected, self.low, self.high))
+    def times(self, steps: int) -> str:
+        """What so many steps take, in words: "23.5 s [20.1 s, 27.4 s]"."""
+        expected, low, high = (units.format_seconds(steps * time) for time in (self.expected, self.low, self.high))
         return f"{expected} [{low}, {high}]"
+
+    def __str__(self) -> str:
+        return self.times(1)
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each kind of operation, the longest first."""

@@ -1,0 +1,148 @@
+"""The line of the table of GPUs for the GPU that is here: what it reaches, measured in under a minute."""
+
+import contextlib
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import nn
+
+from effgpu.measuring.device import describe, find_device
+from effgpu.measuring.timing import time_for
+from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, UNKNOWN_CONTEXT, Gpu, find_gpu, own_table, read_table
+from effgpu.predicting.prediction import predict
+from effgpu.units import GiB, MiB, check_positive
+
+SECONDS = 4.0  # of each measurement: a GPU that gets hot slows down
+_SIZE = 8192  # rows of the products
+_TINY = 1000  # kernels in the queue
+
+
+def calibrate(seconds: float = SECONDS) -> Gpu:
+    """Measure the current GPU: rates of products, bandwidth, the least time of a kernel, the cost of a launch.
+
+    Each of the seven measurements takes `seconds`. The name is that of the table's GPU where there is one. Raises
+    RuntimeError without a GPU that CUDA can use, and ValueError for seconds that are no positive number.
+    """
+    check_positive(seconds=seconds)
+    if find_device().type != "cuda":
+        raise RuntimeError("calibrate: expected a GPU that CUDA can use, found none")
+    device, properties = describe(), torch.cuda.get_device_properties()
+    try:
+        known = find_gpu(properties.name)
+    except ValueError:
+        known = Gpu(properties.name, properties.total_memory, device.capability, UNKNOWN_CONTEXT)
+    rates = {"fp32": _measure_products(torch.float32, seconds), "fp16": _measure_products(torch.float16, seconds)}
+    if device.capability >= (8, 0):
+        with _tf32():
+            rates["tf32"] = _measure_products(torch.float32, seconds)
+    rates["bf16"] = _measure_products(torch.bfloat16, seconds)
+    return replace(
+        known,
+        memory=properties.total_memory,
+        capability=device.capability,
+        multiprocessors=properties.multi_processor_count,
+        rates=tuple((format, rates[format]) for format in RATE_COLUMNS if format in rates),
+        bandwidth=_measure_bandwidth(seconds),
+        cache=getattr(properties, "L2_cache_size", 0),
+        kernel=_measure_kernel(),
+        launch=_measure_launch(seconds),
+    )
+
+
+def store(gpu: Gpu) -> str:
+    """Keep a measured GPU in the reader's own table, in place of an earlier line. Returns the file's path."""
+    path = own_table()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    gpus = (read_table(path) if path.is_file() else {}) | {gpu.name: gpu}
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        columns = csv.DictReader(file).fieldnames
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="effgpu calibrate")
+        writer.writeheader()
+        writer.writerows(map(_row, gpus.values()))
+    return str(path)
+
+
+def _row(gpu: Gpu) -> dict[str, object]:
+    """A line of the table, but for the sources."""
+    rates = dict(gpu.rates)
+    return {
+        "name": gpu.name,
+        "memory_GiB": f"{gpu.memory / GiB:.6f}",
+        "capability": ".".join(map(str, gpu.capability)),
+        "context_MiB": "-".join(str(size // MiB) for size in gpu.context),
+        "multiprocessors": gpu.multiprocessors,
+        **{column: f"{rates[name] / 1e12:.4g}" if name in rates else "" for name, column in RATE_COLUMNS.items()},
+        "bandwidth_GBps": f"{gpu.bandwidth / 1e9:.4g}",
+        "l2_MiB": f"{gpu.cache / MiB:g}",
+        "kernel_us": f"{gpu.kernel * 1e6:.3g}",
+        "launch_us": f"{gpu.launch * 1e6:.3g}",
+    }
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _time(step: Callable[[], object], seconds: float) -> float:
+    """The median second of a step that has run for a while: with a warm GPU, as a training loop finds it."""
+    return median(time_for(step, seconds)[-100:])
+
+
+def _measure_products(dtype: torch.dtype, seconds: float) -> float:
+    draw = torch.Generator(find_device()).manual_seed(0)
+    a, b = (torch.randn(_SIZE, _SIZE, device=find_device(), generator=draw).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * _SIZE**3 / _time(lambda: torch.mm(a, b, out=out), seconds)
+
+
+def _measure_bandwidth(seconds: float) -> float:
+    source = torch.zeros(GiB // 4, device=find_device())
+    target = torch.empty_like(source)
+    return 2 * GiB / _time(lambda: target.copy_(source), seconds)
+
+
+def _measure_kernel() -> float:
+    """Seconds of a kernel that does nothing much, in a queue that the CPU filled while the GPU was busy."""
+    a, tiny = torch.zeros(_SIZE, _SIZE, device=find_device()), torch.zeros(1, device=find_device())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(3):
+        torch.mm(a, a)  # 50 ms and more: the queue is full before it ends
+        begin.record()
+        for _ in range(_TINY):
+            tiny.add_(1)
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1000 / _TINY)
+    return min(found)
+
+
+def _measure_launch(seconds: float) -> float:
+    """Seconds of the CPU for an operation: a step so small that the GPU waits, over the calls that a walk counts."""
+    calls = sum(segment.calls for segment in predict(_small, find_gpu("A100 80 GB")).segments)
+    return _time(_small(), seconds) / calls
+
+
+def _small() -> Callable[[], None]:
+    """A step of a transformer on one short text."""
+    device = find_device()
+    blocks = [nn.TransformerEncoderLayer(64, 2, 128, 0.0, batch_first=True, device=device) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    optimizer, inputs = torch.optim.AdamW(model.parameters()), torch.zeros(1, 8, 64, device=device)
+
+    def step() -> None:
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
