@@ -16,7 +16,7 @@ from effgpu.predicting.prediction import predict
 from effgpu.units import GiB, MiB, check_positive
 
 SECONDS = 4.0  # of each measurement: a GPU that gets hot slows down
-_SIZE = 8192  # rows of the products
+SIZE = 8192  # rows of the products
 _TINY = 1000  # kernels in the queue
 
 
@@ -27,8 +27,7 @@ def calibrate(seconds: float = SECONDS) -> Gpu:
     RuntimeError without a GPU that CUDA can use, and ValueError for seconds that are no positive number.
     """
     check_positive(seconds=seconds)
-    if find_device().type != "cuda":
-        raise RuntimeError("calibrate: expected a GPU that CUDA can use, found none")
+    _require_gpu()
     device, properties = describe(), torch.cuda.get_device_properties()
     try:
         known = find_gpu(properties.name)
@@ -50,6 +49,11 @@ def calibrate(seconds: float = SECONDS) -> Gpu:
         kernel=_measure_kernel(),
         launch=_measure_launch(seconds),
     )
+
+
+def _require_gpu() -> None:
+    if find_device().type != "cuda":
+        raise RuntimeError("calibrate: expected a GPU that CUDA can use, found none")
 
 
 def store(gpu: Gpu) -> str:
@@ -99,10 +103,14 @@ def _time(step: Callable[[], object], seconds: float) -> float:
 
 
 def _measure_products(dtype: torch.dtype, seconds: float) -> float:
-    draw = torch.Generator(find_device()).manual_seed(0)
-    a, b = (torch.randn(_SIZE, _SIZE, device=find_device(), generator=draw).to(dtype) for _ in range(2))
+    a, b = _draw(dtype), _draw(dtype)
     out = torch.empty_like(a)
-    return 2 * _SIZE**3 / _time(lambda: torch.mm(a, b, out=out), seconds)
+    return 2 * SIZE**3 / _time(lambda: torch.mm(a, b, out=out), seconds)
+
+
+def _draw(dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator(find_device()).manual_seed(0)  # leaves the global generator as it is
+    return torch.randn(SIZE, SIZE, device=find_device(), generator=draw).to(dtype)
 
 
 def _measure_bandwidth(seconds: float) -> float:
@@ -113,7 +121,7 @@ def _measure_bandwidth(seconds: float) -> float:
 
 def _measure_kernel() -> float:
     """Seconds of a kernel that does nothing much, in a queue that the CPU filled while the GPU was busy."""
-    a, tiny = torch.zeros(_SIZE, _SIZE, device=find_device()), torch.zeros(1, device=find_device())
+    a, tiny = torch.zeros(SIZE, SIZE, device=find_device()), torch.zeros(1, device=find_device())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found = []
     for _ in range(3):
@@ -129,8 +137,11 @@ def _measure_kernel() -> float:
 
 def _measure_launch(seconds: float) -> float:
     """Seconds of the CPU for an operation: a step so small that the GPU waits, over the calls that a walk counts."""
-    calls = sum(segment.calls for segment in predict(_small, find_gpu("A100 80 GB")).segments)
-    return _time(_small(), seconds) / calls
+    return _time(_small(), seconds) / _count_calls()
+
+
+def _count_calls() -> float:
+    return sum(segment.calls for segment in predict(_small, find_gpu("A100 80 GB")).segments)
 
 
 def _small() -> Callable[[], None]:

@@ -1,0 +1,543 @@
+"""Tests of the predicted time: the kernels of a step, how long they take, ranges, ratios, the table of GPUs."""
+
+import math
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks import published_times
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from effgpu import count_flops
+from effgpu.__main__ import main
+from effgpu.measuring.device import gc_frozen
+from effgpu.predicting import calibration
+from effgpu.predicting.gpus import Gpu, find_gpu, known_gpus, own_table, read_table
+from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
+from effgpu.predicting.prediction import predict
+from effgpu.predicting.time import LAUNCH_BOUND, MEMORY_BOUND, PRODUCTS_BOUND, kernel_seconds, step_time, time_ratio
+from effgpu.units import GiB, MiB
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_collecting():
+    with gc_frozen():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_table_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def forward(function, *shape, dtype=torch.float32):
+    """A variant whose step calls a function on a tensor, without a backward pass."""
+
+    def variant():
+        x = torch.randn(shape, dtype=dtype)
+        return lambda: function(x)
+
+    return variant
+
+
+def kernels(variant, gpu="A100 80 GB"):
+    """The kernels of a step, each with its number."""
+    found = Counter()
+    for segment in predict(variant, gpu).segments:
+        found.update(segment.kernels)
+    return found
+
+
+def training(width=256, batch=1024, depth=2, optimizer=torch.optim.AdamW, autocast=None, **options):
+    def variant():
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        trained, x = optimizer(model.parameters(), **options), torch.randn(batch, width)
+
+        def step():
+            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = model(x).square().mean()
+            loss.backward()
+            trained.step()
+            trained.zero_grad()
+
+        return step
+
+    return variant
+
+
+# --- what is a kernel ---
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(-1).t().unsqueeze(0).expand(4, -1),
+        lambda x: (x.device, x.is_contiguous(), x.shape),
+        lambda x: torch.empty_like(x),
+        lambda x: x[:0] + 1,
+        lambda x: x.detach().chunk(2),
+    ],
+)
+def test_views_queries_and_empty_tensors_are_no_kernels(function):
+    assert not kernels(forward(function, 16, 16))
+
+
+def test_a_kernel_counts_what_it_computes_and_moves():
+    (kernel,) = kernels(forward(lambda x: x + 1, 1024, 256))
+    assert kernel == Kernel("add", OTHER, "fp32", 0, 2 * 4 * 1024 * 256)
+    (kernel,) = kernels(forward(lambda x: x @ x, 512, 512, dtype=torch.float16))
+    assert (kernel.kind, kernel.format, kernel.flops, kernel.bytes) == (PRODUCT, "fp16", 2 * 512**3, 3 * 2 * 512**2)
+    assert kernel.product == (1, 512, 512, 512)
+
+
+def test_the_flops_are_those_that_pytorch_counts():
+    variant = training()
+    assert sum(row.flops for row in predict(variant, "T4").time().table.values()) == count_flops(variant())
+
+
+def test_dropout_is_one_kernel_on_a_gpu():
+    assert [kernel.name for kernel in kernels(forward(F.dropout, 4096))] == ["native_dropout"]
+
+
+def test_fused_and_foreach_optimizers_launch_few_kernels():
+    def launches(**options):
+        return predict(training(depth=40, **options), "T4").time().table[OPTIMIZER].number
+
+    fused, lists, loop = launches(fused=True), launches(), launches(foreach=False)
+    assert fused <= 2 < lists < 40 < 3 * 40 <= loop
+
+
+def test_the_steps_that_an_optimizer_counts_are_on_the_cpu():
+    names = Counter()
+    for kernel, number in kernels(training(depth=8, foreach=False)).items():
+        names[kernel.name] += number * (kernel.kind == OPTIMIZER and kernel.bytes < 1024)
+    assert not +names
+
+
+def test_attention_is_one_kernel_and_half_where_it_is_causal():
+    def attend(causal):
+        variant = forward(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal), 2, 4, 256, 64)
+        ((kernel, number),) = kernels(variant).items()
+        assert kernel.kind == ATTENTION and number == 1
+        return kernel.flops
+
+    assert attend(True) == attend(False) // 2 == 2 * 2 * 4 * 256 * 256 * 64 // 2 * 2 // 2
+
+
+def test_a_convolution_is_the_products_that_it_comes_to():
+    def variant():
+        net, x = nn.Conv2d(32, 64, 3, padding=1), torch.randn(8, 32, 16, 16, requires_grad=True)
+        return lambda: net(x).sum().backward()
+
+    found = {kernel.name: kernel for kernel in kernels(variant) if kernel.name.startswith("convolution")}
+    assert set(found) == {
+        *("convolution", "convolution (bias)", "convolution_backward (bias)"),
+        *("convolution_backward (input)", "convolution_backward (weight)"),
+    }
+    flops = 2 * 8 * 16 * 16 * 64 * 32 * 9
+    products = [kernel for kernel in found.values() if kernel.kind == CONVOLUTION]
+    assert [kernel.flops for kernel in products] == 3 * [flops]
+    assert all(2 * math.prod(kernel.product) == flops for kernel in products)
+
+
+def test_a_step_is_divided_where_the_cpu_waits():
+    def variant(read):
+        model, x = nn.Linear(8, 8), torch.randn(8, 8)
+
+        def step():
+            loss = model(x).sum()
+            if read:
+                loss.item()
+            loss.backward()
+
+        return step
+
+    assert [len(predict(partial(variant, read), "T4").segments) for read in (False, True)] == [1, 2]
+
+
+# --- the inputs that a time must see ---
+
+
+def seconds(variant, gpu="A100 80 GB"):
+    return predict(variant, gpu).time().expected
+
+
+WIDE = dict(width=4096, batch=8192, depth=4)
+
+
+def test_autocast_takes_the_format_that_the_gpu_multiplies_in():
+    found = {kernel.format for kernel in kernels(training(autocast=torch.float16)) if kernel.kind == PRODUCT}
+    assert found == {"fp16"}
+    plain, half = (seconds(training(**WIDE, autocast=autocast)) for autocast in (None, torch.bfloat16))
+    assert 5 < plain / half < 257 / 17
+
+
+@pytest.mark.parametrize("gpu, gain", [("A100 80 GB", 3), ("T4", 0.99)])
+def test_tf32_counts_where_it_is_switched_on_and_the_gpu_has_it(gpu, gain, monkeypatch):
+    plain = seconds(training(**WIDE), gpu)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert plain / seconds(training(**WIDE), gpu) > gain
+    assert gain > 1 or plain == seconds(training(**WIDE), gpu)
+
+
+def convolving(last=False, dtype=torch.float16, groups=1):
+    def variant():
+        net = nn.Conv2d(128, 128, 3, padding=1, groups=groups, bias=False).to(dtype)
+        x = torch.randn(64, 128, 28, 28, dtype=dtype)
+        if last:
+            net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        return lambda: net(x).sum().backward()
+
+    return variant
+
+
+def test_convolutions_have_a_switch_of_their_own(monkeypatch):
+    before = seconds(convolving(dtype=torch.float32))
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    assert seconds(convolving(dtype=torch.float32)) > 1.5 * before
+
+
+def test_the_memory_format_counts():
+    assert seconds(convolving(last=True), "RTX 3090") < 0.95 * seconds(convolving(), "RTX 3090")
+    layouts = {kernel.layout for kernel in kernels(convolving(last=True)) if kernel.kind == CONVOLUTION}
+    assert layouts == {"wide nhwc"}
+    assert {k.layout for k in kernels(convolving(groups=128)) if k.kind == CONVOLUTION} == {"depthwise nchw"}
+
+
+@pytest.mark.parametrize("dtype, slower", [(torch.bfloat16, 1.5), (torch.float32, 0.99)])
+def test_tensor_cores_dislike_odd_widths(dtype, slower):
+    multiply = lambda width: seconds(forward(lambda x: x @ x.T, width, width, dtype=dtype))
+    assert slower < multiply(4095) / multiply(4096) < 2.2 * slower
+
+
+def test_a_kernel_of_attention_counts():
+    def variant():
+        x = torch.randn(8, 12, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
+        return lambda: F.scaled_dot_product_attention(x, x, x).sum().backward()
+
+    fused = seconds(variant)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert seconds(variant) > 2 * fused
+
+
+def test_checkpointing_takes_a_forward_pass_more():
+    def variant(again):
+        model, x = (
+            nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))),
+            torch.randn(8192, 2048, requires_grad=True),
+        )
+        run = (lambda x: checkpoint(model, x, use_reentrant=False)) if again else model
+        return lambda: run(x).sum().backward()
+
+    plain, again = (seconds(partial(variant, again)) for again in (False, True))
+    assert again / plain == pytest.approx(4 / 3, rel=0.1)
+
+
+def test_accumulation_takes_as_long_as_its_batches():
+    def variant(times):
+        model = nn.Linear(4096, 4096)
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8192, 4096)
+
+        def step():
+            for _ in range(times):
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    once, thrice = (seconds(partial(variant, times)) for times in (1, 3))
+    assert thrice == pytest.approx(3 * once, rel=0.1)
+
+
+def test_what_fits_into_the_cache_is_faster():
+    gpu = find_gpu("RTX 4090")
+    small, large = (Kernel("add", OTHER, "fp32", 0, size) for size in (8 * MiB, 800 * MiB))
+    assert 100 * kernel_seconds(small, gpu)[1] < 0.6 * kernel_seconds(large, gpu)[1]
+
+
+def test_compiled_code_has_a_range_from_fused_to_eager_and_says_so():
+    def variant(compiled):
+        function = lambda x: (x.exp() + 1).log().tanh()
+        function = torch.compile(function) if compiled else function
+        x = torch.randn(4096, 4096, requires_grad=True)
+        return lambda: function(x).sum().backward()
+
+    eager, compiled = (predict(partial(variant, it), "A100 80 GB") for it in (False, True))
+    ours, theirs = compiled.time(), eager.time()
+    assert ours.high == theirs.high and ours.low < 0.5 * theirs.low and ours.low < ours.expected < theirs.expected
+    assert "from perfect fusion to eager" in repr(compiled) and "fusion" not in repr(eager)
+
+
+# --- what a step is bound by ---
+
+
+@pytest.mark.parametrize(
+    "variant, bound",
+    [
+        (training(**WIDE), PRODUCTS_BOUND),
+        (forward(lambda x: x.exp().log().sin(), 8192, 8192), MEMORY_BOUND),
+        (training(width=16, batch=4, depth=20), LAUNCH_BOUND),
+    ],
+)
+def test_a_step_says_what_it_is_bound_by(variant, bound):
+    time = predict(variant, "A100 80 GB").time()
+    assert time.bound == bound
+    assert bound in repr(time)
+
+
+def test_the_table_adds_up():
+    time = predict(training(**WIDE), "T4").time()
+    assert set(time.table) <= set(KINDS) and {PRODUCT, OPTIMIZER, OTHER} <= set(time.table)
+    assert sum(row.seconds for row in time.table.values()) == pytest.approx(time.expected)
+    headings, rows = time.rows()
+    assert headings == ["kind", "time", "FLOPs", "bytes", "kernels"] and rows[0][0] == PRODUCT
+    assert time._repr_html_().startswith("<table><caption>T4: ")
+
+
+def test_norms_are_slower_than_other_operations_on_the_same_bytes():
+    gpu = find_gpu("A100 80 GB")
+    norm, other = (kernel_seconds(Kernel("x", kind, "fp32", 0, GiB), gpu)[1] for kind in (NORM, OTHER))
+    assert norm == pytest.approx(other * 0.95 / 0.65, rel=0.01)
+
+
+# --- ranges and ratios ---
+
+
+def made(gpu="A100 80 GB", calls=0.0, number=1, **changes):
+    kernel = Kernel("mm", PRODUCT, "fp32", 2 * 4096**3, 3 * 4 * 4096**2, 1, (1, 4096, 4096, 4096))
+    return step_time([Segment(Counter({kernel._replace(**changes): number}), calls)], find_gpu(gpu))
+
+
+@given(st.integers(1, 10**4), st.floats(0, 1e6), st.sampled_from(sorted(known_gpus())))
+def test_what_is_expected_lies_in_the_range(number, calls, gpu):
+    time = made(gpu, calls, number)
+    assert 0 < time.low < time.expected < time.high < 7 * time.low
+    assert time.expected >= max(calls * find_gpu(gpu).launch, time.table[PRODUCT].seconds) * (1 - 1e-9)
+
+
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_a_ratio_of_like_steps_is_known_better_than_their_times(ours, theirs):
+    a, b = made(number=ours), made(number=theirs)
+    ratio = time_ratio(a, b)
+    assert ratio.value == pytest.approx(ours / theirs)
+    assert ratio.low < ratio.value < ratio.high and ratio.high / ratio.low < a.high / a.low
+    assert time_ratio(b, a).value == pytest.approx(1 / ratio.value)
+
+
+def test_a_ratio_of_unlike_steps_is_known_less_well():
+    alike = time_ratio(made(number=2), made(number=1))
+    unlike = time_ratio(made(kind=OTHER, product=None, bytes=GiB), made())
+    assert unlike.high / unlike.low > alike.high / alike.low
+    assert str(alike).startswith("2.00 × slower [")
+
+
+def test_times_on_two_gpus_have_no_ratio():
+    with pytest.raises(ValueError, match="times on one GPU, got T4 and L4"):
+        time_ratio(made("T4"), made("L4"))
+
+
+# --- GPUs ---
+
+
+def test_every_gpu_of_the_table_has_a_time_and_says_where_its_numbers_come_from():
+    import csv
+
+    from effgpu.predicting.gpus import TABLE
+
+    predicted = predict(training(**WIDE))
+    headings, rows = predicted.table()
+    assert headings[-2:] == ["time per step", "bound by"] and len(rows) == len(known_gpus())
+    times = {gpu: predicted.time(gpu).expected for gpu in known_gpus()}
+    assert times["T4"] > times["V100"] > times["RTX 4090"] and times["A100 40 GB"] > times["H100"]
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            assert all(row[column] for column in row if column.endswith("_from")), row["name"]
+
+
+def test_several_gpus_are_shown_on_one_screen():
+    predicted = predict(training(), ["T4", "A100 80"])
+    assert [gpu.name for gpu in predicted.gpus] == ["T4", "A100 80 GB"]
+    told = repr(predicted)
+    assert told.count("fits") == 2 and "time per step" in told and "kernels" not in told
+    assert "kernels" in repr(predict(training(), "T4"))
+
+
+@pytest.mark.parametrize(
+    "ask, why",
+    [
+        (lambda: predict(training(), "16 GiB").time(), "expected a GPU whose speed is known, .* got 16 GiB"),
+        (lambda: predict(training(), "T4", rules="cpu").time(), "by a GPU's rules"),
+        (lambda: predict(training(), "T4").time("T5"), "gpu: expected one of"),
+        (lambda: predict(training(), []), "gpu: expected at least one GPU, got none"),
+        (lambda: predict(training(), ["T4", "T5"]), "gpu: expected one of"),
+    ],
+)
+def test_a_time_that_cannot_be_told_is_refused(ask, why):
+    with pytest.raises(ValueError, match=why):
+        ask()
+
+
+def test_a_size_has_no_time_but_is_shown():
+    assert predict(training(), ["16 GiB", "T4"]).table()[1][0][-2:] == ["–", "–"]
+
+
+HERE = Gpu(
+    "Here", 8 * GiB, (8, 6), (100 * MiB, 900 * MiB), 28, (("fp32", 9e12), ("fp16", 2e13)), 3e11, 3 * MiB, 2e-6, 9e-6
+)
+
+
+def test_a_line_of_ones_own_is_kept_and_wins():
+    assert calibration.store(HERE) == str(own_table())
+    faster = known_gpus()["T4"].rates[0][1] * 2
+    calibration.store(Gpu(**{**vars(known_gpus()["T4"]), "rates": (("fp32", faster),)}))
+    assert find_gpu("here") == HERE
+    assert find_gpu("Tesla T4").rate("fp32") == find_gpu("T4").rate("bf16") == pytest.approx(faster)
+    assert list(read_table(own_table())) == ["Here", "T4"]
+    assert predict(training(), "here").time().gpu == HERE
+
+
+@pytest.mark.parametrize("old, new", [("9e-06", "x"), ("8.6", "8"), ("300", "-1"), (",28,", ",,")])
+def test_a_line_that_cannot_be_read_is_named(old, new):
+    calibration.store(HERE)
+    text = own_table().read_text()
+    bad = text.replace(",9,", ",x,") if old == "9e-06" else text.replace(old, new)
+    assert bad != text
+    own_table().write_text(bad)
+    with pytest.raises(ValueError, match=r"gpus.csv, line 2: expected a GPU as in gpus.csv"):
+        find_gpu("T4")
+
+
+@pytest.mark.parametrize("name, expected", [("Tesla T4", "T4"), ("NVIDIA L40", "NVIDIA L40")])
+def test_calibration_measures_each_number_of_a_line(name, expected, monkeypatch):
+    """On a GPU whose clock says what each step takes; the arithmetic from seconds to rates is real."""
+    took, precisions = [], []
+
+    def time_for(step, seconds):
+        took.append(seconds)
+        precisions.append(torch.backends.cuda.matmul.fp32_precision)
+        return [0.5] * 10
+
+    properties = SimpleNamespace(name=name, total_memory=15 * GiB, multi_processor_count=40, L2_cache_size=4 * MiB)
+    monkeypatch.setattr(calibration, "find_device", lambda: torch.device("meta", 0))
+    monkeypatch.setattr(calibration, "_require_gpu", lambda: None)
+    monkeypatch.setattr(calibration, "describe", lambda: SimpleNamespace(capability=(8, 9)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(calibration, "time_for", time_for)
+    monkeypatch.setattr(
+        calibration, "_draw", lambda dtype: torch.empty(calibration.SIZE, 2, device="meta", dtype=dtype)
+    )
+    monkeypatch.setattr(calibration, "_measure_kernel", lambda: 2e-6)
+    monkeypatch.setattr(calibration, "_small", lambda: lambda: None)
+    monkeypatch.setattr(calibration, "_count_calls", lambda: 1000)
+    gpu = calibration.calibrate(2)
+    assert gpu.name == expected and gpu.memory == 15 * GiB and gpu.multiprocessors == 40 and gpu.cache == 4 * MiB
+    assert dict(gpu.rates) == dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), 2 * calibration.SIZE**3 / 0.5)
+    assert gpu.bandwidth == 2 * GiB / 0.5 and gpu.kernel == 2e-6 and gpu.launch == 0.5 / 1000
+    assert took == [2] * 6 and precisions.count("tf32") == 1
+
+
+def test_without_a_gpu_there_is_nothing_to_calibrate(capsys):
+    assert main(["calibrate"]) == 2
+    assert "calibrate: expected a GPU that CUDA can use, found none" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="seconds: expected a positive number"):
+        calibration.calibrate(0)
+
+
+def test_calibrate_keeps_and_shows_what_it_measured(monkeypatch, capsys):
+    monkeypatch.setattr(calibration, "calibrate", lambda: HERE)
+    assert main(["calibrate"]) == 0
+    told = capsys.readouterr().out
+    assert "products in fp16" in told and "20.0 TFLOP/s" in told and str(own_table()) in told
+    assert find_gpu("here") == HERE
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_calibrated_in_under_a_minute():
+    import time
+
+    began = time.monotonic()
+    gpu = calibration.calibrate()
+    assert time.monotonic() - began < 60
+    assert 1e12 < gpu.rate("fp32") < 1e15 and 1e10 < gpu.bandwidth < 1e14
+    assert 1e-7 < gpu.kernel < 1e-4 and 1e-6 < gpu.launch < 1e-3
+
+
+# --- the command line ---
+
+STEP = """
+import torch
+
+def variant():
+    model = torch.nn.Linear(64, {width})
+    return lambda: model(torch.ones(4, 64)).sum().backward()
+"""
+
+
+def test_the_command_tells_the_time_of_an_epoch_on_each_gpu(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(STEP.format(width=64))
+    asked = ["predict", f"{path}:variant", "--gpu", "T4", "--gpu", "A100-80"]
+    assert main([*asked, "--samples", "1001", "--batch", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "an epoch of 1,001 samples takes 251 steps" in told
+    assert len([line for line in told.splitlines() if line.startswith("T4 ")]) == 2
+
+
+@pytest.mark.parametrize(
+    "asked, why",
+    [
+        (["--samples", "10"], "expected --samples and --batch together"),
+        (["--samples", "10", "--batch", "0"], "--batch: expected a positive number, got 0"),
+        (["--gpu", "T4", "--gpu", "T5"], "gpu: expected one of"),
+    ],
+)
+def test_the_command_says_what_it_expected(asked, why, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(STEP.format(width=8))
+    assert main(["predict", f"{path}:variant", *asked]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_exit_code_is_that_of_the_smallest_gpu(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(STEP.format(width=60_000_000))
+    asked = ["predict", f"{path}:variant", "--gpu", "H200", "--gpu", "T4"]
+    assert main(asked) == 3 and main(asked[:4]) == 0
+
+
+# --- against what was published ---
+
+
+def cases(*names):
+    return [case for case in published_times.CASES if case.name in names]
+
+
+@pytest.mark.parametrize(
+    "case", cases("BERT-large, plain", "GPT-2, TF32", "Llama-3.2-3B, packed"), ids=lambda c: c.name
+)
+def test_a_published_time_is_met(case):
+    outcome = published_times.run(case)
+    assert abs(outcome.error) < 0.1 and outcome.is_inside and outcome.width < 0.25
+    assert outcome.data_sheet < outcome.case.published
+
+
+def test_no_row_both_calibrates_and_is_audited():
+    rows = [(case.source, case.name, case.format) for case in published_times.CASES]
+    assert len(set(rows)) == len(rows)
+    assert {case.calibrates for case in published_times.CASES if case.source == published_times.TIMM} == {True, False}
+
+
+@pytest.mark.slow
+def test_nine_of_ten_published_transformers_lie_in_their_range():
+    chosen = [c for c in published_times.CASES if not c.calibrates and not c.convolutional]
+    outcomes = [published_times.run(case) for case in chosen]
+    assert sum(o.is_inside for o in outcomes) >= 0.9 * len(outcomes)
+    errors = sorted(abs(o.error) for o in outcomes)
+    assert errors[len(errors) // 2] < 0.08
