@@ -45,7 +45,7 @@ readme: $(INSTALLED)  ## README's table of lessons and its picture, from the com
 	$(BIN)/python tests/test_readme.py
 
 predictions: $(INSTALLED)  ## docs/predict.md: predicted peaks and times of published runs beside the published ones
-	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/predictions.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m benchmarks.predictions
 
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }

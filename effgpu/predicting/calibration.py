@@ -33,11 +33,12 @@ def calibrate(seconds: float = SECONDS) -> Gpu:
         known = find_gpu(properties.name)
     except ValueError:
         known = Gpu(properties.name, properties.total_memory, device.capability, UNKNOWN_CONTEXT)
-    rates = {"fp32": _measure_products(torch.float32, seconds), "fp16": _measure_products(torch.float16, seconds)}
-    if device.capability >= (8, 0):
-        with _tf32():
-            rates["tf32"] = _measure_products(torch.float32, seconds)
-    rates["bf16"] = _measure_products(torch.bfloat16, seconds)
+    formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    rates = {name: _measure_products(dtype, seconds) for name, dtype in formats.items()}
+    for name, precision in {"fp32": "ieee", "tf32": "tf32"}.items():
+        if name == "fp32" or device.capability >= (8, 0):
+            with _multiplying_as(precision):
+                rates[name] = _measure_products(torch.float32, seconds)
     return replace(
         known,
         memory=properties.total_memory,
@@ -88,9 +89,9 @@ def _row(gpu: Gpu) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _tf32() -> Iterator[None]:
+def _multiplying_as(precision: str) -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield
     finally:

@@ -1,14 +1,13 @@
 """Write docs/predict.md: published peaks and times of training steps beside predicted ones. It takes ten minutes.
 
-python tests/benchmarks/predictions.py
+PYTHONPATH=tests python -m benchmarks.predictions
 """
 
 import sys
 from pathlib import Path
 
-import published_memory
-import published_times
 import torch
+from benchmarks import published_memory, published_times
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "predict.md"
 

@@ -1,6 +1,6 @@
 """Published times of training steps beside predicted ones, and how the prediction was calibrated.
 
-    python tests/benchmarks/published_times.py [--calibration] [WORD ...]
+    PYTHONPATH=tests python -m benchmarks.published_times [--calibration] [WORD ...]
 
 With words, only the rows with one of them in their source or name are run. `--calibration` shows the rows that
 constants were fitted on, in place of those of the audit. `make predictions` writes docs/predict.md from the audit.
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import published_memory
 import torch
+from benchmarks import published_memory
 from torch.nn import functional as F
 
 from effgpu import units
