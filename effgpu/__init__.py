@@ -16,7 +16,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     **dict.fromkeys(("count_flops", "matmul_peak", "mfu"), "measuring.flops"),
     "count_ops": "measuring.ops",
     **dict.fromkeys(("largest", "predict"), "predicting.prediction"),
-    **dict.fromkeys(("Measurement", "hodges_lehmann_interval", "measure"), "measuring.measurement"),
+    **dict.fromkeys(("Measurement", "measure"), "measuring.measurement"),
     **dict.fromkeys(("Comparison", "compare"), "comparison"),
     **dict.fromkeys(("Bench", "bench"), "benching.bench"),
     **dict.fromkeys(("Ablation", "ablate"), "ablation"),
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.figures import plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
     from effgpu.measuring.device import describe, find_device, memory_limit, pick_sizes
     from effgpu.measuring.flops import count_flops, matmul_peak, mfu
-    from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval, measure
+    from effgpu.measuring.measurement import Measurement, measure
     from effgpu.measuring.memory import peak_bytes, saved_bytes, trace
     from effgpu.measuring.ops import count_ops
     from effgpu.measuring.power import measure_energy

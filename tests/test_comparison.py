@@ -31,7 +31,8 @@ from effgpu.comparison import (
 )
 from effgpu.measuring import power
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement, hodges_lehmann_interval
+from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.predicting import prediction
 from effgpu.units import GiB
 
@@ -125,7 +126,7 @@ def test_the_smallest_effect_that_matters_decides_what_is_the_same(min_effect, v
 @given(st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(0.9, 1.1)), min_size=8, max_size=12))
 def test_the_verdict_follows_from_the_interval_alone(pairs):
     result = pair(*zip(*pairs))
-    _, low, high = hodges_lehmann_interval([math.log(ours / theirs) for ours, theirs in pairs])
+    _, low, high = interval_of_blocks([math.log(ours / theirs) for ours, theirs in pairs])
     expected = FASTER if high < 0 else SLOWER if low > 0 else INCONCLUSIVE
     if max(-low, high) <= math.log(1.01) - 1e-9:
         expected = SAME

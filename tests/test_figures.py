@@ -26,7 +26,8 @@ from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval
+from effgpu.measuring.intervals import interval_of_blocks
+from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
@@ -402,7 +403,7 @@ def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(m
     (ax,) = figure.axes
     line, _, (errors,) = ax.containers[0].lines
     assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
-    _, low, high = hodges_lehmann_interval([math.log(time) for time in points[8].times])
+    _, low, high = interval_of_blocks([math.log(time) for time in points[8].times])
     assert errors.get_segments()[1][:, 1] == pytest.approx([8 / math.exp(high), 8 / math.exp(low)])
     marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
     assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2
