@@ -21,8 +21,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     **dict.fromkeys(("Bench", "bench"), "benching.bench"),
     **dict.fromkeys(("Ablation", "ablate"), "ablation"),
     **dict.fromkeys(("load", "save"), "results"),
-    **dict.fromkeys(("plot", "plot_fit", "plot_ladder", "plot_memory"), "figures"),
-    **dict.fromkeys(("plot_sweep", "plot_switches"), "figures"),
+    "plot": "figures",
     "tick": "benching.ticking",
     "TickCallback": "benching.callbacks",
 }
@@ -35,7 +34,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.benching.callbacks import TickCallback
     from effgpu.benching.ticking import tick
     from effgpu.comparison import Comparison, compare
-    from effgpu.figures import plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
+    from effgpu.figures import plot
     from effgpu.measuring.device import describe, find_device, memory_limit, pick_sizes
     from effgpu.measuring.flops import count_flops, matmul_peak, mfu
     from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval, measure
