@@ -588,7 +588,8 @@ def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
 
 CELLS = """
 import gc, weakref, torch, effgpu
-from effgpu import Comparison, Measurement
+from effgpu.comparison import Comparison
+from effgpu.measuring.measurement import Measurement
 cpu = effgpu.describe()
 turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
 both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
