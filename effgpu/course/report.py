@@ -345,8 +345,7 @@ def _image(picture: Picture) -> str:
 def _draw(comparison: Comparison) -> Picture:
     from effgpu import figures
 
-    draw = figures.plot_ladder if isinstance(comparison, Ablation) else figures.plot
-    png = base64.b64encode(figures.to_png(draw(comparison))).decode()
+    png = base64.b64encode(figures.to_png(figures.plot(comparison))).decode()
     return Picture(png, comparison.alt_text(), comparison.name)
 
 
