@@ -46,7 +46,7 @@ class Ratio:
         An interval excludes 1 if that is still to be seen in its ends as they are shown, with two digits after the dot.
         """
         within = max(self.high, 1 / self.low) - 1 if self.within is None else self.within
-        if within <= min_effect:
+        if 1 + within <= 1 + min_effect:  # rounded alike
             return SAME
         if max(self.value, 1 / self.value) > 1 + min_effect:
             if round(1 / self.high, 2) > 1:

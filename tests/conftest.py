@@ -125,7 +125,7 @@ def simulate_gpu(monkeypatch):
             "is_available": lambda: True,
             "current_device": lambda: 0,
             "device_count": lambda: len(gpu.asked),
-            "get_rng_state": lambda device=None: gpu.log.append("state kept"),
+            "get_rng_state": lambda device=None: gpu.log.append("state kept") or "the state",
             "set_rng_state": lambda state, device=None: gpu.log.append("state given back"),
             "get_device_properties": lambda device=None: gpu.properties,
             "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),

@@ -100,8 +100,8 @@ class Bench(Comparison):
     def judge(self, slower: float | None = None, more_memory: float | None = None) -> tuple[list[str], list[str]]:
         """In words: what exceeds the shares that are allowed, and where the interval does not tell.
 
-        A command is within its time if the whole interval is, and exceeds it if the whole interval does. Peak memory has
-        no interval.
+        A command is within its time if the whole interval is, and exceeds it if the whole interval does. Peak memory
+        has no interval.
         """
         exceeded, unclear = [], []
         for m in self.measurements[1:]:

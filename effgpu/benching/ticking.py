@@ -259,8 +259,7 @@ def _is_on_gpu() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    from effgpu.measuring.device import NO_CACHING, check_accelerator
-    from effgpu.measuring.timing import check_gpus
+    from effgpu.measuring.device import NO_CACHING, check_accelerator, check_gpus
 
     check_accelerator()
     if not torch.cuda.is_initialized():

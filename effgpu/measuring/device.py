@@ -100,6 +100,16 @@ def check_accelerator() -> None:
         raise RuntimeError(f"{told}: move the model and the batches to the CPU, or use a machine with a CUDA GPU")
 
 
+def check_gpus(used: list[int], what: str = "the step") -> None:
+    """Raise ValueError if any of the GPUs that are used, by number, is not the current one."""
+    here = torch.cuda.current_device() if used else None
+    if len(used) > 1:
+        raise ValueError(f"{what} works on GPUs {', '.join(map(str, used))}, and effgpu times one: use one GPU")
+    if used and used[0] != here:
+        told = f"{what} works on GPU {used[0]}, and only the current one ({here}) is measured"
+        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
+
+
 def describe() -> Device:
     """Describe this machine. Results are stored with this description."""
     versions = {"python": platform.python_version()} | {name: v for name in _VERSIONED if (v := _version(name))}

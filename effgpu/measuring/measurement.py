@@ -156,7 +156,7 @@ def measure_all(
     items_of = _items_of(variants, items)
     allowed = timing.cap_seconds(seconds)
     capped = allowed < seconds
-    plan = _Plan(allowed, precision, blocks, 1 if capped else min_steps, warmup)
+    plan = _Plan(allowed, capped, precision, blocks, 1 if capped else min_steps, warmup)
     records = {label: _Record() for label in variants}
     with gc_frozen(), random_states_kept(), _Progress() as progress:
         for done, (label, variant) in enumerate(variants.items()):
@@ -206,9 +206,10 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the variants are timed."""
+    """How the variants are timed. `seconds` are cut short by EFFGPU_SECONDS where `capped`: turns are of one step."""
 
     seconds: float
+    capped: bool
     precision: float
     blocks: int | None
     min_steps: int
@@ -216,8 +217,8 @@ class _Plan:
 
     def count_steps(self, pace: float, shortest: float, workers: int = 0) -> int:
         """Steps in a turn of at least `shortest` seconds, where a step takes `pace`: whole rounds of the workers."""
-        seconds = max(shortest, self.seconds / (2 * MOST_BLOCKS))
-        steps = max(self.min_steps, math.ceil(seconds / pace - 1e-6))
+        share, shortest = self.seconds / (2 * MOST_BLOCKS), 0.0 if self.capped else shortest
+        steps = max(self.min_steps, 1, round(share / pace), math.ceil(shortest / pace - 1e-6))
         return math.ceil(steps / max(1, workers)) * max(1, workers)
 
 
@@ -360,7 +361,7 @@ def _take_turn(record: _Record, plan: _Plan, shortest: float, workers: int, step
     steps = plan.count_steps(pace, shortest, workers)
     lead = int(steps >= _REFILL or workers > 0)
     if find_device().type == "cuda":
-        lead = max(1, math.ceil(_LEAD / pace))
+        lead = 1 if plan.capped else max(1, math.ceil(_LEAD / pace))
     lead += workers  # a frozen worker loads nothing ahead, but each may have finished the batch that it was at
     record.turns.append(timing.time_turn(step, steps, lead=lead, meanwhile=partial(_note_clock, record)))
 
@@ -404,7 +405,7 @@ class _Progress:
         notebook = "ipykernel" in sys.modules
         self._file = sys.stdout if notebook else sys.stderr
         off = not (notebook or sys.stderr.isatty())
-        self._bar = tqdm(leave=False, file=self._file, disable=off, bar_format="{desc} |{bar:30}|", miniters=1)
+        self._bar = tqdm(leave=False, file=self._file, disable=off, bar_format="{desc} |{bar:30}|", miniters=0)
 
     def __enter__(self) -> "_Progress":
         return self
@@ -415,9 +416,9 @@ class _Progress:
     def show(self, what: str, done: int, total: int, left: float | None = None) -> None:
         """Say what is under way, how much of it is done, and the seconds that are left where they are known."""
         about = "" if left is None else f", about {units.format_seconds(max(left, 0.1))} left"
-        self._bar.set_description_str(what + about, refresh=False)
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
+        self._bar.total, self._bar.n = total, done
+        self._bar.set_description_str(what + about, refresh=done == 0)
+        self._bar.update(0)
 
     def announce(self, text: str) -> None:
         """Print a line above the bar, also where nobody looks at the bar."""

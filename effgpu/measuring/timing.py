@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from effgpu.measuring.device import check_accelerator, find_device
+from effgpu.measuring.device import check_accelerator, check_gpus, find_device
 from effgpu.measuring.variants import check_worked, is_function
 from effgpu.units import check_positive
 
@@ -84,16 +84,6 @@ def on_current_gpu() -> Iterator[None]:
     before = _count_allocations()
     yield
     check_gpus([gpu for gpu, (then, now) in enumerate(zip(before, _count_allocations())) if now > then])
-
-
-def check_gpus(used: list[int], what: str = "the step") -> None:
-    """Raise ValueError if any of the GPUs that are used, by number, is not the current one."""
-    here = torch.cuda.current_device() if used else None
-    if len(used) > 1:
-        raise ValueError(f"{what} works on GPUs {', '.join(map(str, used))}, and effgpu times one: use one GPU")
-    if used and used[0] != here:
-        told = f"{what} works on GPU {used[0]}, and only the current one ({here}) is measured"
-        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
 
 
 def check_step(**named: object) -> None:
