@@ -11,6 +11,7 @@ import multiprocessing
 import random
 import statistics
 import sys
+import traceback
 import weakref
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -743,22 +744,18 @@ def test_above_the_limit_is_out_of_memory_and_what_comes_next_is_not(tiny, no_co
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_any_other_error_comes_through_frees_everything_and_names_its_variant(place, error, clock):
+def test_any_other_error_comes_through_and_names_its_variant(place, error, clock):
     sound, faulty = Faulty(cyclic=True, clock=clock), Faulty(*PLACES[place], error, cyclic=True, clock=clock)
     with pytest.raises(error, match="a fault") as caught:
         measure_all({"sound": sound, "broken one": faulty}, **QUICK)
     assert "raised while measuring the variant 'broken one'" in caught.value.__notes__
-    assert any("in step" in note or "in __call__" in note for note in caught.value.__notes__), "the line that failed"
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in step" in text or "in __call__" in text, "the line that failed"
+    if error is not KeyboardInterrupt:
+        assert faulty.alive, "a debugger looks at it"
+        del caught
+        gc.collect()
     assert sound.models and faulty.models and not sound.alive and not faulty.alive
-    held = {id(frame.f_code) for frame in frames_of(caught.value)}
-    assert id(Faulty.__call__.__code__) not in held
-
-
-def frames_of(error):
-    at = error.__traceback__
-    while at:
-        yield at.tb_frame
-        at = at.tb_next
 
 
 def test_an_interrupt_between_two_turns_frees_everything(clock, monkeypatch):
