@@ -115,12 +115,6 @@ def test_it_is_a_comparison_of_all_combinations_with_none(simulated):
     assert result.find(["b", "a"]) is result.find("a + b") is result["a + b"] and result.find(()) is result.baseline
 
 
-def test_one_switch_may_be_named_by_itself(no_collecting):
-    result = ablate(lambda bf16=False, fused=False: lambda: None, ["bf16", "fused"], **QUICK)
-    assert result.find("bf16").label == "bf16"
-    assert result.effect("bf16", "fused") == result.effect("bf16", ["fused"])
-
-
 def test_the_stack_is_a_comparison(simulated):
     result = ablate(simulated, [*"abc"], name="mine", **QUICK)
     assert type(result.stack) is Comparison and result.stack.name == "mine.stack"
@@ -386,11 +380,6 @@ def test_an_error_names_the_combination_it_was_raised_in(no_collecting):
 def test_an_unknown_switch_is_named(wrong):
     with pytest.raises(KeyError, match=r"no switch 'x' in 'by_hand', only \['a', 'b'\]"):
         by_hand("ab", {(): 1}).find(wrong)
-
-
-def test_an_unknown_quantity_is_named():
-    with pytest.raises(ValueError, match=r"quantity: expected one of \['time', 'memory', 'energy'\], got 'speed'"):
-        by_hand("a", {(): 1}).effect("a", quantity="speed")
 
 
 # On a GPU

@@ -1,7 +1,6 @@
 """Tiny notebooks run in real kernels."""
 
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import nbformat
 import pytest
 
 from effgpu import results
-from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison, FullSize
 from effgpu.course import runner
 from effgpu.measuring.device import Device
@@ -122,25 +120,6 @@ def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, o
     lesson = write_lesson(tmp_path, "05_spoilt", spoilt, compares("good"))
     outcome = runner.run_lesson(lesson, out / "notebooks")
     assert outcome.failure.startswith("a comparison cannot be read: peak_allocated of 'slow': expected int")
-    assert [comparison.name for comparison in outcome.comparisons] == ["good"]
-
-
-def test_an_ablation_stays_one_beside_its_stack(tmp_path, make_measurement):
-    ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    shown = [{MIME_TYPE: comparison.to_dict()} for comparison in (ablation, ablation.stack)]
-    cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data) for data in shown])
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "16_all.ipynb")
-    assert [outcome.comparisons for outcome in runner.read_lessons(tmp_path)] == [(ablation, ablation.stack)]
-
-
-def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):
-    def fail(path, text):
-        raise OSError("no space left on device")
-
-    lesson = write_lesson(tmp_path, "05_good", compares("good"))
-    monkeypatch.setattr(results, "write_atomic", fail)
-    outcome = runner.run_lesson(lesson, out / "notebooks")
-    assert outcome.failure == "could not be written: no space left on device"
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
@@ -329,16 +308,6 @@ def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch
     assert "](../images/a.svg)" in lesson.read_text()
 
 
-def test_a_folder_may_be_called_anything(tmp_path):
-    folder = tmp_path / 'my "best" course'
-    lesson = write_lesson(folder / "notebooks", "drawn", "1 + 1")
-    notebook = nbformat.read(lesson, as_version=4)
-    notebook.cells[0].source += "\n![a drawing](../images/a.svg)"
-    runner._write(notebook, lesson, tmp_path / "out" / "notebooks", inplace=False)
-    executed = nbformat.read(tmp_path / "out" / "notebooks" / lesson.name, as_version=4)
-    assert "](../../my%20%22best%22%20course/images/a.svg)" in executed.cells[0].source
-
-
 @pytest.fixture
 def make_outcome(make_measurement):
     """A function that makes what a lesson gave: comparisons of these names."""
@@ -389,13 +358,4 @@ def test_a_run_prepares_before_it_runs(tmp_path):
         runner.prepare(tmp_path / "out", tmp_path / "file")
     (tmp_path / "out" / "results" / "foreign.json").write_text("{}")
     with pytest.raises(ValueError, match=r"foreign\.json"):
-        runner.prepare(tmp_path / "out")
-
-
-def test_a_run_needs_folders_that_it_can_write_to(tmp_path, monkeypatch):
-    def refuse(dir):
-        raise PermissionError(f"permission denied: {dir}")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(PermissionError):
         runner.prepare(tmp_path / "out")
