@@ -14,8 +14,6 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -25,7 +23,6 @@ from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.figures import GREEN, RED, plot
-from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import interval_of_blocks
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
@@ -168,16 +165,6 @@ def test_bars_carry_the_interval_of_their_ratio_and_tell_the_result(on_gpu):
     assert time.patches[1].get_width() == pytest.approx(0.02 * ratio.value, rel=1e-3)
 
 
-@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
-def test_no_rounding_error_puts_an_end_of_an_interval_on_the_wrong_side(theirs, ours):
-    """Matplotlib refuses to draw such an error bar; steps that take the same in each block have no width."""
-    cpu = Device("Test CPU", "cpu", None, 2)
-    rows = tuple(Measurement(label, ((s, s),) * 8, cpu) for label, s in (("theirs", theirs), ("ours", ours)))
-    for m in rows:
-        value, low, high = figures._level(Comparison("steady", rows), m, "time")
-        assert low <= value <= high
-
-
 def test_reserved_memory_is_outlined_over_allocated_and_lies_in_the_panel(on_gpu):
     wide = replace(on_gpu["bf16"], peak_reserved=640 * MiB)
     memory = plot(Comparison("synthetic", (on_gpu["fp32"], wide))).axes[1]
@@ -192,12 +179,6 @@ def test_units_stand_on_the_ticks(on_gpu, on_cpu):
     for ax, unit, scale in ((time, "ms", 1e-3), (memory, "MiB", MiB), (energy, "J", 1)):
         assert 3 <= len(read_ticks(ax.xaxis, unit, scale)) <= 6
     assert 3 <= len(read_ticks(plot(on_cpu).axes[1].xaxis, "MiB", MiB)) <= 6
-
-
-def test_no_energy_no_panel(on_cpu, on_gpu):
-    without, with_energy = plot(on_cpu), plot(on_gpu)
-    assert len(without.axes) == 2 and len(with_energy.axes) == 3
-    assert legend(without) == legend(with_energy) == [], "nothing to explain"
 
 
 @pytest.fixture
@@ -232,12 +213,6 @@ def test_no_mark_covers_the_words(foretold):
             box = ax.texts[row].get_window_extent()
             radius = figure.dpi / 72 * 5  # a ring of 8 points with its edge
             assert box.x0 >= ax.transData.transform((x, row))[0] + radius
-
-
-@pytest.mark.parametrize("quantity", ["memory", "energy"])
-def test_the_legend_explains_a_mark_in_whatever_panel_it_is(on_gpu, quantity):
-    figure = plot(replace(on_gpu, predicted={"bf16": {quantity: 0.5}}))
-    assert legend(figure) == ["predicted"] and len(figure.legends) == 1
 
 
 def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_measurement):
@@ -485,7 +460,7 @@ def make_ablation(cpu, make_gpu):
         found = []
         for label, seconds in SECONDS.items():
             noise = 0.4 if label in noisy else 0.001
-            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(8))
+            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(16))
             fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
             joules = None if device is None else seconds / 5
             ok = Measurement(label, turns, device or cpu, joules=joules, unit="samples", **fields)
@@ -588,11 +563,11 @@ def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
 
 
 CELLS = """
-import gc, weakref, torch, effgpu
+import torch, effgpu
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 cpu = effgpu.describe()
-turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
+turns = tuple((1 + 0.001 * i,) * 2 for i in range(15))
 both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
 result = Comparison("nothing_is_stored_of_this", both)
 ---
@@ -611,16 +586,18 @@ result
 import matplotlib.pyplot as plt
 print(plt.get_fignums())
 ---
-models = []
 def broken():
     model = torch.nn.Linear(4, 4)
-    models.append(weakref.ref(model))
     def step():
         return model(torch.ones(1, 5))
     return step
 effgpu.compare({"broken": broken})
 ---
-print(len(models), [model() for model in models])
+import sys
+last = sys.last_value.__traceback__
+while last and last.tb_frame.f_code.co_name != "step":
+    last = last.tb_next
+print(last.tb_frame.f_locals["model"])
 """
 
 
@@ -653,9 +630,9 @@ def test_a_notebook_shows_a_result_as_a_table_with_its_data(outputs):
     assert "<table>" in shown.data["text/html"]
 
 
-def test_a_notebook_does_not_keep_the_model_of_a_step_that_failed(outputs):
+def test_a_notebook_shows_the_line_of_a_step_that_failed_and_can_debug_it(outputs):
     error = outputs[7][-1]
     assert error.output_type == "error" and error.ename == "RuntimeError"
-    told = "\n".join(error.traceback)
-    assert "model(torch.ones(1, 5))" in told and "while measuring the variant 'broken'" in told
-    assert "".join(output.text for output in outputs[8]) == "1 [None]\n"  # print may come in pieces
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert "model(torch.ones(1, 5))" in text and "while measuring the variant 'broken'" in text
+    assert "".join(output.text for output in outputs[8]) == "Linear(in_features=4, out_features=4, bias=True)\n"

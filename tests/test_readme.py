@@ -33,7 +33,8 @@ QUESTIONS = {
 }
 NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
-MOST_LINES = 120
+
+
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
@@ -182,10 +183,6 @@ def test_numbers_on_published_runs_are_those_of_the_page():
     assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
 
 
-def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= MOST_LINES
-
-
 def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
     first, second = (
         Comparison(name, tuple(make_measurement(label, device=make_gpu()) for label in "ab"))
@@ -214,37 +211,6 @@ def anchors(text: str) -> list[str]:
     headings = re.findall(r"^#+ (.+)", FENCED.sub("", text), re.MULTILINE)
     shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
     return [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in shown]
-
-
-def test_anchors_are_githubs():
-    text = "# `effgpu bench`: one, two\n```\n# no heading\n```\n## A [page](https://a.b/c)'s end\n"
-    assert anchors(text) == ["effgpu-bench-one-two", "a-pages-end"]
-
-
-def test_ci_runs_what_make_test_leaves_out():
-    rules = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert "not slow" in rules["test"] and "slow" not in rules["test-all"]
-    assert rules["test"].replace(" and not slow", "") == rules["test-all"], "else the same"
-    assert re.search(r"^make test-all$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-
-
-@each_page
-def test_every_make_target_named_exists(page):
-    makefile = (ROOT / "Makefile").read_text()
-    for target in named_targets(page.read_text()):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def named_targets(text: str) -> list[str]:
-    """The targets of make in code: in blocks, fenced or indented, and between backticks."""
-    code = [*FENCED.findall(text), *re.findall(r"^    .*", text, re.MULTILINE)]
-    code += re.findall(r"`([^`]+)`", FENCED.sub("", text))
-    return [target for part in code for target in re.findall(r"(?:^|&&|;) *make ([a-z-]+)", part, re.MULTILINE)]
-
-
-def test_targets_are_read_from_code_alone():
-    text = "We make sense: `make test-all`.\n```\nmake run # make it\ncd a && make lab\n```\n\n    make floor  # all\n"
-    assert sorted(named_targets(text)) == ["floor", "lab", "run", "test-all"]
 
 
 def test_the_examples_run(no_collecting):

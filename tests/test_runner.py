@@ -1,7 +1,6 @@
 """Tiny notebooks run in real kernels."""
 
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import nbformat
 import pytest
 
 from effgpu import results
-from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison, FullSize
 from effgpu.course import runner
 from effgpu.measuring.device import Device
@@ -41,8 +39,8 @@ def write_lesson(folder: Path, name: str, *sources: str) -> Path:
 
 def compares(name: str, seconds: float = 0.1) -> str:
     """The source of a cell that shows a comparison, without importing torch in its kernel."""
-    slow = Measurement("slow", ((0.2, 0.2),) * 8, CALCULATOR, peak_allocated=2000)
-    fast = Measurement("fast", ((seconds, seconds),) * 8, CALCULATOR, peak_allocated=1000)
+    slow = Measurement("slow", ((0.2, 0.2),) * 15, CALCULATOR, peak_allocated=2000)
+    fast = Measurement("fast", ((seconds, seconds),) * 15, CALCULATOR, peak_allocated=1000)
     shown = {MIME_TYPE: Comparison(name, (slow, fast)).to_dict(), "text/plain": ""}
     return f"from IPython.display import display\ndisplay({shown}, raw=True)"
 
@@ -125,25 +123,6 @@ def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, o
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
-def test_an_ablation_stays_one_beside_its_stack(tmp_path, make_measurement):
-    ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    shown = [{MIME_TYPE: comparison.to_dict()} for comparison in (ablation, ablation.stack)]
-    cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data) for data in shown])
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "16_all.ipynb")
-    assert [outcome.comparisons for outcome in runner.read_lessons(tmp_path)] == [(ablation, ablation.stack)]
-
-
-def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):
-    def fail(path, text):
-        raise OSError("no space left on device")
-
-    lesson = write_lesson(tmp_path, "05_good", compares("good"))
-    monkeypatch.setattr(results, "write_atomic", fail)
-    outcome = runner.run_lesson(lesson, out / "notebooks")
-    assert outcome.failure == "could not be written: no space left on device"
-    assert [comparison.name for comparison in outcome.comparisons] == ["good"]
-
-
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
     after_words = "print('words')\n" + WIPED_BAR.replace("stderr", "stdout")
     lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, after_words)
@@ -217,7 +196,7 @@ def make_headline(make_measurement):
         old = make_measurement("old", 1.0, failed=old_failed)
         new = make_measurement("new", seconds or 1, peak_allocated=peak, failed=seconds is None)
         if noise:
-            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(8)))
+            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(16)))
         return runner.Outcome("01_some", "Some", (Comparison("01_some", (old, new), **fields),)).headline
 
     return make
@@ -329,16 +308,6 @@ def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch
     assert "](../images/a.svg)" in lesson.read_text()
 
 
-def test_a_folder_may_be_called_anything(tmp_path):
-    folder = tmp_path / 'my "best" course'
-    lesson = write_lesson(folder / "notebooks", "drawn", "1 + 1")
-    notebook = nbformat.read(lesson, as_version=4)
-    notebook.cells[0].source += "\n![a drawing](../images/a.svg)"
-    runner._write(notebook, lesson, tmp_path / "out" / "notebooks", inplace=False)
-    executed = nbformat.read(tmp_path / "out" / "notebooks" / lesson.name, as_version=4)
-    assert "](../../my%20%22best%22%20course/images/a.svg)" in executed.cells[0].source
-
-
 @pytest.fixture
 def make_outcome(make_measurement):
     """A function that makes what a lesson gave: comparisons of these names."""
@@ -389,13 +358,4 @@ def test_a_run_prepares_before_it_runs(tmp_path):
         runner.prepare(tmp_path / "out", tmp_path / "file")
     (tmp_path / "out" / "results" / "foreign.json").write_text("{}")
     with pytest.raises(ValueError, match=r"foreign\.json"):
-        runner.prepare(tmp_path / "out")
-
-
-def test_a_run_needs_folders_that_it_can_write_to(tmp_path, monkeypatch):
-    def refuse(dir):
-        raise PermissionError(f"permission denied: {dir}")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(PermissionError):
         runner.prepare(tmp_path / "out")
