@@ -1,4 +1,4 @@
-"""Tests of effgpu.figures through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
+"""Tests of `plot` through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
 
 import io
 import itertools
@@ -24,9 +24,10 @@ from nbclient import NotebookClient
 from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
-from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
+from effgpu.figures import GREEN, RED, plot
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval
+from effgpu.measuring.intervals import interval_of_blocks
+from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
@@ -256,7 +257,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
         phases = ("forward",) * 4 + ("backward",) * 4 + ("optimizer",) * 4
         return Trace((MiB,) * 12 * count, phases * count)
 
-    few, many = plot_memory({"few": steps(1)}), plot_memory({"many": steps(8)})
+    few, many = plot({"few": steps(1)}), plot({"many": steps(8)})
     assert legend(few) == [] and {text.get_text() for text in few.axes[0].texts} == {"forward", "backward", "optimizer"}
     assert legend(many) == ["forward", "backward", "optimizer"]
 
@@ -264,7 +265,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot_fit(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
     assert len(cards.texts) == len(cards.lines) == len(GPUS)
@@ -296,12 +297,6 @@ def test_out_of_memory_is_written_where_its_bar_would_be(make_measurement, make_
         assert "out of memory" not in ax.texts[1 - failing].get_text()
 
 
-def test_all_out_of_memory(make_measurement):
-    both = (make_measurement("a", failed=True), make_measurement("b", failed=True))
-    for ax in plot(Comparison("synthetic", both)).axes:
-        assert texts(ax) == ["out of memory"] * 2
-
-
 @pytest.fixture
 def others(make_measurement, make_gpu):
     """What two GPUs gave under the same name, the second with a variant of its own and one out of memory."""
@@ -331,14 +326,6 @@ def test_triangles_are_the_others_ratios_times_this_baseline(on_gpu, others, mon
     assert legend(time.figure) == ["GPU one (its ratio)", "GPU two (its ratio)"]
 
 
-def test_however_many_gpus_are_stored_all_are_drawn(on_gpu, make_measurement, make_gpu, monkeypatch):
-    gpus = [make_gpu(f"GPU {n}") for n in range(9)]
-    both = [[make_measurement(label, device=gpu) for label in ("fp32", "bf16")] for gpu in gpus]
-    stored = [Comparison("synthetic", tuple(measurements)) for measurements in both]
-    monkeypatch.setattr(figures, "stored", lambda name: stored)
-    assert len(triangles(plot(on_gpu).axes[0])) == 9
-
-
 def test_triangles_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(
     on_gpu, others, monkeypatch, make_measurement
 ):
@@ -364,7 +351,7 @@ def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, 
         assert triangles(ax)[0][0] == pytest.approx(ax.patches[1].get_width())
 
 
-# plot_memory
+# Traces
 
 TRACES = {
     "plain": Trace((10, 40, 90, 60, 20, 30, 10), ("forward",) * 3 + ("backward",) * 2 + ("optimizer",) * 2),
@@ -373,7 +360,7 @@ TRACES = {
 
 
 def test_saw_teeth_have_a_panel_each_on_one_scale_with_their_phases_and_peaks():
-    figure = plot_memory({label: replace(t, bytes=tuple(b * MiB for b in t.bytes)) for label, t in TRACES.items()})
+    figure = plot({label: replace(t, bytes=tuple(b * MiB for b in t.bytes)) for label, t in TRACES.items()})
     assert "is not its time" in figure.get_supxlabel()
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["plain: peak 90.0 MiB", "checkpointed: peak 50.0 MiB"]
     assert len({ax.get_ylim() for ax in figure.axes}) == 1 and figure.axes[0].get_ylim()[1] > 90 * MiB
@@ -384,25 +371,22 @@ def test_saw_teeth_have_a_panel_each_on_one_scale_with_their_phases_and_peaks():
         assert texts(ax) == ["forward", "backward", "optimizer"]
         assert [text.get_position()[0] for text in ax.texts] == pytest.approx([0.5, 2.0, 3.25])
     assert max(read_ticks(figure.axes[0].yaxis, "MiB", MiB)) >= 80 * MiB
+    (ax,) = plot(Trace((0,), ("forward",))).axes
+    assert ax.get_title(loc="left") == "peak 0 B", "without a label, of a step that allocates nothing"
 
 
-def test_a_trace_of_a_step_that_allocates_nothing_can_be_drawn():
-    (ax,) = plot_memory({"idle": Trace((0,), ("forward",))}).axes
-    assert ax.get_title(loc="left") == "idle: peak 0 B"
-
-
-# plot_sweep
+# Sweeps
 
 
 def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(make_measurement, make_gpu):
     fields = {"device": make_gpu(), "unit": "samples"}
     points = {8: make_measurement("8", 0.01, items=8, **fields), 4: make_measurement("4", 0.01, items=4, **fields)}
     points |= {16: make_measurement("16", failed=True, device=make_gpu()), 32: None}
-    figure = plot_sweep({"eager": points, "compiled": {4: points[8]}}, xlabel="batch size", log=True)
+    figure = plot({"eager": points, "compiled": {4: points[8]}}, xlabel="batch size", log=True)
     (ax,) = figure.axes
     line, _, (errors,) = ax.containers[0].lines
     assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
-    _, low, high = hodges_lehmann_interval([math.log(time) for time in points[8].times])
+    _, low, high = interval_of_blocks([math.log(time) for time in points[8].times])
     assert errors.get_segments()[1][:, 1] == pytest.approx([8 / math.exp(high), 8 / math.exp(low)])
     marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
     assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2
@@ -414,7 +398,7 @@ def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(m
 
 
 def test_a_sweep_of_a_cpu_is_dashed_and_says_so(make_measurement):
-    figure = plot_sweep({"workers": {0: make_measurement("0", 0.02), 2: make_measurement("2", 0.01)}}, xlabel="workers")
+    figure = plot({"workers": {0: make_measurement("0", 0.02), 2: make_measurement("2", 0.01)}}, xlabel="workers")
     (ax,) = figure.axes
     assert ax.containers[0].lines[0].get_linestyle() == "--"
     assert "a CPU's times, not a GPU's" in figure.get_supxlabel()
@@ -422,15 +406,8 @@ def test_a_sweep_of_a_cpu_is_dashed_and_says_so(make_measurement):
     assert read_ticks(ax.yaxis, "ms", 1e-3)[0] == ax.get_ylim()[0] == 0
 
 
-def test_a_sweep_over_two_devices_names_both(make_measurement, make_gpu):
-    figure = plot_sweep(
-        {"cpu": {1: make_measurement("a")}, "gpu": {1: make_measurement("b", device=make_gpu())}}, xlabel="x"
-    )
-    assert "Test CPU" in figure.get_supxlabel() and "NVIDIA Test" in figure.get_supxlabel()
-
-
 def test_a_sweep_of_plain_numbers_is_written_as_asked():
-    figure = plot_sweep(
+    figure = plot(
         {"saved": {1: 2.0 * MiB, 2: 4.0 * MiB}},
         xlabel="layers",
         ylabel="saved",
@@ -443,7 +420,7 @@ def test_a_sweep_of_plain_numbers_is_written_as_asked():
 
 
 def test_a_sweep_of_which_nothing_fitted_is_drawn():
-    (ax,) = plot_sweep({"plain": {1: None, 2: None}}, xlabel="rows").axes
+    (ax,) = plot({"plain": {1: None, 2: None}}, xlabel="rows").axes
     assert texts(ax) == ["out of memory"] * 2 and ax.get_ylim()[0] == 0
     assert all(text.xy[1] > 0.9 for text in ax.texts), "not where nothing is"
 
@@ -452,7 +429,7 @@ def test_a_sweep_of_which_nothing_fitted_is_drawn():
 def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
     loss = torch.ones(1, requires_grad=True) * 3
     points = {1: loss, 2: math.nan, 3: np.float32(2), 4: torch.tensor(math.inf), 5: -math.inf, 6: None}
-    (ax,) = plot_sweep({"loss": points}, xlabel="step").axes
+    (ax,) = plot({"loss": points}, xlabel="step").axes
     line = ax.containers[0].lines[0]
     assert list(line.get_xdata()) == [1, 3] and list(line.get_ydata()) == [3, 2]
     assert {text.xy[0]: text.get_text() for text in ax.texts} == {
@@ -463,79 +440,35 @@ def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
 
 
 @pytest.mark.parametrize(
-    ("series", "error", "message"),
+    ("wrong", "options", "error", "message"),
     [
-        ([1, 2], TypeError, "series: expected a mapping of labels to mappings, got list"),
-        ({"a": [1, 2]}, TypeError, "series['a']: expected a mapping of x to a value, got list"),
-        ({"a": {"one": 1}}, ValueError, "series['a']: expected every x to be a number, got 'one'"),
-        ({"a": {math.nan: 1}}, ValueError, "series['a']: expected every x to be a number, got nan"),
-        ({"a": {1: "one"}}, TypeError, "series['a'][1]: expected a Measurement, a number or None, got str"),
-        ({"a": {1: torch.ones(2)}}, TypeError, "series['a'][1]: expected a Measurement, a number or None, got Tensor"),
+        (None, {}, TypeError, "result: expected a comparison, an ablation, a prediction, a trace, or a mapping"),
+        ({}, {}, ValueError, "result: expected at least one labelled trace or series, got an empty mapping"),
+        ({"a": [1, 2]}, {}, TypeError, "result['a']: expected a trace, or a mapping of x to a value, got list"),
+        ({"a": {1: 1.0}, "b": {}}, {}, ValueError, "result['b']: expected at least one x with a value"),
+        ({"a": {"one": 1}}, {}, ValueError, "result['a']: expected every x to be a number, got 'one'"),
+        ({"a": {0: 1.0}}, {"log": True}, ValueError, "result['a']: expected every x to be a positive number, got 0"),
+        ({"a": {1: "one"}}, {}, TypeError, "result['a'][1]: expected a Measurement, a number or None, got str"),
+        (TRACES | {"b": {1: 1.0}}, {}, TypeError, "result['b']: expected a trace, as the first value is, got dict"),
+        (TRACES, {"xlabel": "x"}, TypeError, "xlabel, ylabel, log and format_value: expected only with a sweep"),
     ],
 )
-def test_what_is_no_sweep_is_refused(series, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        plot_sweep(series, xlabel="x")
-
-
-def test_a_measurement_in_place_of_a_series_is_refused(make_measurement):
-    with pytest.raises(TypeError, match=r"^series\['a'\]: expected a mapping of x to a value, got Measurement$"):
-        plot_sweep({"a": make_measurement("a")}, xlabel="x")
-
-
-@pytest.mark.parametrize("x", [0, -1])
-def test_a_logarithmic_axis_begins_above_zero(x):
-    with pytest.raises(ValueError, match=rf"^series\['a'\]: expected every x to be a positive number, got {x}$"):
-        plot_sweep({"a": {x: 1.0}}, xlabel="x", log=True)
+def test_what_cannot_be_drawn_is_refused(wrong, options, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        plot(wrong, **options)
 
 
 def test_a_sweep_of_two_quantities_is_refused(make_measurement):
     points = {1: make_measurement("a", items=8), 2: make_measurement("a")}
     with pytest.raises(ValueError, match="of one quantity, got items per second and time per step"):
-        plot_sweep({"a": points}, xlabel="workers")
-    plot_sweep({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
-
-
-@pytest.mark.parametrize("draw", [plot, plot_ladder, plot_switches])
-def test_what_is_no_comparison_is_refused(draw, make_measurement, on_cpu):
-    for wrong in (make_measurement("a"), [on_cpu], on_cpu) if draw is not plot else (make_measurement("a"), [on_cpu]):
-        with pytest.raises(TypeError, match=f"expected what .* gave, got {type(wrong).__name__}"):
-            draw(wrong)
-
-
-def test_what_is_no_trace_is_refused():
-    with pytest.raises(TypeError, match=r"traces\['a'\]: expected what `trace` gave, got function"):
-        plot_memory({"a": lambda: None})
-
-
-@pytest.mark.filterwarnings("error")
-def test_long_names_are_broken_into_lines(make_measurement):
-    label = " + ".join(["gradient_checkpointing", "fused_optimizer", "mixed_precision", "channels_last"])
-    figure = plot(Comparison("long", (make_measurement("a"), make_measurement(label))))
-    figures.to_png(figure)
-    assert ticks(figure.axes[0].yaxis)[1].replace("\n", " ") == label
-    assert figure.axes[0].get_position().width > 0.5
-
-
-def test_a_sweep_of_many_series_draws_each():
-    (ax,) = plot_sweep({f"series {k}": {1: 1.0, 2: 2.0} for k in range(9)}, xlabel="x").axes
-    assert len(ax.containers) == 9
+        plot({"a": points}, xlabel="workers")
+    plot({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
 
 
 def test_a_sweep_below_zero_stands_upright():
-    (ax,) = plot_sweep({"change": {1: -2.0, 2: 1.0}}, xlabel="x", format_value=str).axes
+    (ax,) = plot({"change": {1: -2.0, 2: 1.0}}, xlabel="x", format_value=str).axes
     low, high = ax.get_ylim()
     assert low < -2 and high > 1
-
-
-def test_the_ticks_of_bytes_are_all_in_one_unit():
-    (ax,) = plot_sweep({"a": {1: 2.2 * MiB}}, xlabel="x", format_value=figures.units.format_bytes).axes
-    assert 0 < read_ticks(ax.yaxis, "MiB", MiB)[1] < MiB
-
-
-def test_a_trace_without_its_label_is_refused():
-    with pytest.raises(TypeError, match="traces: expected a mapping of labels to traces, got Trace"):
-        plot_memory(Trace((0,), ("forward",)))
 
 
 # Of an ablation
@@ -562,86 +495,15 @@ def make_ablation(cpu, make_gpu):
     return make
 
 
-def spans(ax):
-    """The left and right end of each bar."""
-    return [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars(ax)]
-
-
 def flat(pairs):
     return [end for pair in pairs for end in pair]
 
 
-def test_a_ladder_is_a_waterfall_from_none_to_all(make_ablation, make_gpu):
-    figure = plot_ladder(make_ablation(make_gpu()))
-    time, memory, energy = figure.axes
-    assert [ticks(ax.yaxis) for ax in figure.axes] == [["none", "+ a", "+ b", "+ c", "all"]] * 3
-    for ax, levels in ((time, [0.01, 0.006, 0.004, 0.005]), (energy, [2, 1.2, 0.8, 1])):
-        none, a, b, c = levels
-        assert flat(spans(ax)) == pytest.approx(flat([(0, none), (none, a), (a, b), (b, c), (0, c)]), rel=0.01)
-    assert [width / MiB for width in flat(spans(memory))] == [0, 8, 8, 4, 4, 5, 5, 5, 0, 5]
-    assert [mpl.colors.to_hex(bar.get_facecolor()).upper() for bar in time.patches] == [
-        *(figures.GREY, figures.BLUE, figures.BLUE, figures.ORANGE, figures.GREY)
-    ]
-    assert texts(time) == [
-        *("10.0 ms  baseline", "6.00 ms  −40.0 %", "4.00 ms  −20.0 %", "5.00 ms  +10.0 %"),
-        "5.00 ms  2.00 × faster [2.00, 2.00]",
-    ]
-    assert texts(memory) == [
-        "8.00 MiB",
-        "4.00 MiB  −50.0 %",
-        "5.00 MiB  +12.5 %",
-        "5.00 MiB  0.0 %",
-        "5.00 MiB  −38 %",
-    ]
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["time per step", "peak memory", "energy per step"]
-    assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
-
-
-def test_a_ladder_says_what_is_inconclusive_and_whose_times_these_are(make_ablation):
-    figure = plot_ladder(make_ablation(noisy=["a + b + c"]))
-    time, memory = figure.axes
-    assert texts(time)[2:4] == ["4.00 ms  −20.0 %", "4.58 ms  +10.0 %  inconclusive"]
-    assert mpl.colors.to_hex(time.patches[3].get_facecolor()).upper() == figures.PALE
-    assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
-    assert "a CPU's times" in figure.get_supxlabel()
-
-
-def test_a_rung_out_of_memory_is_written_and_the_next_starts_from_the_last_that_fitted(make_ablation):
-    time, memory = plot_ladder(make_ablation(failed=["a"])).axes
-    for ax, scale, ends in (
-        (time, 1000, [0, 10, 10, 10, 10, 4, 4, 5, 0, 5]),
-        (memory, 1 / MiB, [0, 8, 8, 8, 8, 5, 5, 5, 0, 5]),
-    ):
-        assert [end * scale for end in flat(spans(ax))] == pytest.approx(ends, rel=0.01)
-        assert texts(ax)[1] == "out of memory" and ax.texts[1].xy[1] == 1
-    assert texts(time)[2] == "4.00 ms", "there is nothing that it could be a change of"
-
-
-def test_a_stack_that_does_not_fit_has_no_bar(make_ablation):
-    time, memory = plot_ladder(make_ablation(failed=["a + b + c"])).axes
-    for ax in (time, memory):
-        assert [left == right for left, right in spans(ax)] == [False, False, False, True, True]
-        assert texts(ax)[3:] == ["out of memory"] * 2
-
-
-def test_a_ladder_whose_baseline_does_not_fit_begins_at_its_first_rung_that_does(make_ablation, monkeypatch):
-    monkeypatch.setattr(figures, "stored", lambda name: [make_ablation()])
-    time, _ = plot_ladder(make_ablation(failed=["none"])).axes
-    assert [end * 1000 for end in flat(spans(time))] == pytest.approx([0, 0, 0, 6, 6, 4, 4, 5, 0, 5], rel=0.01)
-    assert texts(time)[0] == "out of memory" and texts(time)[4] == "5.00 ms  baseline failed"
-    assert texts(time)[2] == "4.00 ms  −33.3 %"
-
-
-def test_the_triangles_of_a_ladder_are_other_gpus_stacks(make_ablation, make_gpu, others, monkeypatch):
-    elsewhere = Comparison("all", make_ablation(make_gpu("GPU two")).measurements)
-    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere, *others])
-    time, _, _ = plot_ladder(make_ablation(make_gpu())).axes
-    assert flat(triangles(time)) == pytest.approx([0.006, 1.42, 0.004, 2.42, 0.005, 3.42], rel=0.01)
-
-
 def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu):
     ablation = make_ablation(make_gpu(), noisy=["c"])
-    time, memory, energy = plot_switches(ablation).axes
+    figure = plot(ablation)
+    assert_readable(figure)
+    time, memory, energy = figure.axes
     assert ticks(time.yaxis) == ["a", "b", "c"]
     for ax, alone, on_top in (
         (time, [-0.4, -0.3, 0.01], [-0.21, -0.11, 0.1]),
@@ -659,18 +521,14 @@ def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu)
 
 
 def test_switches_whose_effect_did_not_fit_say_so_and_a_cpus_are_hatched(make_ablation):
-    figure = plot_switches(make_ablation(failed=["none", "b"]))
+    assert {text for ax in plot(make_ablation(failed=SECONDS)).axes for text in texts(ax)} == {"out of memory"}
+    figure = plot(make_ablation(failed=["none", "b"]))
+    assert_readable(figure)
     time, memory = figure.axes
     assert texts(time)[:3] == ["out of memory"] * 3 and texts(time)[3:] == ["−35.0 %", "−18.3 %", "+16.7 %"]
     assert texts(memory)[:3] == ["out of memory"] * 3
     assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
     assert memory.get_xlabel().endswith("what 'a' takes") and "a CPU's times" in figure.get_supxlabel()
-
-
-def test_nothing_fitted(make_ablation):
-    nothing = make_ablation(failed=SECONDS)
-    for draw in (plot_ladder, plot_switches):
-        assert set(flat([texts(ax) for ax in draw(nothing).axes])) == {"out of memory"}
 
 
 LONG = "bf16 + fused optimizer + channels_last + compiled blocks"
@@ -692,54 +550,16 @@ def test_a_plot_is_readable_whatever_stands_in_it(labels, stored, make_measureme
     assert_readable(plot(Comparison("x", tuple(here), **foretold)))
 
 
-@pytest.mark.parametrize("draw", [plot_ladder, plot_switches])
-@pytest.mark.parametrize("failed", [(), ["none", "b"]])
-def test_the_plots_of_an_ablation_are_readable(draw, failed, make_ablation, make_gpu):
-    assert_readable(draw(make_ablation(make_gpu(), failed=failed, noisy=["c", "a + b + c"])))
-
-
-def test_a_ladder_of_long_names_is_readable(make_measurement):
-    names = [f"switch_{number}_with_a_long_name_of_forty_letters" for number in range(6)]
-    on = [" + ".join(names[:n]) or "none" for n in range(7)]
-    on += [*names[1:], *(" + ".join(other for other in names if other != name) for name in names)]
-    found = [make_measurement(label, 0.02 - 0.001 * n) for n, label in enumerate(dict.fromkeys(on))]
-    ablation = Ablation("long", tuple(found))
-    for draw in (plot_ladder, plot_switches):
-        assert_readable(draw(ablation))
-
-
-def test_an_ablation_is_drawn_per_item_where_the_items_differ(make_ablation, make_gpu):
-    items = {label: 2 if label.startswith("a") else 1 for label in SECONDS}
-    ablation = make_ablation(make_gpu(), items=items)
-    time = plot_ladder(ablation).axes[0]
-    assert [1000 * end for end in spans(time)[1]] == pytest.approx([10, 3])
-    assert time.get_title(loc="left") == "time per sample"
-
-
 # All of them
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda: plot_memory({}), "traces"),
-        (lambda: plot_sweep({}, xlabel="x"), "series"),
-        (lambda: plot_sweep({"a": {}}, xlabel="x"), "series"),
-        (lambda: plot_sweep({"a": {1: 1.0}, "b": {}}, xlabel="x"), "series"),
-    ],
-)
-def test_nothing_to_draw_is_named(draw, name):
-    with pytest.raises(ValueError, match=f"^{name}: expected at least one labelled"):
-        draw()
 
 
 def test_plots_leave_pyplot_as_it_was(on_gpu):
     with mpl.rc_context():
         mpl.rcdefaults()
         before = dict(mpl.rcParams), plt.get_fignums()
-        drawn = [plot(on_gpu), plot_memory(TRACES), plot_sweep({"a": {1: 1.0}}, xlabel="x")]
+        drawn = [plot(on_gpu), plot(TRACES), plot({"a": {1: 1.0}}, xlabel="x")]
         with pytest.raises(KeyError):
-            plot_memory({"a": Trace((0,), ("no phase",))})
+            plot({"a": Trace((0,), ("no phase",))})
         assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
 
@@ -750,8 +570,8 @@ def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, mon
     elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu(label)) for m in both))
     monkeypatch.setattr(figures, "stored", lambda name: [elsewhere])
     bars = plot(Comparison("synthetic", tuple(both)))
-    sweep = plot_sweep({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
-    for figure in (bars, sweep, plot_memory({label: TRACES["plain"]})):
+    sweep = plot({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
+    for figure in (bars, sweep, plot({label: TRACES["plain"]})):
         figures.to_png(figure)
         written = [text for text in figure.findobj(Text) if label in text.get_text()]
         assert written and not any(text.get_parse_math() for text in written)
@@ -769,7 +589,8 @@ def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
 
 CELLS = """
 import gc, weakref, torch, effgpu
-from effgpu import Comparison, Measurement
+from effgpu.comparison import Comparison
+from effgpu.measuring.measurement import Measurement
 cpu = effgpu.describe()
 turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
 both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
@@ -783,7 +604,7 @@ x = 1
 figure
 ---
 effgpu.plot(result)
-effgpu.plot_sweep({"a": {1: 1.0, 2: 3.0}}, xlabel="x")
+effgpu.plot({"a": {1: 1.0, 2: 3.0}}, xlabel="x")
 ---
 result
 ---

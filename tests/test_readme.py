@@ -103,7 +103,7 @@ def cpus() -> str:
 def picture() -> tuple[bytes, str]:
     """The memory of a step with and without checkpointing, from lesson 07, and README's lines that show it."""
     notebook = nbformat.read(ROOT / "notebooks" / "07_gradient_checkpointing.ipynb", as_version=4)
-    (cell,) = (cell for cell in notebook.cells if cell.source.startswith('effgpu.plot_memory({"plain": before, '))
+    (cell,) = (cell for cell in notebook.cells if cell.source.startswith('effgpu.plot({"plain": before, '))
     png = next(output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
     image = f'<img src="{PICTURE.relative_to(ROOT).as_posix()}" width="560" alt="{html.escape(ALT)}">'
     return base64.b64decode(png), f'<p align="center">{image}</p>\n'

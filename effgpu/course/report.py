@@ -266,12 +266,10 @@ def _lesson(outcome: Outcome, anchor: str) -> str:
 
 def _comparison(comparison: Comparison) -> str:
     """The table of a comparison; a long one is folded. An ablation's has a row for each switch above it."""
-    order = ", ".join(comparison.order_effects())
-    note = f'<p class="order">The time depends on which variant ran before: {html.escape(order)}.</p>\n' * bool(order)
     table = _results(comparison)
     if len(comparison) > MOST_ROWS:
         table = f"<details>\n<summary>All {len(comparison)} variants</summary>\n{table}</details>\n"
-    return (_switches(comparison) if isinstance(comparison, Ablation) else "") + table + note
+    return (_switches(comparison) if isinstance(comparison, Ablation) else "") + table
 
 
 def _switches(ablation: Ablation) -> str:
@@ -347,8 +345,7 @@ def _image(picture: Picture) -> str:
 def _draw(comparison: Comparison) -> Picture:
     from effgpu import figures
 
-    draw = figures.plot_ladder if isinstance(comparison, Ablation) else figures.plot
-    png = base64.b64encode(figures.to_png(draw(comparison))).decode()
+    png = base64.b64encode(figures.to_png(figures.plot(comparison))).decode()
     return Picture(png, comparison.alt_text(), comparison.name)
 
 

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from effgpu.measuring.device import release_memory
+from effgpu.measuring.device import is_dead, release_memory
+from effgpu.measuring.workers import Workers
 
 Step = Callable[[], object]
 Variant = Callable[[], Step]
@@ -34,9 +35,10 @@ class Stage:
 
     A turn starts with the process-wide switches (TF32, cuDNN's, threads, anomaly mode, ...) that its own variant has
     set, and ends with those from before. So one variant's switches never reach the next, and neither do the shapes
-    that torch.compile has seen. A variant is built in its first turn and then passed, with its label, to `prepare`.
-    All are freed at the end of the `with` block, whatever happens. Errors carry the text of their traceback in place of
-    its frames: these would keep models and DataLoader workers alive as long as a notebook keeps the error.
+    that torch.compile has seen. Worker processes of variants that are kept are frozen between their turns. A variant is
+    built in its first turn and then passed, with its label, to `prepare`. All are freed at the end of the `with` block,
+    whatever happens. Errors carry the text of their traceback in place of its frames: these would keep models and
+    DataLoader workers alive as long as a notebook keeps the error.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Stage:
         prepare: Callable[[str, Step], None] = lambda label, step: None,
     ):
         self.variants, self.keep, self.prepare = variants, keep, prepare
+        self.workers = Workers()
         self._built: dict[str, Step] = {}
         self._own: dict[str, _Own] = {}
 
@@ -59,14 +62,19 @@ class Stage:
     def turn(self, label: str, action: Callable[[Step], Result]) -> Result:
         """Return what `action` makes of the variant's step, which is built and prepared first where it is not there."""
         handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
+        gpu = _current_gpu()
         if not self.keep and label not in self._built:
             self.clear()
         try:
-            with _recompiling(), self._own.setdefault(label, _Own()).applied():
+            awake = self.workers.awake(label) if self.keep and len(self.variants) > 1 else contextlib.nullcontext()
+            with _recompiling(), self._own.setdefault(label, _Own()).applied(), awake:
                 if label in self._built:
                     return action(self._built[label])
                 with _compiler_settings_kept():
                     self._built[label] = _build(self.variants[label])
+                    if (now := _current_gpu()) != gpu:
+                        told = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
+                        raise ValueError(f"{told} before effgpu's function")
                     self.prepare(label, self._built[label])
                     return action(self._built[label])
         except BaseException as error:
@@ -74,6 +82,8 @@ class Stage:
                 told = "the step ran out of data: a measurement calls it often, so let its loader start anew"
                 error = RuntimeError(told)
                 error.__cause__ = ended
+            if is_dead(error):
+                error.add_note("The GPU cannot be used in this process any more: restart the kernel, or the script.")
             _drop_frames(error, handled)
             with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
                 self._free()
@@ -85,10 +95,15 @@ class Stage:
             self._free()
 
     def _free(self) -> None:
+        self.workers.release()
         self._built.clear()
         self._own.clear()
         forget_compiled()
         release_memory()
+
+
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
 class _Own:

@@ -28,7 +28,10 @@ import torch
 
 import effgpu
 from effgpu.comparison import Comparison
+from effgpu.measuring.device import pick_sizes
 from effgpu.measuring.measurement import Measurement
+from effgpu.measuring.timing import time_fastest
+from effgpu.units import format_seconds
 
 STEPS = {1.3: 1.2, 16: 1.5, 100: 2.0}  # milliseconds of a step, and seconds per variant
 PARTS = 100  # of a step, so that one that is 3 % slower has 103
@@ -53,7 +56,7 @@ def training(width: int, parts: int):
         torch.manual_seed(0)
         device = effgpu.find_device()
         model = torch.nn.Linear(width, width).to(device)
-        x = torch.randn(effgpu.pick_sizes(cpu=32, small=2048, large=8192), width, device=device)
+        x = torch.randn(pick_sizes(cpu=32, small=2048, large=8192), width, device=device)
 
         def step():
             for _ in range(parts):
@@ -66,14 +69,14 @@ def training(width: int, parts: int):
 
 def step_of(milliseconds: float):
     """A variant whose step takes about so long, in parts of a tenth of a millisecond or so."""
-    part = effgpu.time_fastest(training(128, 1)(), 0.2)
+    part = time_fastest(training(128, 1)(), 0.2)
     return training(128, max(1, round(milliseconds / 1000 / part)))
 
 
 def width_of_a_part(milliseconds: float) -> int:
     """The width at which a step of all parts takes about so long."""
     for width in range(32, 2048, 32):
-        if effgpu.time_fastest(training(width, 1)(), 0.05) * PARTS * 1000 >= milliseconds:
+        if time_fastest(training(width, 1)(), 0.05) * PARTS * 1000 >= milliseconds:
             return width
     return 2048
 
@@ -106,7 +109,7 @@ def show_intervals() -> None:
             taken.append(time.perf_counter() - start)
             widths.append(half_width(result))
         blocks = len(result["A"].turns)
-        told = f"{effgpu.format_seconds(result['A'].median)} per step, seconds={seconds}: ±{median(widths):.2%}"
+        told = f"{format_seconds(result['A'].median)} per step, seconds={seconds}: ±{median(widths):.2%}"
         print(f"{told} (at worst ±{max(widths):.2%}) in {median(taken):.1f} s, {blocks} blocks", flush=True)
 
 
