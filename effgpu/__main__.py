@@ -11,9 +11,9 @@ from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, TOO_CLOSE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _WITHOUT_GPU = """
-No GPU that CUDA can use. Every lesson still runs on this CPU. Memory, saved bytes and FLOPs are exact. Times are this
-CPU's, and stored results of GPUs are drawn beside them. Missing: energy, tensor cores, TF32, fp8 and a GPU's fused
-kernels."""
+No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
+counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
+Missing: energy, tensor cores, TF32, fp8 and a GPU's fused kernels."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -159,6 +159,12 @@ def simulate_gpu(monkeypatch):
 
 
 @pytest.fixture
+def without_onednn(monkeypatch):
+    """Convolutions that take the same memory on every CPU: oneDNN copies weights into the order that the CPU likes."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture
 def energy_counter():
     """Skips where NVML itself, and not effgpu, has no counter of energy."""
     try:

@@ -108,6 +108,7 @@ def order(phases):
     return [phase for phase, _ in groupby(phases)]
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("variant", MODELS)
 def test_trace_agrees_with_torchs_tracker_repeats_itself_and_goes_forward_backward_optimizer(variant):

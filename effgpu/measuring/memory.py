@@ -84,9 +84,10 @@ class Trace:
 def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     """Build the variant, warm it up, record every allocation of one more step, and free everything.
 
-    On a CPU, the same step has the same peak in every run. Python's garbage is collected before the step and not during
-    it. The trace covers the thread that runs the step and autograd's threads, but no other threads and processes that
-    the step starts. Compiled code is freed with its variant, so the peaks do not depend on the order of variants.
+    On one CPU, the same step has the same peak in every run. CPUs differ in what oneDNN's convolutions take: copies of
+    weights in an order that depends on the CPU's instructions. Python's garbage is collected before the step and not
+    during it. The trace covers the thread that runs the step and autograd's threads, but no other threads and processes
+    that the step starts. Compiled code is freed with its variant, so the peaks do not depend on the order of variants.
 
     Raises torch.OutOfMemoryError if the step runs out of memory or its peak is above `memory_limit`, whichever library
     reports it. Raises ValueError if the step runs on another GPU than the current one, and RuntimeError if another
