@@ -231,7 +231,7 @@ def test_a_long_table_is_folded_and_an_ablation_has_a_row_for_each_switch_above_
 
 def test_stored_results_are_gathered_by_lesson(monkeypatch):
     listed = [Outcome("02_dataloader", "DataLoader workers", about="Load ahead.")]
-    monkeypatch.setattr(report.runner, "list_lessons", lambda: listed)
+    monkeypatch.setattr(report.runner, "read_lessons", lambda folder: listed)
     monkeypatch.setattr(report, "_draw", lambda comparison: Picture("", "", comparison.name))
     section = report.from_results([compare(CPU, name) for name in ("02_tokenise", "02_dataloader", "my_own", "other")])
     found = [(outcome.name, outcome.title, [c.name for c in outcome.comparisons]) for outcome in section.outcomes]

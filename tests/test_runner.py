@@ -159,17 +159,13 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
 FIRST_SCREEN = "# A title: and more\n\n**One *bold* `sentence`.** Another.\n\n| | |\n|---|---|\n| **Buys** | time |"
 
 
-def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path, monkeypatch):
+def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path):
     for name, first in {"01_new": FIRST_SCREEN, "02_old": "# Old\n\n**The claim.** Words.", "my_own": "# Mine"}.items():
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(first)])
         nbformat.write(notebook, tmp_path / f"{name}.ipynb")
     expected = [("01_new", "A title: and more", "One bold sentence."), ("02_old", "Old", "")]
     found = runner.read_lessons(tmp_path)
     assert [(lesson.name, lesson.title, lesson.about) for lesson in found] == [*expected, ("my_own", "Mine", "")]
-    (tmp_path / "03_foreign.ipynb").write_text("[]")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "LESSONS", tmp_path)
-    assert [(lesson.name, lesson.title, lesson.about) for lesson in runner.list_lessons()] == expected
 
 
 def test_a_plot_belongs_to_the_comparison_that_its_cell_names(tmp_path, make_measurement):
