@@ -79,12 +79,6 @@ def test_the_error_for_an_unknown_lesson_lists_the_known_ones(lessons):
         runner.find_lessons(["02_dataloder"])
 
 
-def test_two_lessons_of_one_name_are_refused(lessons, tmp_path):
-    other = write_lesson(tmp_path / "other", "02_dataloader")
-    with pytest.raises(ValueError, match=r"expected lessons with different names, .* got two '02_dataloader'"):
-        runner.find_lessons(["02", str(other)])
-
-
 def test_lessons_beside_the_package_are_found_from_anywhere(lessons, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -281,15 +275,6 @@ def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
     outcome = runner.run_lesson(write_lesson(tmp_path, "sleepy", slow), out / "notebooks")
     assert outcome.failure.startswith("cell [1] 'import os, time': CellTimeoutError")
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
-
-
-def test_each_lesson_runs_in_its_own_folder_and_kernel(tmp_path, out):
-    first = write_lesson(tmp_path / "a", "first", "import os\nleft = 1\nprint(os.getcwd())")
-    second = write_lesson(tmp_path / "b", "second", "import os\nassert 'left' not in globals()\nprint(os.getcwd())")
-    assert [outcome.failure for outcome in runner.run([first, second], out)] == [None, None]
-    for folder, lesson in {"a": first, "b": second}.items():
-        executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
-        assert executed.cells[1].outputs[0].text.strip() == str(tmp_path / folder)
 
 
 def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch):
