@@ -9,7 +9,7 @@ from statistics import median
 
 from effgpu import units
 from effgpu.comparison import INCONCLUSIVE, MIN_EFFECT, SAME, Comparison, compare
-from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval
+from effgpu.measuring.measurement import Measurement, find_interval
 from effgpu.measuring.variants import Step, is_function
 
 NONE, PLUS = "none", " + "
@@ -134,8 +134,8 @@ class Ablation(Comparison):
         shares = [(one - other) / whole for one, other, whole in blocks if whole]
         if quantity != "time":  # counted once, without an interval
             return Change(*shares * 3, self.min_effect) if shares else None
-        enough = len(shares) >= FEWEST_BLOCKS
-        return Change(*hodges_lehmann_interval(shares), self.min_effect) if enough else None
+        interval = find_interval(shares, self.whole.builds)
+        return interval and Change(*interval, self.min_effect)
 
     def _whole_by_block(self, values: Callable[[Measurement], list[float]]) -> list[float]:
         """The median of the whole, times what slowed all combinations in a block.

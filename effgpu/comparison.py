@@ -7,14 +7,16 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from numbers import Integral
 from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval, measure_all
-from effgpu.measuring.variants import Variant, check_variants
+from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, one_sided
+from effgpu.measuring.measurement import Measurement, find_interval, measure_all
+from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.prediction import Gpu, find_gpu, predict
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
@@ -22,23 +24,36 @@ BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
 QUANTITIES = ("time", "memory", "energy")
 OTHER_TRAINING = " (not the same training)"
-_ORDER_EFFECT = 0.03  # a difference between forward and backward turns that is worth a word
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A variant's value over the baseline's, and its 99 % interval; below 1 the variant takes less."""
+    """A variant's value over the baseline's, and its 99 % interval; below 1 the variant takes less.
+
+    `within` is the smallest share within which two one-sided tests, each at 99 %, call the two the same (Schuirmann,
+    1987). It is by default that of the interval's ends, which is a little wider.
+    """
 
     value: float
     low: float
     high: float
+    within: float | None = None
 
     def verdict(self, min_effect: float = MIN_EFFECT) -> str:
-        """Same if all of the interval is within `min_effect` of 1, faster or slower if it excludes 1."""
-        if max(self.high, 1 / self.low) <= 1 + min_effect:
+        """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond.
+
+        An interval excludes 1 if that is still to be seen in its ends as they are shown, with two digits after the dot.
+        """
+        within = max(self.high, 1 / self.low) - 1 if self.within is None else self.within
+        if 1 + within <= 1 + min_effect:  # rounded alike
             return SAME
-        return FASTER if self.high < 1 else SLOWER if self.low > 1 else INCONCLUSIVE
+        if max(self.value, 1 / self.value) > 1 + min_effect:
+            if round(1 / self.high, 2) > 1:
+                return FASTER
+            if round(self.low, 2) > 1:
+                return SLOWER
+        return INCONCLUSIVE
 
     def tell(self, min_effect: float = MIN_EFFECT) -> str:
         """In words: "1.86 × faster [1.71, 2.01]", "same (within 1 %)" or "inconclusive (±12 %)"."""
@@ -124,7 +139,10 @@ class Comparison:
         ours, theirs = self[label], self.baseline
         scale = (theirs.items or 1) / (ours.items or 1)
         logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
-        return Ratio(*map(math.exp, hodges_lehmann_interval(logs))) if len(logs) >= FEWEST_BLOCKS else None
+        if (interval := find_interval(logs, ours.builds)) is None:
+            return None
+        _, low, high = find_interval(logs, ours.builds, confidence=one_sided(CONFIDENCE))
+        return Ratio(*map(math.exp, interval), within=math.expm1(max(high, -low)))
 
     def ratio(self, label: str, quantity: str) -> float | None:
         """The ratio of "time", "memory" or "energy" to the baseline's; None where either was not measured.
@@ -183,21 +201,6 @@ class Comparison:
         measured, predicted = self.ratio(label, quantity), self.predicted.get(label, {}).get(quantity)
         return measured / predicted if measured and predicted else None
 
-    def order_effects(self) -> list[str]:
-        """The variants whose time depends on which variant ran just before.
-
-        Their forward and backward turns, which have different variants before them, differ by more than 3 %, at 99 %.
-        Threads that a library leaves spinning between its calls are one cause.
-        """
-        found = []
-        for m in self:
-            logs = [math.log(forward / backward) for forward, backward in m.turns if forward > 0 < backward]
-            if len(self) > 1 and len(logs) >= FEWEST_BLOCKS:
-                _, low, high = hodges_lehmann_interval(logs)
-                if max(low, -high) > math.log(1 + _ORDER_EFFECT):
-                    found.append(m.label)
-        return found
-
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
         filled = [(name, cells) for name, cells in self._columns() if set(cells) != {units.NOT_MEASURED}]
@@ -240,7 +243,9 @@ class Comparison:
 
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
-        versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
+        versions = " ".join(
+            f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda", "rocm")
+        )
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
         told = [f"{self.device.label}, {versions}{whose}."]
         if len(self) > 1:
@@ -252,9 +257,15 @@ class Comparison:
             told.append(
                 f"SM clock {min(clocks)} to {max(clocks)} MHz" + f", held down by {reasons}" * bool(reasons) + "."
             )
-        if order := ", ".join(self.order_effects()):
-            told.append(f"Order effects: the time of {order} depends on which variant ran before.")
+        told += [f"{name}={value} was set." for name, value in self.device.variables.items()]
+        told += filter(None, [self.how_timed()])
         return " ".join(told)
+
+    def how_timed(self) -> str:
+        """What is unusual about the turns, in one sentence; empty where nothing is."""
+        if all(m.builds == 1 for m in self):
+            return ""
+        return f"The variants did not fit into memory together: each was built {BUILDS} times."
 
     def _say_how_far_off(self) -> str:
         told = []
@@ -315,50 +326,87 @@ class Comparison:
 
 
 def compare(
-    variants: Mapping[str, Variant],
+    variants: Mapping[str, Variant] | Callable[..., Step],
+    settings: Mapping[str, Mapping[str, object]] | None = None,
     *,
     name: str = "comparison",
+    items: float | Mapping[str, float] | None = None,
+    unit: str = "items",
+    seconds: float | None = None,
+    precision: float | None = None,
+    blocks: int | None = None,
+    min_steps: int = 1,
+    warmup: int = 2,
+    energy: bool = True,
+    min_effect: float = MIN_EFFECT,
     predicted: Mapping[str, Mapping[str, object]] | None = None,
     guess: Mapping[str, Mapping[str, object]] | None = None,
-    min_effect: float = MIN_EFFECT,
     other_training: Iterable[str] = (),
     full_size: Mapping[str, Variant] | None = None,
     gpu: str | float | Gpu = "T4",
-    **options,
 ) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
 
-    A variant is a function that builds its own state and returns one training step. What it takes from outside (a model
+    A variant is a function that builds its own state and returns one training step. Give a mapping of labels to such
+    functions, or one function and, by label, the keywords to call it with. What a variant takes from outside (a model
     of the notebook) is not counted as its memory; what it sets in PyTorch for the whole process (TF32, threads, ...) is
-    in force in its own turns only. `name` is what the result is stored under.
+    in force in its own turns only. Each variant compiles anew: what torch.compile has compiled before in this process
+    is dropped (`torch.compiler.reset`), and compiles again at its next call. `name` is what the result is stored under.
 
-    `predicted` and `guess` give ratios to the baseline, by label and quantity ("time", "memory", "energy"; any of
-    them), as numbers or as results are told: `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. A ratio of times within
-    `min_effect` of 1 counts as the same. `other_training` names variants that do not train the same.
+    `items` (a number, or one for each label), named by `unit`, are the samples, tokens, ... of a step. A comparison
+    aims at an interval of ±`precision` (0.03 on a CPU, 0.01 on a GPU) and times each variant for at most `seconds` (2
+    and 10), but for at least 15 blocks. `blocks` sets their number. `min_steps` is the fewest steps of a turn, `warmup`
+    of a warm-up. `energy` adds a window of some seconds on a GPU. `effgpu.measuring.measurement.measure_all` says how.
 
+    A ratio of times within `min_effect` of 1 counts as the same. `predicted` and `guess` give ratios to the baseline,
+    by label and quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
+    `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. `other_training` names variants that do not train the same.
     `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.predict` says
     what they need, and whether that fits `gpu`.
 
-    The options are those of `effgpu.measuring.measurement.measure_all`: items, unit, seconds, blocks (at least eight),
-    min_steps, warmup, energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
+    Raises TypeError or ValueError for bad arguments, before anything is measured.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
+    >>> result = compare(training, {"fp32": {}, "bf16": {"autocast": True}}, items=batch_size)
     """
     check_name(name)
-    labels = list(check_variants(variants))
+    variants = _apply(variants, settings)
+    labels = list(variants)
     expected = {"predicted": predicted, "guess": guess}
     expected = {which: check_expected(which, given, labels) for which, given in expected.items()}
     other_training = _check_labels("other_training", other_training, labels)
     check_min_effect(min_effect)
-    if (blocks := options.get("blocks")) is not None:
+    if blocks is not None:
         units.check_positive(Integral, blocks=blocks)
-    if blocks and blocks < FEWEST_BLOCKS:
-        raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
+        if blocks < FEWEST_BLOCKS:
+            raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
     needed = _predict_full_size(full_size, gpu, labels)
-    measurements = tuple(measure_all(variants, **options))
-    return Comparison(
-        name, measurements, **expected, min_effect=min_effect, other_training=other_training, full_size=needed
+    measurements = measure_all(
+        variants,
+        items=items,
+        unit=unit,
+        seconds=seconds,
+        precision=precision,
+        blocks=blocks,
+        min_steps=min_steps,
+        warmup=warmup,
+        energy=energy,
     )
+    return Comparison(
+        name, tuple(measurements), **expected, min_effect=min_effect, other_training=other_training, full_size=needed
+    )
+
+
+def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None) -> dict[str, Variant]:
+    """The variants by label: as they are given, or one function with the keywords of each label."""
+    if settings is None:
+        return check_variants(variants)
+    if not is_function(variants):
+        told = f"expected one function, to be called with the keywords of each label, got {type(variants).__name__}"
+        raise TypeError(f"variants: {told}")
+    if not isinstance(settings, Mapping) or not all(isinstance(given, Mapping) for given in settings.values()):
+        raise TypeError(f"settings: expected a mapping such as {{'bf16': {{'autocast': True}}}}, got {settings!r}")
+    return check_variants({label: partial(variants, **keywords) for label, keywords in settings.items()}, "settings")
 
 
 def _predict_full_size(variants: Mapping[str, Variant] | None, gpu: str | float | Gpu, labels: Sequence[str]) -> dict:

@@ -16,7 +16,8 @@ import torch
 
 from effgpu.measuring import measurement, memory, variants
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement
+from effgpu.measuring.intervals import FEWEST_BLOCKS
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.units import GiB
 
 hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  # no test depends on the machine's speed
@@ -124,7 +125,7 @@ def simulate_gpu(monkeypatch):
             "is_available": lambda: True,
             "current_device": lambda: 0,
             "device_count": lambda: len(gpu.asked),
-            "get_rng_state": lambda device=None: gpu.log.append("state kept"),
+            "get_rng_state": lambda device=None: gpu.log.append("state kept") or "the state",
             "set_rng_state": lambda state, device=None: gpu.log.append("state given back"),
             "get_device_properties": lambda device=None: gpu.properties,
             "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
@@ -158,6 +159,12 @@ def simulate_gpu(monkeypatch):
 
 
 @pytest.fixture
+def without_onednn(monkeypatch):
+    """Convolutions that take the same memory on every CPU: oneDNN copies weights into the order that the CPU likes."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture
 def energy_counter():
     """Skips where NVML itself, and not effgpu, has no counter of energy."""
     try:
@@ -187,7 +194,7 @@ def make_gpu():
 
 @pytest.fixture
 def make_measurement(cpu):
-    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 8 blocks."""
+    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 15 blocks."""
 
     def make(label, seconds=0.02, *, blocks=FEWEST_BLOCKS, device=cpu, failed=False, **fields):
         if failed:

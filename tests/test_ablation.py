@@ -22,7 +22,7 @@ from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.units import MiB
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
-QUICK = {"seconds": 0.001, "blocks": 8, "energy": True}
+QUICK = {"seconds": 0.001, "blocks": 15, "energy": True}
 
 # What each subset of the switches adds to a step once all of it is on: milliseconds, MiB, joules.
 MILLISECONDS = {(): 10, ("a",): -4, ("b",): -3, ("c",): 1, ("b", "c"): 2}
@@ -73,7 +73,7 @@ def simulated(monkeypatch, no_collecting):
     return build
 
 
-def by_hand(switches, costs, drift=(1.0,) * 8, peaks=None, items=None, failed=(), noise=0.0):
+def by_hand(switches, costs, drift=(1.0,) * 15, peaks=None, items=None, failed=(), noise=0.0):
     """An ablation of all combinations that took what `costs` add up to, times the block's drift."""
     found = []
     for on in subsets(switches):
@@ -128,7 +128,7 @@ def test_only_what_is_on_is_handed_over_once_for_its_memory_and_once_for_its_tim
 
 
 def test_energy_is_only_measured_where_it_is_asked_for(simulated):
-    result = ablate(simulated, ["a"], seconds=0.001, blocks=8)
+    result = ablate(simulated, ["a"], seconds=0.001, blocks=15)
     assert {m.joules for m in result} == {None} and result.effect("a", quantity="energy") is None
     assert {row[0] for row in result.table()[1]} == {"time", "memory"}
 

@@ -23,7 +23,8 @@ from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.figures import GREEN, RED, plot
-from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval
+from effgpu.measuring.intervals import interval_of_blocks
+from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
@@ -348,7 +349,7 @@ def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(m
     (ax,) = figure.axes
     line, _, (errors,) = ax.containers[0].lines
     assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
-    _, low, high = hodges_lehmann_interval([math.log(time) for time in points[8].times])
+    _, low, high = interval_of_blocks([math.log(time) for time in points[8].times])
     assert errors.get_segments()[1][:, 1] == pytest.approx([8 / math.exp(high), 8 / math.exp(low)])
     marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
     assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2
@@ -447,7 +448,7 @@ def make_ablation(cpu, make_gpu):
         found = []
         for label, seconds in SECONDS.items():
             noise = 0.4 if label in noisy else 0.001
-            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(8))
+            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(16))
             fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
             joules = None if device is None else seconds / 5
             ok = Measurement(label, turns, device or cpu, joules=joules, unit="samples", **fields)
@@ -539,7 +540,7 @@ import torch, effgpu
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 cpu = effgpu.describe()
-turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
+turns = tuple((1 + 0.001 * i,) * 2 for i in range(15))
 both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
 result = Comparison("nothing_is_stored_of_this", both)
 ---

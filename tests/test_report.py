@@ -35,7 +35,7 @@ def compare(device: Device, name: str = "mixed_precision") -> Comparison:
     """One variant for each verdict, with a prediction and a guess, and with energy if the device is a GPU."""
 
     def measure(label: str, seconds: float, peak: int, wobble: float = 0.0) -> Measurement:
-        turns = tuple((seconds * (1 + wobble * (-1) ** n * n / 8),) * 2 for n in range(8))
+        turns = tuple((seconds * (1 + wobble * (-1) ** n * n / 16),) * 2 for n in range(16))
         joules = 300 * seconds if device.kind == "cuda" else None
         return Measurement(label, turns, device, 32, "samples", peak, peak + 2**20, joules)
 
@@ -124,7 +124,7 @@ def lesson(name: str, seconds: float, peak: int, **fields) -> Outcome:
     """A lesson whose main comparison has one variant; its baseline takes a second and 1000 bytes."""
     measured = [("old", 1.0, 1000), ("new", seconds, peak)]
     rows = tuple(
-        Measurement(label, ((seconds, seconds),) * 8, CPU, peak_allocated=peak) for label, seconds, peak in measured
+        Measurement(label, ((seconds, seconds),) * 15, CPU, peak_allocated=peak) for label, seconds, peak in measured
     )
     return Outcome(name, f"Title {name}: more", (Comparison(name, rows, **fields),))
 

@@ -39,8 +39,8 @@ def write_lesson(folder: Path, name: str, *sources: str) -> Path:
 
 def compares(name: str, seconds: float = 0.1) -> str:
     """The source of a cell that shows a comparison, without importing torch in its kernel."""
-    slow = Measurement("slow", ((0.2, 0.2),) * 8, CALCULATOR, peak_allocated=2000)
-    fast = Measurement("fast", ((seconds, seconds),) * 8, CALCULATOR, peak_allocated=1000)
+    slow = Measurement("slow", ((0.2, 0.2),) * 15, CALCULATOR, peak_allocated=2000)
+    fast = Measurement("fast", ((seconds, seconds),) * 15, CALCULATOR, peak_allocated=1000)
     shown = {MIME_TYPE: Comparison(name, (slow, fast)).to_dict(), "text/plain": ""}
     return f"from IPython.display import display\ndisplay({shown}, raw=True)"
 
@@ -186,7 +186,7 @@ def make_headline(make_measurement):
         old = make_measurement("old", 1.0, failed=old_failed)
         new = make_measurement("new", seconds or 1, peak_allocated=peak, failed=seconds is None)
         if noise:
-            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(8)))
+            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(16)))
         return runner.Outcome("01_some", "Some", (Comparison("01_some", (old, new), **fields),)).headline
 
     return make

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from effgpu.measuring.device import is_out_of_memory, release_memory
+from effgpu.measuring.device import is_dead, is_out_of_memory, release_memory
+from effgpu.measuring.workers import Workers
 
 Step = Callable[[], object]
 Variant = Callable[[], Step]
@@ -32,10 +33,11 @@ class Stage:
     """Variants that are built at present and take turns: all of them, or with `keep=False` one at a time.
 
     A turn starts with the switches of `_SWITCHES` that its own variant has set, and ends with those from before. So
-    one variant's switches never reach the next, and neither do the shapes that torch.compile has seen. A variant is
-    built in its first turn and then passed, with its label, to `prepare`. All are freed at the end of the `with` block,
-    whatever happens. An out-of-memory error or an interrupt carries the text of its traceback in place of its frames:
-    they would hold models and DataLoader workers as long as a notebook keeps the error. Others can be debugged.
+    one variant's switches never reach the next, and neither do the shapes that torch.compile has seen. Worker processes
+    of variants that are kept are frozen between their turns. A variant is built in its first turn and then passed, with
+    its label, to `prepare`. All are freed at the end of the `with` block, whatever happens. An out-of-memory error or
+    an interrupt carries the text of its traceback in place of its frames: they would hold models and DataLoader workers
+    as long as a notebook keeps the error. Others can be debugged.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Stage:
         prepare: Callable[[str, Step], None] = lambda label, step: None,
     ):
         self.variants, self.keep, self.prepare = variants, keep, prepare
+        self.workers = Workers()
         self._built: dict[str, Step] = {}
         self._settings: dict[str, _Settings] = {}
 
@@ -58,15 +61,22 @@ class Stage:
     def turn(self, label: str, action: Callable[[Step], Result]) -> Result:
         """Return what `action` makes of the variant's step, which is built and prepared first where it is not there."""
         handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
+        gpu = _current_gpu()
         if not self.keep and label not in self._built:
             self.clear()
         try:
-            with _recompiling(), self._settings.setdefault(label, _Settings()).applied():
+            awake = self.workers.awake(label) if self.keep and len(self.variants) > 1 else contextlib.nullcontext()
+            with _recompiling(), self._settings.setdefault(label, _Settings()).applied(), awake:
                 if label not in self._built:
                     self._built[label] = _build(self.variants[label])
+                    if (now := _current_gpu()) != gpu:
+                        told = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
+                        raise ValueError(f"{told} before effgpu's function")
                     self.prepare(label, self._built[label])
                 return action(self._built[label])
         except BaseException as error:
+            if is_dead(error):
+                error.add_note("The GPU cannot be used in this process any more: restart the kernel, or the script.")
             if is_out_of_memory(error) or isinstance(error, KeyboardInterrupt):
                 _drop_frames(error, handled)
             with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
@@ -82,10 +92,15 @@ class Stage:
             self._free()
 
     def _free(self) -> None:
+        self.workers.release()
         self._built.clear()
         self._settings.clear()
         forget_compiled()
         release_memory()
+
+
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
 class _Settings:

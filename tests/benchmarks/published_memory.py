@@ -472,9 +472,9 @@ def write_page(outcomes: list[Outcome]) -> None:
         f"{summarize(outcomes)}. `make predictions` writes this page.",
         "",
         "Each run was rebuilt from its publication as a variant, in `tests/benchmarks/published_memory.py`, and",
-        f"predicted with PyTorch {torch.__version__.partition('+')[0]}, without a GPU. The prediction is reserved memory and",
-        "cuBLAS's workspace. (torchtune shows active bytes: there it is allocated memory.) It does not count CUDA's",
-        "context: 1,343 MiB were taken off the numbers of 2022, which are NVML's. GiB are 2^30 bytes.",
+        f"predicted with PyTorch {torch.__version__.partition('+')[0]}, without a GPU. The prediction is reserved",
+        "memory with cuBLAS's workspace. (torchtune shows active bytes: there it is allocated memory.) It leaves out",
+        "CUDA's context: 1,343 MiB were taken off the numbers of 2022, which are NVML's. GiB are 2^30 bytes.",
         "",
         "A false *fits* would be a published run that needs more than the high end of the prediction. There is "
         + ("none." if not any(o.is_false_fit for o in outcomes) else "at least one: see the table."),
