@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -242,22 +241,6 @@ def test_a_spawned_worker_draws_the_same_glyphs():
 
 
 # All of it
-
-
-def test_nothing_opens_a_connection(monkeypatch):
-    asked = []
-
-    def refuse(*arguments, **options):
-        asked.append(arguments)
-        raise OSError("no network in this test")
-
-    for owner, name in ((socket.socket, "connect"), (socket.socket, "connect_ex"), (socket, "getaddrinfo")):
-        monkeypatch.setattr(owner, name, refuse)
-    monkeypatch.setattr(corpus, "TOKENIZER_TEXTS", 300)
-    corpus.load_text(10)
-    corpus.train_tokenizer(vocab_size=300)("a text")
-    corpus.augment()(corpus.load_images(2)[0])
-    assert asked == []
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,6 @@ def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
     assert figure.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
 
 
-def test_what_was_not_measured_is_said_to_be_so_and_not_drawn_as_nothing(make_measurement):
-    rows = make_measurement("counted"), make_measurement("unseen", peak_allocated=None)
-    _, memory = plot(Comparison("test", rows)).axes
-    assert texts(memory) == ["1000 B", "–"]
-
-
 def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
     figure = plot(on_gpu)
     assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
@@ -213,12 +207,6 @@ def test_no_mark_covers_the_words(foretold):
             box = ax.texts[row].get_window_extent()
             radius = figure.dpi / 72 * 5  # a ring of 8 points with its edge
             assert box.x0 >= ax.transData.transform((x, row))[0] + radius
-
-
-def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_measurement):
-    failed = make_measurement("fp32", failed=True, device=on_gpu.device)
-    figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"]), {"bf16": {"time": 0.5}}))
-    assert not any(marks(ax, "D") for ax in figure.axes) and legend(figure) == []
 
 
 def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
@@ -537,21 +525,6 @@ def test_plots_leave_pyplot_as_it_was(on_gpu):
             plot({"a": Trace((0,), ("no phase",))})
         assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
-
-
-@pytest.mark.parametrize("label", ["costs $1, not $2", r"$\frac{$", "_loss"])
-def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, monkeypatch):
-    both = [make_measurement("fp32"), make_measurement(label)]
-    elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu(label)) for m in both))
-    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere])
-    bars = plot(Comparison("synthetic", tuple(both)))
-    sweep = plot({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
-    for figure in (bars, sweep, plot({label: TRACES["plain"]})):
-        figures.to_png(figure)
-        written = [text for text in figure.findobj(Text) if label in text.get_text()]
-        assert written and not any(text.get_parse_math() for text in written)
-    assert [text.get_text().strip() for text in sweep.legends[0].get_texts()] == [label, "b"]
-    assert ticks(bars.axes[0].yaxis) == ["fp32", label]
 
 
 def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):

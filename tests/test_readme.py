@@ -14,7 +14,7 @@ import pytest
 from effgpu.ablation import Ablation
 from effgpu.comparison import FASTER, INCONCLUSIVE, Comparison, FullSize
 from effgpu.course.runner import Outcome, read_lessons
-from effgpu.results import STORED, load, save, stored
+from effgpu.results import stored
 from effgpu.units import GiB
 
 ROOT = Path(__file__).parent.parent
@@ -110,14 +110,6 @@ def picture() -> tuple[bytes, str]:
     return base64.b64decode(png), f'<p align="center">{image}</p>\n'
 
 
-def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
-    """The names of the results in a folder that are of a lesson's device, and not what the lesson holds."""
-    held = {comparison.name: comparison for lesson in lessons for comparison in lesson.comparisons}
-    paths = {folder / f"{comparison.device.slug}.json" for comparison in held.values()}
-    stored = [comparison for path in paths if path.exists() for comparison in load(path)]
-    return [comparison.name for comparison in stored if comparison != held.get(comparison.name)]
-
-
 def test_lines_on_the_lessons_are_what_the_notebooks_hold():
     assert LESSONS.search(README.read_text())[0] == lists(), "make readme brings it up to date"
 
@@ -181,18 +173,6 @@ def test_numbers_on_published_runs_are_those_of_the_page():
     told, page = (re.search(numbers, path.read_text()) for path in (README, ROOT / "docs" / "predict.md"))
     assert told.groups() == page.groups()
     assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
-
-
-def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
-    first, second = (
-        Comparison(name, tuple(make_measurement(label, device=make_gpu()) for label in "ab"))
-        for name in ("first", "second")
-    )
-    save([first, second], tmp_path / "nvidia-test.json")
-    assert of_another_run([Outcome("00", "00", (first, second))], tmp_path) == []
-    changed = Comparison("first", second.measurements[::-1])
-    assert of_another_run([Outcome("00", "00", (changed,))], tmp_path) == ["first", "second"]
-    assert of_another_run(lessons(), STORED) == []
 
 
 @each_page

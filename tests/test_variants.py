@@ -166,15 +166,6 @@ def test_a_gpu_that_has_failed_does_not_hide_the_fault(monkeypatch):
         run_variant(variant, lambda step: step())
 
 
-@pytest.mark.parametrize("result", [None, 3, torch.zeros(1)])
-def test_a_variant_that_returns_no_step_is_named(result):
-    def forgetful():
-        return result
-
-    with pytest.raises(TypeError, match=r"variant 'forgetful': expected it to return its training step, a function"):
-        run_variant(forgetful, run)
-
-
 @pytest.mark.parametrize(
     ("variants", "error", "message"),
     [
@@ -225,20 +216,6 @@ def test_without_keeping_one_is_alive_at_a_time_and_turns_in_a_row_share_a_build
             assert [name for name in both if both[name].alive] == [label]
             assert len(both[label].models) == builds
     assert not both["a"].alive and not both["b"].alive
-
-
-def test_what_a_failed_build_leaves_to_the_garbage_collector_is_collected():
-    models = []
-
-    def variant():
-        model = torch.nn.Linear(2, 2)
-        model.itself = [model]
-        models.append(weakref.ref(model))
-        run_out_of_memory()
-
-    with pytest.raises(torch.OutOfMemoryError):
-        run_variant(variant, run)
-    assert models[0]() is None
 
 
 def read_threads():
@@ -454,21 +431,6 @@ with torch.backends.cudnn.flags():
     assert told.returncode == 0, told
     alike, changed, *_ = zip(*map(str.split, told.stdout.splitlines()))
     assert alike == ("True",) * len(ways) and changed.count("True") > len(ways) / 2, told
-
-
-def test_a_variants_switches_do_not_slow_the_others():
-    """Unless they are set back, the first one would be measured with anomaly mode, too."""
-
-    def variant(watched):
-        def build():
-            torch.autograd.set_detect_anomaly(True) if watched else None
-            model, batch = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20))), torch.ones(4, 8)
-            return lambda: model(batch).sum().backward()
-
-        return build
-
-    result = compare({"plain": variant(False), "anomaly mode": variant(True)}, seconds=0.2)
-    assert result.verdict("anomaly mode") == "slower"
 
 
 # A step that is none

@@ -38,7 +38,10 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
 
     Comparisons whose names start with the number of a lesson, as "02_" in "02_tokenise", are results of that lesson.
     """
-    lessons = {lesson.name[:3]: lesson for lesson in runner.list_lessons()}
+    lessons = {
+        lesson.name[:3]: Outcome(lesson.name, lesson.title, about=lesson.about)
+        for lesson in runner.read_lessons(runner.LESSONS)
+    }
     groups: dict[Outcome, list[Comparison]] = {}
     for comparison in comparisons:
         lesson = lessons.get(comparison.name[:3], Outcome(comparison.name, comparison.name))

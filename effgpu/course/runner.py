@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import os
 import re
 import sys
@@ -151,20 +150,6 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
         raise ValueError(f"expected lessons with different names, as results are stored by name, got two {twice!r}")
     return paths
-
-
-def list_lessons() -> list[Outcome]:
-    """Return the lessons that `find_lessons` finds by number, with title and first sentence, but without results."""
-    listed = []
-    for path in _at_hand():
-        try:
-            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-        except (KeyError, TypeError, ValueError):  # not a notebook
-            continue
-        if re.match(r"\d\d_", path.stem):
-            listed.append(Outcome(path.stem, _title(prose) or path.stem, about=_about(prose)))
-    return listed
 
 
 def _at_hand() -> list[Path]:
