@@ -13,11 +13,11 @@ from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
-from effgpu.measuring.device import Device
+from effgpu.measuring.device import Device, describe, find_device
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, one_sided
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
-from effgpu.predicting.prediction import Gpu, find_gpu, predict
+from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
@@ -69,18 +69,6 @@ class Ratio:
         return self.tell()
 
 
-@dataclass(frozen=True)
-class FullSize:
-    """What a variant is predicted to need at a GPU's real size: the peak of allocated bytes, and whether that fits."""
-
-    allocated: int
-    gpu: str
-    verdict: Literal["fits", "does not fit", "too close to tell"]
-
-    def __str__(self) -> str:
-        return f"{units.format_bytes(self.allocated)}, {self.verdict}"
-
-
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Measurements that took turns; the first one is the baseline. Shows itself as a table.
@@ -88,7 +76,8 @@ class Comparison:
     `predicted` and `guess` hold ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on
     time below `min_effect` counts as none. `other_training` names the variants that do not train the same (other data,
     other augmentation), so that their times are not mistaken for a speed-up of the same work. `full_size` holds, by
-    label, what the same variants are predicted to need at a GPU's real size.
+    label, what the same variants are predicted to take at the size of real training, for each of some GPUs; `here` what
+    they are predicted to take on the GPU that measured them, as they were.
     """
 
     name: str
@@ -97,7 +86,8 @@ class Comparison:
     guess: dict[str, dict[str, float]] = field(default_factory=dict)
     min_effect: float = MIN_EFFECT
     other_training: tuple[str, ...] = ()
-    full_size: dict[str, FullSize] = field(default_factory=dict)
+    full_size: dict[str, tuple[FullSize, ...]] = field(default_factory=dict)
+    here: dict[str, FullSize] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Measurement:
@@ -217,29 +207,47 @@ class Comparison:
             items = 1 if self.per != "step" else m.items
             return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
-        columns = [
-            ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training)),
+        label = ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training))
+        measured = [
             (f"time per {self.per}", lambda m: units.format_seconds(self.value(m.label, "time"))),
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
             ("predicted", given(self.predicted, "time")),
+            ("predicted for this GPU", lambda m: self.here[m.label].tell_time() if m.label in self.here else "–"),
             ("guess", given(self.guess, "time")),
             (self.memory_name, lambda m: units.format_bytes(m.peak_allocated)),
             ("change", lambda m: self.tell(m.label, "memory")),
             ("predicted", given(self.predicted, "memory")),
             ("guess", given(self.guess, "memory")),
-            (self.full_size_heading(), lambda m: str(self.full_size.get(m.label, units.NOT_MEASURED))),
             (f"energy per {self.per}", lambda m: units.format_joules(self.value(m.label, "energy"))),
             ("change", lambda m: self.tell(m.label, "energy")),
             ("predicted", given(self.predicted, "energy")),
             ("guess", given(self.guess, "energy")),
         ]
+        columns = [label, *self._full_size_columns(), *measured]
+        if self.device.kind == "cuda":  # what a reader's own GPU does comes first
+            columns = [label, *measured, *self._full_size_columns()]
         return [(name, [cell(m) for m in self]) for name, cell in columns]
 
-    def full_size_heading(self) -> str:
-        """What the predicted bytes of `full_size` are of; empty without any."""
-        gpus = {units.with_article(needed.gpu) for needed in self.full_size.values()}
-        return "".join(f"at full size on {gpu} (predicted)" for gpu in gpus)
+    def _full_size_columns(self) -> list[tuple[str, Callable[[Measurement], str]]]:
+        """A column of times for each GPU, and one of memory, for what is predicted at full size."""
+
+        def at(m: Measurement, place: int, tell: Callable[[FullSize], str]) -> str:
+            return tell(self.full_size[m.label][place]) if m.label in self.full_size else units.NOT_MEASURED
+
+        columns = [
+            (f"{gpu}, predicted", lambda m, place=place: at(m, place, FullSize.tell_time))
+            for place, gpu in enumerate(self.full_size_gpus)
+        ]
+        if columns:
+            heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}, predicted"
+            columns.append((heading, lambda m: at(m, 0, lambda each: units.format_bytes(each.allocated))))
+        return columns
+
+    @property
+    def full_size_gpus(self) -> list[str]:
+        """The names of the GPUs that `full_size` is predicted for."""
+        return [each.gpu for each in next(iter(self.full_size.values()), ())]
 
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
@@ -250,6 +258,8 @@ class Comparison:
         told = [f"{self.device.label}, {versions}{whose}."]
         if len(self) > 1:
             told.append("“2 × slower” takes twice as long; in brackets the 99 % interval.")
+        if self.full_size:
+            told.append("Predicted: at full size; in brackets the range for 9 of 10 published runs (docs/predict.md).")
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:
@@ -284,8 +294,10 @@ class Comparison:
         """The comparison in JSON's types; `from_dict` reads it back."""
         rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
         shared = {name: getattr(self, name) for name in ("name", "predicted", "guess", "min_effect", "other_training")}
-        full_size = {label: asdict(needed) for label, needed in self.full_size.items()}
-        return shared | {"full_size": full_size, "device": asdict(self.device), "measurements": rows}
+        full_size = {label: list(map(asdict, gpus)) for label, gpus in self.full_size.items()}
+        here = {label: asdict(needed) for label, needed in self.here.items()}
+        predictions = {"full_size": full_size, "here": here}
+        return shared | predictions | {"device": asdict(self.device), "measurements": rows}
 
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
@@ -300,9 +312,11 @@ class Comparison:
         expected = {name: check_expected(name, stored.get(name), labels) for name in ("predicted", "guess")}
         min_effect = check_min_effect(stored.get("min_effect", MIN_EFFECT))
         other = _check_labels("other_training", stored.get("other_training", ()), labels)
-        full_size = stored.get("full_size", {})
-        _check_labels("full_size", full_size, labels)
-        full_size = {label: FullSize(**read_fields(FullSize, needed)) for label, needed in full_size.items()}
+        full_size, here = stored.get("full_size", {}), stored.get("here", {})
+        _check_labels("full_size", {**full_size, **here}, labels)
+        read = lambda needed: FullSize(**read_fields(FullSize, needed))
+        full_size = {label: tuple(map(read, gpus)) for label, gpus in full_size.items()}
+        here = {label: read(needed) for label, needed in here.items()}
         return cls(
             check_name(stored["name"]),
             measurements,
@@ -310,6 +324,7 @@ class Comparison:
             min_effect=min_effect,
             other_training=other,
             full_size=full_size,
+            here=here,
         )
 
     def __repr__(self) -> str:
@@ -342,8 +357,8 @@ def compare(
     predicted: Mapping[str, Mapping[str, object]] | None = None,
     guess: Mapping[str, Mapping[str, object]] | None = None,
     other_training: Iterable[str] = (),
-    full_size: Mapping[str, Variant] | None = None,
-    gpu: str | float | Gpu = "T4",
+    full_size: Mapping[str, object] | None = None,
+    gpus: Iterable[str | float] = GPUS,
 ) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
 
@@ -361,8 +376,10 @@ def compare(
     A ratio of times within `min_effect` of 1 counts as the same. `predicted` and `guess` give ratios to the baseline,
     by label and quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
     `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. `other_training` names variants that do not train the same.
-    `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.predict` says
-    what they need, and whether that fits `gpu`.
+    `full_size` gives keywords with which all variants are as large as in real training, such as
+    `{"batch": 96, "width": 768}`, or by label such variants. They are not run: `effgpu.predict` says what they take on
+    each of `gpus`. Where this device is a GPU that `predict` knows, it also says what the variants take here, as they
+    are.
 
     Raises TypeError or ValueError for bad arguments, before anything is measured.
 
@@ -380,7 +397,8 @@ def compare(
         units.check_positive(Integral, blocks=blocks)
         if blocks < FEWEST_BLOCKS:
             raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
-    needed = _predict_full_size(full_size, gpu, labels)
+    large = predict_full_size(variants, full_size, gpus)
+    here = predict_here(variants, describe().name) if large and find_device().type == "cuda" else {}
     measurements = measure_all(
         variants,
         items=items,
@@ -393,7 +411,13 @@ def compare(
         energy=energy,
     )
     return Comparison(
-        name, tuple(measurements), **expected, min_effect=min_effect, other_training=other_training, full_size=needed
+        name,
+        tuple(measurements),
+        **expected,
+        min_effect=min_effect,
+        other_training=other_training,
+        full_size=large,
+        here=here,
     )
 
 
@@ -407,17 +431,6 @@ def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None
     if not isinstance(settings, Mapping) or not all(isinstance(given, Mapping) for given in settings.values()):
         raise TypeError(f"settings: expected a mapping such as {{'bf16': {{'autocast': True}}}}, got {settings!r}")
     return check_variants({label: partial(variants, **keywords) for label, keywords in settings.items()}, "settings")
-
-
-def _predict_full_size(variants: Mapping[str, Variant] | None, gpu: str | float | Gpu, labels: Sequence[str]) -> dict:
-    """The prediction for each variant. Raises TypeError or ValueError for unknown labels or what is no variant."""
-    gpu = find_gpu(gpu)
-    if variants is None:
-        return {}
-    variants = check_variants(variants, "full_size")
-    _check_labels("full_size", variants, labels)
-    predictions = {label: predict(variant, gpu) for label, variant in variants.items()}
-    return {label: FullSize(needed.allocated, gpu.name, needed.verdict(gpu)) for label, needed in predictions.items()}
 
 
 def check_expected(which: str, given: Mapping | None, labels: Sequence[str]) -> dict[str, dict[str, float]]:

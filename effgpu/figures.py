@@ -55,6 +55,8 @@ STYLE = {
 }
 OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, ORANGE, GREEN, PALE)))
 VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, TOO_CLOSE: GREY}
+PARTS = ("matrix products", "everything else", "waiting for the CPU")  # of a predicted time
+PART_COLORS = (BLUE, GREY, ORANGE)
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
@@ -74,7 +76,7 @@ def plot(
     - What `compare` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with 99 %
       intervals and verdicts. A diamond marks a prediction, a ring a guess, a dotted outline reserved memory. Faint
       triangles are the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was
-      given, a panel shows what it is predicted to need.
+      given, panels show the predicted time on each GPU, with its range and where it goes, and the predicted memory.
     - What `ablate` gave: what each switch changes alone, beside what it changes on top of all the rest, in shares of
       the baseline, with 99 % intervals. The more the two differ, the more the switch interacts with others.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
@@ -121,9 +123,17 @@ def _is_sweep(result: Mapping) -> bool:
 
 
 def _plot_comparison(comparison: Comparison) -> Figure:
-    others = _elsewhere(comparison)
-    panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
-    panels += [partial(_draw_full_size, comparison=comparison)] * bool(comparison.full_size)
+    others, quantities = _elsewhere(comparison), _measured(comparison)
+    large = [
+        partial(_draw_time_at_full_size, comparison=comparison, place=place)
+        for place, _ in enumerate(comparison.full_size_gpus)
+    ]
+    if large:
+        large.append(partial(_draw_memory_at_full_size, comparison=comparison))
+    if large and comparison.device.kind == "cpu":
+        quantities = ["time"]  # the memory of a small model is nobody's question
+    panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in quantities]
+    panels = [*panels, *large] if comparison.device.kind == "cuda" else [*large, *panels]
     marks = {label: "\n" + OTHER_TRAINING.strip() for label in comparison.other_training}
     return _plot_rows(comparison, [m.label + marks.get(m.label, "") for m in comparison], panels)
 
@@ -309,18 +319,47 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * outlined)
 
 
-def _draw_full_size(ax, comparison: Comparison) -> None:
-    """A dashed outline for each variant's predicted peak at full size, in the colour of its verdict."""
+def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
+    """A dashed bar for each variant's predicted time on a GPU, in parts: the GPU's work, and its wait for the CPU."""
     for row, m in enumerate(comparison):
-        if needed := comparison.full_size.get(m.label):
-            color = VERDICT_COLORS[needed.verdict]
-            ax.barh(
-                row, needed.allocated, height=0.62, facecolor="none", edgecolor=color, linestyle="--", linewidth=1.5
-            )
-            _write(ax, needed.allocated, row, str(needed))
-    ax.set_xlim(0, 1.15 * max((needed.allocated for needed in comparison.full_size.values()), default=1))
+        needed = comparison.full_size[m.label][place] if m.label in comparison.full_size else None
+        if needed is None or needed.seconds is None:
+            continue
+        expected, low, high = needed.seconds
+        waiting = max(0.0, expected - needed.products - needed.others)
+        left = 0.0
+        for name, part, color in zip(PARTS, (needed.products, needed.others, waiting), PART_COLORS):
+            seen = part > 0.005 * expected and name not in ax.get_legend_handles_labels()[1]
+            ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
+            left += part
+        ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
+        _draw_interval(ax, row, expected, low, high)
+        seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
+        _write(ax, high, row, seconds + needed.tell_time())
+    _value_axis(ax.xaxis, units.format_seconds)
+    ax.set_xlim(left=0)
+    gpu = units.with_article(comparison.full_size_gpus[place])
+    ax.set_title(f"time per step on {gpu}, at full size (predicted)")
+
+
+def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
+    """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict."""
+    for row, m in enumerate(comparison):
+        if m.label in comparison.full_size:
+            needed = comparison.full_size[m.label][0]
+            look = {
+                "facecolor": "none",
+                "edgecolor": VERDICT_COLORS[needed.verdict],
+                "linestyle": "--",
+                "linewidth": 1.5,
+            }
+            ax.barh(row, needed.allocated, height=0.62, **look)
+            _write(ax, needed.allocated, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
+            ax.axvline(needed.memory, color=RED, linewidth=1)
+    gpu = units.with_article(comparison.full_size_gpus[0])
     _value_axis(ax.xaxis, units.format_bytes)
-    ax.set_title(f"peak memory {comparison.full_size_heading()}")
+    ax.set_xlim(left=0)
+    ax.set_title(f"peak memory on {gpu}, at full size (predicted); red line: all that it has")
 
 
 def _mark_expected(ax, comparison: Comparison, m: Measurement, quantity: str, row: int, unit: float | None) -> list:

@@ -18,6 +18,7 @@ from effgpu.measuring import measurement, memory, variants
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.predicting.full_size import FullSize
 from effgpu.units import GiB
 
 hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  # no test depends on the machine's speed
@@ -204,6 +205,19 @@ def make_measurement(cpu):
         return Measurement(label, tuple((seconds * w, seconds * w) for w in wobble), device, **fields)
 
     return make
+
+
+def predicted_sizes(old, new, verdicts=("does not fit", "fits"), labels=("old", "new")):
+    """What two variants are predicted to take on a T4, where the first needs 4 s and the second a quarter of it."""
+    common = {"gpu": "T4", "memory": 15 * GiB, "bound": "matrix products"}
+    times = (
+        {"seconds": (4.0, 3.0, 5.0), "products": 3.5, "others": 0.5},
+        {"seconds": (1.0, 0.8, 1.3), "products": 0.5, "others": 0.25, "ratio": (0.25, 0.2, 0.3)},
+    )
+    return {
+        label: (FullSize(allocated=allocated, verdict=verdict, **common, **time),)
+        for label, allocated, verdict, time in zip(labels, (old, new), verdicts, times)
+    }
 
 
 @pytest.fixture

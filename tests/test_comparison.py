@@ -11,10 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from conftest import predicted_sizes
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from effgpu import comparison, units
+from effgpu import comparison
 from effgpu.comparison import (
     BASELINE_FAILED,
     FASTER,
@@ -24,7 +25,6 @@ from effgpu.comparison import (
     SAME,
     SLOWER,
     Comparison,
-    FullSize,
     Ratio,
     compare,
 )
@@ -395,12 +395,26 @@ def test_what_does_not_train_the_same_is_marked(make_measurement):
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))).other_training == ("b",)
 
 
-def test_full_size_has_a_column_and_is_stored(make_measurement):
-    needed = {"b": FullSize(5 * GiB, "T4", "fits")}
-    result = Comparison("big", (make_measurement("a"), make_measurement("b")), full_size=needed)
+def test_full_size_has_columns_and_is_stored(make_measurement):
+    both = make_measurement("old"), make_measurement("new", 0.01)
+    result = Comparison("big", both, full_size=predicted_sizes(20 * GiB, 5 * GiB))
     headings, rows = result.table()
-    column = headings.index("at full size on a T4 (predicted)")
-    assert [row[column] for row in rows] == [units.NOT_MEASURED, "5.00 GiB, fits"]
+    assert headings[:3] == ["variant", "T4, predicted", "peak memory on a T4, predicted"], "a CPU's times come last"
+    assert rows[0][1:3] == ["4.00 s, does not fit", "20.0 GiB"] and rows[1][1:3] == [
+        *("4.00 × faster [3.33, 5.00]", "5.00 GiB")
+    ]
+    assert "9 of 10 published runs" in result.caption()
+    assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_on_a_gpu_the_measurement_comes_first_and_its_prediction_stands_beside_it(make_measurement, make_gpu):
+    both = [make_measurement(label, 0.02, device=make_gpu()) for label in ("old", "new")]
+    here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
+    result = Comparison("big", tuple(both), full_size=predicted_sizes(20 * GiB, 5 * GiB), here=here)
+    headings, rows = result.table()
+    assert headings[:4] == ["variant", "time per step", "against the baseline", "predicted for this GPU"]
+    assert headings[-2:] == ["T4, predicted", "peak memory on a T4, predicted"]
+    assert [row[3] for row in rows] == ["4.00 s", "4.00 × faster [3.33, 5.00]"]
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
@@ -513,7 +527,7 @@ def test_an_expectation_that_is_none_is_named_before_anything_is_built(which, gi
         ({"other_training": ["b", "c"]}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
-        ({"gpu": "Z80"}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
+        ({"gpus": ["T4", "Z80"]}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
         ({"blocks": 14}, "blocks: expected at least 15, as many as a verdict takes, got 14"),
         ({"blocks": np.int64(3)}, "blocks: expected at least 15, as many as a verdict takes, got 3"),
         ({"blocks": 0}, "blocks: expected a positive whole number, got 0"),
@@ -595,9 +609,10 @@ def spoil(stored, path, value):
         (["min_effect"], None),
         (["other_training"], ["c"]),
         (["other_training"], 3),
-        (["full_size"], {"c": {"allocated": 1, "gpu": "T4", "verdict": "fits"}}),
-        (["full_size"], {"b": {"allocated": -1, "gpu": "T4", "verdict": "fits"}}),
-        (["full_size"], {"b": {"allocated": 1, "gpu": "T4", "verdict": "perhaps"}}),
+        (["full_size"], {"c": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
+        (["full_size"], {"b": [{"allocated": -1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
+        (["full_size"], {"b": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "perhaps"}]}),
+        (["full_size"], {"b": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "fits", "seconds": [1.0]}]}),
         (["full_size"], {"b": 3}),
     ],
 )
@@ -646,17 +661,40 @@ def test_compare_notes_what_does_not_train_the_same(tiny, other, not_measured):
     assert result.other_training == ("second",)
 
 
-def test_compare_predicts_full_size_without_running_it(tiny, not_measured):
-    def training(width):
-        weight = torch.zeros(width, requires_grad=True)
-        return lambda: (weight * weight).sum().backward()
+def squaring(width=8, half=False):
+    """A variant that squares a vector and goes back."""
+    weight = torch.zeros(width, requires_grad=True, dtype=torch.float16 if half else torch.float32)
+    return lambda: (weight * weight).sum().backward()
 
+
+def test_compare_predicts_full_size_without_running_it(tiny, not_measured):
     sizes = {"first": 2**40, "second": 2**30}  # 4 TiB would not be there
     variants = dict.fromkeys(sizes, tiny)
-    result = compare(variants, full_size={label: partial(training, n) for label, n in sizes.items()}, gpu="24 GiB")
-    assert [needed.verdict for needed in result.full_size.values()] == ["does not fit", "fits"]
-    assert {needed.gpu for needed in result.full_size.values()} == {"24 GiB"}
-    assert 2 * 4 <= result.full_size["second"].allocated / 2**30 <= 6 * 4  # two to six vectors of 4 GiB
+    result = compare(variants, full_size={label: partial(squaring, n) for label, n in sizes.items()}, gpus="24 GiB")
+    assert [needed.verdict for (needed,) in result.full_size.values()] == ["does not fit", "fits"]
+    assert {(needed.gpu, needed.seconds) for (needed,) in result.full_size.values()} == {("24 GiB", None)}
+    assert 2 * 4 <= result.full_size["second"][0].allocated / 2**30 <= 6 * 4  # two to six vectors of 4 GiB
+
+
+def test_full_size_as_keywords_holds_for_all_variants_on_each_gpu(not_measured):
+    settings = {"fp32": {}, "fp16": {"half": True}}
+    result = compare(squaring, settings, full_size={"width": 2**28}, gpus=["T4", "A100 80 GB"])
+    assert result.full_size_gpus == ["T4", "A100 80 GB"]
+    for full, half in zip(*result.full_size.values()):
+        assert full.ratio is None and full.bound == half.bound == "memory bandwidth"
+        assert 0.45 < half.ratio[0] < 0.55 and half.ratio[1] < half.ratio[0] < half.ratio[2]
+        assert full.seconds[1] < full.seconds[0] < full.seconds[2] and full.products == 0 < full.others
+    assert result.full_size["fp32"][0].seconds[0] > 4 * result.full_size["fp32"][1].seconds[0]
+
+
+def test_on_a_gpu_that_is_known_the_measured_variants_are_predicted_as_they_are(simulate_gpu, not_measured):
+    simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
+    settings = {"small": {"width": 2**20}, "large": {"width": 2**24}}
+    result = compare(squaring, settings, full_size={"width": 2**28})
+    assert {label: here.gpu for label, here in result.here.items()} == {"small": "T4", "large": "T4"}
+    assert 8 < result.here["large"].ratio[0] < 20
+    simulate_gpu("NVIDIA Unknown", (9, 9), 15 * GiB)
+    assert compare(squaring, settings, full_size={"width": 2**28}).here == {}
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../a", "a/b", "a\\b", ".hidden", "a\n", "ä", "a:b", "-a", None, 3])

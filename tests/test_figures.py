@@ -14,6 +14,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from conftest import predicted_sizes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -21,7 +22,7 @@ from nbclient import NotebookClient
 
 from effgpu import figures
 from effgpu.ablation import Ablation
-from effgpu.comparison import Comparison, FullSize
+from effgpu.comparison import Comparison
 from effgpu.figures import GREEN, RED, plot
 from effgpu.measuring.intervals import interval_of_blocks
 from effgpu.measuring.measurement import Measurement
@@ -238,14 +239,26 @@ def test_a_verdict_lies_on_no_range(allocated):
     assert_readable(figure)
 
 
-def test_full_size_has_a_panel_of_outlines_in_the_colour_of_the_verdict(on_gpu):
-    needed = {"fp32": FullSize(20 * GiB, "T4", "does not fit"), "bf16": FullSize(10 * GiB, "T4", "fits")}
-    figure = plot(replace(on_gpu, full_size=needed))
-    ax = figure.axes[-1]
-    assert ax.get_title(loc="left") == "peak memory at full size on a T4 (predicted)"
-    assert [bar.get_width() for bar in ax.patches] == [20 * GiB, 10 * GiB]
-    assert [to_hex(bar.get_edgecolor()) for bar in ax.patches] == [RED.lower(), GREEN.lower()]
-    assert [text.get_text() for text in ax.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
+def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_gpu):
+    figure = plot(replace(on_gpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))))
+    time, memory = figure.axes[-2:]
+    assert time.get_title(loc="left") == "time per step on a T4, at full size (predicted)"
+    assert [bar.get_width() for bar in time.patches] == [3.5, 0.5, 0, 4.0, 0.5, 0.25, 0.25, 1.0], "parts, then all"
+    assert [text.get_text() for text in time.texts] == ["4.00 s, does not fit", "1.00 s  4.00 × faster [3.33, 5.00]"]
+    assert memory.get_title(loc="left").startswith("peak memory on a T4, at full size (predicted)")
+    assert [bar.get_width() for bar in memory.patches] == [20 * GiB, 10 * GiB]
+    assert [to_hex(bar.get_edgecolor()) for bar in memory.patches] == [RED.lower(), GREEN.lower()]
+    assert [text.get_text() for text in memory.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"matrix products", "everything else", "waiting for the CPU"} <= set(names)
+    assert_readable(figure)
+
+
+def test_on_a_cpu_the_prediction_comes_first_and_the_memory_of_the_small_model_not_at_all(make_measurement):
+    both = make_measurement("old"), make_measurement("new", 0.01)
+    figure = plot(Comparison("some", both, full_size=predicted_sizes(20 * GiB, 10 * GiB)))
+    titles = [ax.get_title(loc="left").partition(",")[0] for ax in figure.axes]
+    assert titles == ["time per step on a T4", "peak memory on a T4", "time per step"]
     assert_readable(figure)
 
 

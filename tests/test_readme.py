@@ -10,9 +10,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import predicted_sizes
 
 from effgpu.ablation import Ablation
-from effgpu.comparison import FASTER, INCONCLUSIVE, Comparison, FullSize
+from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
 from effgpu.results import stored
 from effgpu.units import GiB
@@ -71,7 +72,7 @@ def line(lesson: Outcome) -> str:
 def headline(lesson: Outcome) -> str:
     """The headline in words with its device: a GPU's where one is stored, else the notebook's, if a CPU can tell.
 
-    In place of the bytes that a small model takes on a CPU stands what the lesson predicts for a GPU's real size.
+    In place of what a small model takes on a CPU stands what the lesson predicts for a GPU, at full size.
     """
     stored_outcomes = [replace(lesson, comparisons=(comparison,)) for comparison in stored(lesson.name)]
     told = [outcome.headline for outcome in (lesson, *stored_outcomes) if outcome.headline]
@@ -83,12 +84,8 @@ def headline(lesson: Outcome) -> str:
     best = told[0]
     device = best.comparison.device
     where = f"on {device.label if device.kind == 'cuda' else 'a CPU'}"
-    if device.kind == "cuda" or not best.full_size:
-        return f"{best.label}: {without_interval(best.tell())} {where}"
-    verdict = best.comparison.verdict(best.label)
-    time = "" if verdict == INCONCLUSIVE else f"{without_interval(best.time)} {where}"
-    parts = [time, best.full_size] if verdict == FASTER else [best.full_size, time]
-    return f"{best.label}: {', '.join(filter(None, parts))}"
+    told = best.full_size if device.kind == "cpu" and best.full_size else f"{without_interval(best.tell())} {where}"
+    return f"{best.label}: {told}"
 
 
 def without_interval(told: str) -> str:
@@ -135,7 +132,7 @@ def make_lesson(make_measurement, cpu, make_gpu, monkeypatch):
     return make
 
 
-FULL_SIZE = {"plain": FullSize(20 * GiB, "T4", "does not fit"), "new": FullSize(5 * GiB, "T4", "fits")}
+FULL_SIZE = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
 
 
 def test_a_headline_is_in_words_without_an_interval_and_names_the_device(make_lesson):
@@ -146,10 +143,9 @@ def test_a_headline_is_in_words_without_an_interval_and_names_the_device(make_le
     assert without_interval("inconclusive (±64 %)") == "inconclusive"
 
 
-def test_a_headline_on_memory_may_be_predicted_and_says_so(make_lesson):
-    size = "20.0 → 5.00 GiB on a GPU, so that it fits a T4 (predicted)"
-    assert headline(make_lesson("07_some", full_size=FULL_SIZE)) == f"new: {size}, 2.00 × slower on a CPU"
-    assert headline(make_lesson("07_some", 0.5, full_size=FULL_SIZE)) == f"new: 2.00 × faster on a CPU, {size}"
+def test_a_headline_leads_with_what_is_predicted_for_a_gpu_and_says_so(make_lesson):
+    told = "new: 4.00 × faster, 20.0 → 5.00 GiB on a T4, so that it fits (predicted)"
+    assert headline(make_lesson("07_some", full_size=FULL_SIZE)) == told
     measured = make_lesson("07_some", gpu=True, full_size=FULL_SIZE)
     assert headline(measured) == "new: −50 % memory, 2.00 × slower on NVIDIA Test"
 

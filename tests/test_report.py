@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import predicted_sizes
 
 from effgpu import units
 from effgpu.__main__ import main
 from effgpu.ablation import Ablation
-from effgpu.comparison import Comparison, FullSize
+from effgpu.comparison import Comparison
 from effgpu.course import report
 from effgpu.course.runner import Outcome, Picture
 from effgpu.measuring.device import Device
@@ -185,11 +186,11 @@ def test_a_bar_lies_left_of_the_baseline_for_less_and_right_for_more(browser, pa
 
 
 def test_what_a_lesson_predicts_at_a_gpus_size_is_in_the_page_and_named_so(tmp_path):
-    sizes = {"old": FullSize(20 * 2**30, "T4", "does not fit"), "new": FullSize(2**30, "T4", "fits")}
+    sizes = predicted_sizes(20 * 2**30, 2**30)
     section = report.Section(CPU, (lesson("01_some", 1.0, 400, full_size=sizes),))
     page = report.write(tmp_path / "report.html", [section]).read_text()
-    assert "20.0 → 1.00 GiB on a GPU, so that it fits a T4 (predicted)" in page
-    assert "at full size on a T4 (predicted)" in page and "<td>1.00 GiB, fits</td>" in page
+    assert "4.00 × faster, 20.0 → 1.00 GiB on a T4, so that it fits (predicted)" in page
+    assert "T4, predicted" in page and "<td>4.00 × faster [3.33, 5.00]</td>" in page
 
 
 def test_a_long_table_is_folded_and_an_ablation_has_a_row_for_each_switch_above_it(tmp_path, make_measurement):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import predicted_sizes
 
 from effgpu import results
-from effgpu.comparison import MIME_TYPE, Comparison, FullSize
+from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.course import runner
 from effgpu.measuring.device import Device
 from effgpu.measuring.measurement import Measurement
@@ -223,16 +224,15 @@ def test_a_variant_that_runs_where_the_baseline_does_not_pays(make_headline):
 
 
 def test_a_headline_tells_what_is_predicted_at_a_gpus_size(make_headline):
-    def told(before, after, verdicts=("fits", "fits")):
-        sizes = {label: FullSize(*needed) for label, *needed in zip(("old", "new"), (before, after), "TT", verdicts)}
-        return make_headline(full_size=sizes).full_size
+    def told(*needed):
+        return make_headline(full_size=predicted_sizes(*needed)).full_size
 
-    assert told(20 * GiB, 5 * GiB) == "20.0 → 5.00 GiB on a GPU (predicted)"
-    assert told(2 * GiB, GiB // 2) == "2.00 GiB → 512 MiB on a GPU (predicted)"
-    rescued = told(20 * GiB, 5 * GiB, ("does not fit", "fits"))
-    assert rescued == "20.0 → 5.00 GiB on a GPU, so that it fits a T (predicted)"
-    assert make_headline().full_size == make_headline(full_size={"new": FullSize(1, "T4", "fits")}).full_size == ""
-    assert make_headline(0.5).tell(rescued) == f"2.00 × faster [2.00, 2.00], {rescued}"
+    assert told(20 * GiB, 5 * GiB) == "4.00 × faster, 20.0 → 5.00 GiB on a T4, so that it fits (predicted)"
+    assert told(2 * GiB, GiB // 2, ("fits", "fits")) == "4.00 × faster, 2.00 GiB → 512 MiB on a T4 (predicted)"
+    assert told(GiB, GiB, ("fits", "fits")) == "4.00 × faster on a T4 (predicted)"
+    alone = predicted_sizes(GiB, GiB)
+    del alone["old"]
+    assert make_headline().full_size == make_headline(full_size=alone).full_size == ""
 
 
 def test_the_headline_is_of_the_last_variant_that_the_reader_guesses(make_measurement):

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, SLOWER, Comparison
+from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
@@ -79,29 +80,38 @@ class Headline:
 
     @property
     def full_size(self) -> str:
-        """What the lesson predicts at a GPU's real size, "20.5 → 5.90 GiB on a GPU (predicted)"; else empty."""
-        needed = [self.comparison.full_size.get(label) for label in (self.comparison.baseline.label, self.label)]
-        if None in needed:
-            return ""
-        before, after = (units.format_bytes(each.allocated) for each in needed)
-        number, unit = before.split()
-        rescued = [each.verdict for each in needed] == [DOES_NOT_FIT, FITS]
-        where = f"on a GPU, so that it fits {units.with_article(needed[1].gpu)}" if rescued else "on a GPU"
-        return f"{number if after.endswith(unit) else before} → {after} {where} (predicted)"
+        """What the lesson predicts for a GPU, "5.40 × faster, 25.4 → 15.0 GiB on a T4 (predicted)"; else empty.
 
-    def tell(self, memory: str | None = None) -> str:
-        """Time and memory in words, what is gained first. An inconclusive time gives way to a change in memory.
-
-        `memory` replaces the measured change in memory, for example with `full_size`.
+        The GPU is the first of the prediction; the second where its memory is too small for the variant.
         """
-        memory, verdict = memory or self.memory, self.comparison.verdict(self.label)
-        time = "" if verdict == INCONCLUSIVE and memory else self.time
-        return ", ".join(filter(None, [time, memory] if verdict == FASTER else [memory, time]))
+        before, after = (self.comparison.full_size.get(m) for m in (self.comparison.baseline.label, self.label))
+        if not (before and after):
+            return ""
+        place = next((place for place, each in enumerate(after) if each.verdict != DOES_NOT_FIT), 0)
+        old, new = before[place], after[place]
+        time = tell_ratio(new.ratio).partition(" [")[0] if new.ratio else ""
+        told = [time.replace("same", "same time"), _tell_change(old.allocated, new.allocated)]
+        rescued = ", so that it fits" if [old.verdict, new.verdict] == [DOES_NOT_FIT, FITS] else ""
+        return f"{', '.join(filter(None, told))} on {units.with_article(new.gpu)}{rescued} (predicted)"
+
+    def tell(self) -> str:
+        """Time and memory in words, what is gained first. An inconclusive time gives way to a change in memory."""
+        verdict = self.comparison.verdict(self.label)
+        time = "" if verdict == INCONCLUSIVE and self.memory else self.time
+        return ", ".join(filter(None, [time, self.memory] if verdict == FASTER else [self.memory, time]))
 
     def _memory_change(self) -> int:
         """1 if the peak rises, -1 if it falls, 0 if it changes by less than `min_effect` or was not measured."""
         ratio = self.comparison.ratio(self.label, "memory") or 1
         return 0 if max(ratio, 1 / ratio) < 1 + self.comparison.min_effect else 1 if ratio > 1 else -1
+
+
+def _tell_change(before: float, after: float) -> str:
+    """Two numbers of bytes, "25.4 → 15.0 GiB"; empty where they differ by less than a per cent."""
+    if abs(after / before - 1) < 0.01:
+        return ""
+    (number, unit), told = units.format_bytes(before).split(), units.format_bytes(after)
+    return f"{number if told.endswith(unit) else f'{number} {unit}'} → {told}"
 
 
 @dataclass(frozen=True)
