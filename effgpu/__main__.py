@@ -11,9 +11,9 @@ from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, TOO_CLOSE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _WITHOUT_GPU = """
-No GPU that CUDA can use. Every lesson still runs on this CPU. Memory, saved bytes and FLOPs are exact. Times are this
-CPU's, and stored results of GPUs are drawn beside them. Missing: energy, tensor cores, TF32, fp8 and a GPU's fused
-kernels."""
+No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
+counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
+Missing: energy, tensor cores, TF32, fp8 and a GPU's fused kernels."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
     arguments or files, a step that cannot be predicted, or no GPU to calibrate. 3: more time or memory than `bench`
-    allows, or than a GPU of `predict` has. 4: `predict` is too close to tell for one of its GPUs. 130: Ctrl-C.
+    allows, or than a GPU of `predict` has. 4: too close to tell, for a GPU of `predict` or by the intervals of `bench`.
+    130: Ctrl-C.
     """
     chosen = _parser().parse_args(arguments)
     try:
@@ -78,7 +79,8 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--name", action="append", default=[], metavar="LABEL=COMMAND", help="a command with its label")
     ref_help = "a commit in which to run the one command, after --; at least twice"
     bench.add_argument("--ref", action="append", default=[], metavar="COMMIT", help=ref_help)
-    bench.add_argument("--seconds", type=float, default=5.0, metavar="S", help="per command; default: %(default)s")
+    bench.add_argument("--seconds", type=float, default=5.0, metavar="S", help="most of each command; default: 5")
+    bench.add_argument("--precision", type=percentage, metavar="1%", help="interval to aim at; CPU: 3%%, GPU: 1%%")
     bench.add_argument("--skip", type=int, default=5, metavar="STEPS", help="first steps, not timed; default: 5")
     bench.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for a step; default: 300"
@@ -89,7 +91,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the result")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as PNG, SVG or PDF")
     bench.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    slower_help = "exit with code 3 if the verdict is slower, by more than this"
+    slower_help = "exit with code 3 if all of the interval is slower by more than this, and with 4 if a part of it is"
     bench.add_argument("--fail-if-slower", type=percentage, metavar="5%", help=slower_help)
     memory_help = "exit with code 3 if the peak memory is larger by more than this"
     bench.add_argument("--fail-if-more-memory", type=percentage, metavar="10%", help=memory_help)
@@ -271,7 +273,7 @@ def _bench(chosen: argparse.Namespace) -> int:
     from effgpu import results
     from effgpu.benching import bench as commands
 
-    options = ("seconds", "skip", "timeout", "unit", "one_at_a_time", "logs")
+    options = ("seconds", "precision", "skip", "timeout", "unit", "one_at_a_time", "logs")
     try:
         given = commands.read_arguments(chosen.commands, chosen.name, refs=chosen.ref)
         result = commands.bench(given, refs=chosen.ref, **{option: getattr(chosen, option) for option in options})
@@ -295,10 +297,10 @@ def _bench(chosen: argparse.Namespace) -> int:
         return INTERRUPTED
     if any(m.failed for m in result):
         return FAILED
-    exceeded = result.exceeded(chosen.fail_if_slower, chosen.fail_if_more_memory)
-    for told in exceeded:
+    exceeded, unclear = result.judge(chosen.fail_if_slower, chosen.fail_if_more_memory)
+    for told in [*exceeded, *unclear]:
         print(f"effgpu: {told}", file=sys.stderr)
-    return EXCEEDED if exceeded else SUCCEEDED
+    return EXCEEDED if exceeded else TOO_CLOSE if unclear else SUCCEEDED
 
 
 def _refuse(reason: object) -> int:

@@ -1,4 +1,4 @@
-"""Ablation: techniques as switches of one step, measured alone, stacked, left out and together; what interacts."""
+"""Ablation: techniques as switches of one step, measured alone, stacked, left out and together."""
 
 import inspect
 import itertools
@@ -8,12 +8,11 @@ from functools import partial
 from statistics import median
 
 from effgpu import units
-from effgpu.comparison import BASELINE, BASELINE_FAILED, INCONCLUSIVE, MIN_EFFECT, SAME, Comparison, compare
-from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval
+from effgpu.comparison import INCONCLUSIVE, MIN_EFFECT, SAME, Comparison, compare
+from effgpu.measuring.measurement import Measurement, find_interval
 from effgpu.measuring.variants import Step, is_function
 
-NONE, PLUS, REST = "none", " + ", "the rest"
-AS_FAST = 1.02  # so much slower counts as equally fast when it takes fewer switches
+NONE, PLUS = "none", " + "
 MOST_FOR_ALL = 5  # switches have 32 combinations; of more switches not all are measured
 SERIES: dict[str, Callable[[Measurement], list[float]]] = {  # of time a value a block; per item, where items were given
     "time": lambda m: [seconds / (m.items or 1) for seconds in m.times],
@@ -51,26 +50,12 @@ class Change:
         return f"{format_share(self.value)}  {self.verdict}".rstrip()
 
 
-@dataclass(frozen=True)
-class Interaction:
-    """Two switches whose changes do not add up: what both together take above their sum; below 0, less than it."""
-
-    quantity: str  # "time", "memory" or "energy"
-    first: str
-    second: str
-    change: Change
-
-    def __str__(self) -> str:
-        how = "less" if self.change.value > 0 else "more"
-        return f"{self.first} and {self.second} help {how} together than apart: {self.quantity} {self.change}"
-
-
 @dataclass(frozen=True, repr=False)
 class Ablation(Comparison):
     """The comparison of combinations of switches with none of them ("none", "bf16", "bf16 + fused", ...).
 
     Its table has a row a switch: what it changes alone, in the stack, and on top of all the rest, as shares of what the
-    baseline takes. Shares add up where two techniques leave each other alone, as the seconds that they save do.
+    baseline takes. The three are equal where techniques leave each other alone; where they differ, techniques interact.
     """
 
     def __post_init__(self):
@@ -118,38 +103,7 @@ class Ablation(Comparison):
         two was not measured or ran out of memory. Raises KeyError for a combination that is not there.
         """
         others = self._names(among) - {switch}
-        return self._change(quantity, [{switch, *others}], [others])
-
-    def interactions(self) -> list[Interaction]:
-        """The switches that help less, or more, together than apart: surely, and by `min_effect` of the baseline.
-
-        What both change together, less what each changes alone. Of up to five switches every two are looked at, of
-        more each with all the rest. "Surely" is at 99 % for each: of ten pairs that leave each other alone, one is
-        named in ten ablations.
-        """
-        found = []
-        for quantity in SERIES:
-            for first, second, others in self._pairs():
-                change = self._change(quantity, [{first, *others}, ()], [{first}, others])
-                if change and not change.verdict and abs(change.value) >= self.min_effect:
-                    found.append(Interaction(quantity, first, second, change))
-        return found
-
-    def fastest(self, memory: float | None = None) -> Measurement:
-        """The combination to use: the fastest per item whose peak is at most `memory` bytes.
-
-        Of those that are as fast (all of the interval is at most 2 % above the fastest) the one with the fewest
-        switches. On a GPU a card must hold what the allocator reserves and CUDA's context, so both count. Raises
-        ValueError where nothing fits.
-        """
-        units.check_positive(memory=1 if memory is None else memory)
-        fitting = [m for m in self._fitted() if memory is None or _needed(m) <= memory]
-        if not fitting:
-            raise ValueError(self._say_what_is_needed(memory))
-        best = min(fitting, key=self._time)
-        ratios = {m.label: Comparison(self.name, (best, m)).time_ratio(m.label) for m in fitting if m is not best}
-        equal = [m for m in fitting if (ratio := ratios.get(m.label)) and ratio.high <= AS_FAST]
-        return min([best, *equal], key=lambda m: (len(switches_on(m.label)), self._time(m)))
+        return self._change(quantity, {switch, *others}, others)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each switch, in time, in memory and, where it was measured, in energy."""
@@ -158,16 +112,11 @@ class Ablation(Comparison):
         return headings, [row for quantity in measured for row in self._rows(quantity)]
 
     def caption(self) -> str:
-        """What interacts, which combination is the fastest, and where it was measured."""
-        told = [f"{interaction}." for interaction in self.interactions()]
-        if not told and len(self.switches) > 1 and not any(m.failed for m in self):
-            told.append("No two are seen to help less, or more, together than apart.")
+        """What ran out of memory, what the changes are shares of, and where it was measured."""
+        lines = [f"Changes are shares of what {self.whole.label!r} takes, with 99 % intervals: below 0 is less."]
         if failed := [m.label for m in self if m.failed]:
-            told.append(f"Out of memory: {', '.join(failed)}.")
-        if self._fitted():
-            told.append(self._say_which_is_fastest())
-        told.append(f"Changes are shares of what {self.whole.label!r} takes, with 99 % intervals: below 0 is less.")
-        return "\n".join([*told, super().caption()])
+            lines.insert(0, f"Out of memory: {', '.join(failed)}.")
+        return "\n".join([*lines, super().caption()])
 
     def to_dict(self) -> dict:
         """As a comparison's, and that it is an ablation."""
@@ -176,18 +125,17 @@ class Ablation(Comparison):
     def _names(self, on: Iterable[str]) -> set[str]:
         return set(switches_on(on) if isinstance(on, str) else on)
 
-    def _change(self, quantity: str, plus: Iterable[Iterable[str]], minus: Iterable[Iterable[str]]) -> Change | None:
-        """Some combinations less others over the whole, block by block, so that what slows one slows them all."""
+    def _change(self, quantity: str, on: Iterable[str], off: Iterable[str]) -> Change | None:
+        """One combination less another over the whole, block by block, so that what slows one slows them all."""
         if quantity not in SERIES:
             raise ValueError(f"quantity: expected one of {list(SERIES)}, got {quantity!r}")
         values = SERIES[quantity]
-        added, taken = (zip(*(values(self.find(on)) for on in side)) for side in (plus, minus))
-        whole = self._whole_by_block(values)
-        shares = [(sum(a) - sum(t)) / level for a, t, level in zip(added, taken, whole) if level]
+        blocks = zip(values(self.find(on)), values(self.find(off)), self._whole_by_block(values))
+        shares = [(one - other) / whole for one, other, whole in blocks if whole]
         if quantity != "time":  # counted once, without an interval
             return Change(*shares * 3, self.min_effect) if shares else None
-        enough = len(shares) >= FEWEST_BLOCKS
-        return Change(*hodges_lehmann_interval(shares), self.min_effect) if enough else None
+        interval = find_interval(shares, self.whole.builds)
+        return interval and Change(*interval, self.min_effect)
 
     def _whole_by_block(self, values: Callable[[Measurement], list[float]]) -> list[float]:
         """The median of the whole, times what slowed all combinations in a block.
@@ -199,42 +147,12 @@ class Ablation(Comparison):
         level = values(self.whole)
         return [median(level) * median(pace) for pace in paces] if level else []
 
-    def _pairs(self) -> Iterator[tuple[str, str, set[str]]]:
-        """Two that may interact: a switch, the name of the other side, and its switches."""
-        if len(self.switches) <= MOST_FOR_ALL:
-            yield from ((first, second, {second}) for first, second in itertools.combinations(self.switches, 2))
-        else:
-            yield from ((switch, REST, set(self.switches) - {switch}) for switch in self.switches)
-
-    def _fitted(self) -> list[Measurement]:
-        return [m for m in self if m.times and m.peak_allocated is not None]
-
-    def _time(self, m: Measurement) -> float:
-        return self.value(m.label, "time")
-
-    def _say_what_is_needed(self, memory: float | None) -> str:
-        if not self._fitted():
-            return "every combination ran out of memory: none can be recommended"
-        least = min(self._fitted(), key=_needed)
-        needed, allowed = units.format_bytes(_needed(least)), units.format_bytes(memory)
-        return f"memory: expected at least {needed}, which {least.label!r} needs, the least of all, got {allowed}"
-
-    def _say_which_is_fastest(self) -> str:
-        best = self.fastest()
-        facts = {
-            f"{units.format_seconds(self.value(best.label, 'time'))} per {self.per}": self.tell(best.label),
-            f"peak {units.format_bytes(best.peak_allocated)}": self.tell(best.label, "memory"),
-        }
-        untold = (BASELINE, BASELINE_FAILED, units.NOT_MEASURED)
-        told = [fact + (f" ({how})" if how not in untold else "") for fact, how in facts.items()]
-        return f"Fewest switches among the fastest: {best.label}, {', '.join(told)}."
-
     def _rows(self, quantity: str) -> Iterator[list[str]]:
         for place, switch in enumerate(self.switches):
             among = ((), self.switches[:place], self.switches)
             effects = (self.effect(switch, others, quantity) for others in among)
             yield [quantity, switch, *map(units.format_optional, effects)]
-        yield [quantity, "all of them", "", units.format_optional(self._change(quantity, [self.switches], [()])), ""]
+        yield [quantity, "all of them", "", units.format_optional(self._change(quantity, self.switches, ())), ""]
 
     def _repr_html_(self) -> str:
         return super()._repr_html_().replace("\n", "<br>")
@@ -269,8 +187,8 @@ def ablate(
     if callable(items):
         _check_call("items", items, values)
         items = {label: items(**keywords) for label, keywords in on.items()}
-    found = compare(variants, name=name, items=items, energy=energy, **options)
-    return Ablation(**{field.name: getattr(found, field.name) for field in fields(found)})
+    comparison = compare(variants, name=name, items=items, energy=energy, **options)
+    return Ablation(**{field.name: getattr(comparison, field.name) for field in fields(comparison)})
 
 
 def format_share(share: float) -> str:
@@ -296,11 +214,6 @@ def _combinations(switches: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 def _label(on: Iterable[str]) -> str:
     return PLUS.join(on) or NONE
-
-
-def _needed(measurement: Measurement) -> int:
-    """Bytes that a card must hold: on a GPU what the allocator reserved, and CUDA's context."""
-    return (measurement.peak_reserved or measurement.peak_allocated) + (measurement.device.context or 0)
 
 
 def _call(name: str, on: Mapping[str, object]) -> str:

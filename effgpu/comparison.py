@@ -7,38 +7,53 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from numbers import Integral
 from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from effgpu import units
-from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, hodges_lehmann_interval, measure_all
-from effgpu.measuring.variants import Variant, check_variants
-from effgpu.predicting.prediction import Gpu, find_gpu, predict
+from effgpu.measuring.device import Device, describe, find_device
+from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, one_sided
+from effgpu.measuring.measurement import Measurement, find_interval, measure_all
+from effgpu.measuring.variants import Step, Variant, check_variants, is_function
+from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
 QUANTITIES = ("time", "memory", "energy")
 OTHER_TRAINING = " (not the same training)"
-_ORDER_EFFECT = 0.03  # a difference between forward and backward turns that is worth a word
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A variant's value over the baseline's, and its 99 % interval; below 1 the variant takes less."""
+    """A variant's value over the baseline's, and its 99 % interval; below 1 the variant takes less.
+
+    `within` is the smallest share within which two one-sided tests, each at 99 %, call the two the same (Schuirmann,
+    1987). It is by default that of the interval's ends, which is a little wider.
+    """
 
     value: float
     low: float
     high: float
+    within: float | None = None
 
     def verdict(self, min_effect: float = MIN_EFFECT) -> str:
-        """Same if all of the interval is within `min_effect` of 1, faster or slower if it excludes 1."""
-        if max(self.high, 1 / self.low) <= 1 + min_effect:
+        """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond.
+
+        An interval excludes 1 if that is still to be seen in its ends as they are shown, with two digits after the dot.
+        """
+        within = max(self.high, 1 / self.low) - 1 if self.within is None else self.within
+        if 1 + within <= 1 + min_effect:  # rounded alike
             return SAME
-        return FASTER if self.high < 1 else SLOWER if self.low > 1 else INCONCLUSIVE
+        if max(self.value, 1 / self.value) > 1 + min_effect:
+            if round(1 / self.high, 2) > 1:
+                return FASTER
+            if round(self.low, 2) > 1:
+                return SLOWER
+        return INCONCLUSIVE
 
     def tell(self, min_effect: float = MIN_EFFECT) -> str:
         """In words: "1.86 × faster [1.71, 2.01]", "same (within 1 %)" or "inconclusive (±12 %)"."""
@@ -54,18 +69,6 @@ class Ratio:
         return self.tell()
 
 
-@dataclass(frozen=True)
-class FullSize:
-    """What a variant is predicted to need at a GPU's real size: the peak of allocated bytes, and whether that fits."""
-
-    allocated: int
-    gpu: str
-    verdict: Literal["fits", "does not fit", "too close to tell"]
-
-    def __str__(self) -> str:
-        return f"{units.format_bytes(self.allocated)}, {self.verdict}"
-
-
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Measurements that took turns; the first one is the baseline. Shows itself as a table.
@@ -73,7 +76,8 @@ class Comparison:
     `predicted` and `guess` hold ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on
     time below `min_effect` counts as none. `other_training` names the variants that do not train the same (other data,
     other augmentation), so that their times are not mistaken for a speed-up of the same work. `full_size` holds, by
-    label, what the same variants are predicted to need at a GPU's real size.
+    label, what the same variants are predicted to take at the size of real training, for each of some GPUs; `here` what
+    they are predicted to take on the GPU that measured them, as they were.
     """
 
     name: str
@@ -82,7 +86,8 @@ class Comparison:
     guess: dict[str, dict[str, float]] = field(default_factory=dict)
     min_effect: float = MIN_EFFECT
     other_training: tuple[str, ...] = ()
-    full_size: dict[str, FullSize] = field(default_factory=dict)
+    full_size: dict[str, tuple[FullSize, ...]] = field(default_factory=dict)
+    here: dict[str, FullSize] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Measurement:
@@ -124,7 +129,10 @@ class Comparison:
         ours, theirs = self[label], self.baseline
         scale = (theirs.items or 1) / (ours.items or 1)
         logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
-        return Ratio(*map(math.exp, hodges_lehmann_interval(logs))) if len(logs) >= FEWEST_BLOCKS else None
+        if (interval := find_interval(logs, ours.builds)) is None:
+            return None
+        _, low, high = find_interval(logs, ours.builds, confidence=one_sided(CONFIDENCE))
+        return Ratio(*map(math.exp, interval), within=math.expm1(max(high, -low)))
 
     def ratio(self, label: str, quantity: str) -> float | None:
         """The ratio of "time", "memory" or "energy" to the baseline's; None where either was not measured.
@@ -183,21 +191,6 @@ class Comparison:
         measured, predicted = self.ratio(label, quantity), self.predicted.get(label, {}).get(quantity)
         return measured / predicted if measured and predicted else None
 
-    def order_effects(self) -> list[str]:
-        """The variants whose time depends on which variant ran just before.
-
-        Their forward and backward turns, which have different variants before them, differ by more than 3 %, at 99 %.
-        Threads that a library leaves spinning between its calls are one cause.
-        """
-        found = []
-        for m in self:
-            logs = [math.log(forward / backward) for forward, backward in m.turns if forward > 0 < backward]
-            if len(self) > 1 and len(logs) >= FEWEST_BLOCKS:
-                _, low, high = hodges_lehmann_interval(logs)
-                if max(low, -high) > math.log(1 + _ORDER_EFFECT):
-                    found.append(m.label)
-        return found
-
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
         filled = [(name, cells) for name, cells in self._columns() if set(cells) != {units.NOT_MEASURED}]
@@ -214,37 +207,59 @@ class Comparison:
             items = 1 if self.per != "step" else m.items
             return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
-        columns = [
-            ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training)),
+        label = ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training))
+        measured = [
             (f"time per {self.per}", lambda m: units.format_seconds(self.value(m.label, "time"))),
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
             ("predicted", given(self.predicted, "time")),
+            ("predicted for this GPU", lambda m: self.here[m.label].tell_time() if m.label in self.here else "–"),
             ("guess", given(self.guess, "time")),
             (self.memory_name, lambda m: units.format_bytes(m.peak_allocated)),
             ("change", lambda m: self.tell(m.label, "memory")),
             ("predicted", given(self.predicted, "memory")),
             ("guess", given(self.guess, "memory")),
-            (self.full_size_heading(), lambda m: str(self.full_size.get(m.label, units.NOT_MEASURED))),
             (f"energy per {self.per}", lambda m: units.format_joules(self.value(m.label, "energy"))),
             ("change", lambda m: self.tell(m.label, "energy")),
             ("predicted", given(self.predicted, "energy")),
             ("guess", given(self.guess, "energy")),
         ]
+        columns = [label, *self._full_size_columns(), *measured]
+        if self.device.kind == "cuda":  # what a reader's own GPU does comes first
+            columns = [label, *measured, *self._full_size_columns()]
         return [(name, [cell(m) for m in self]) for name, cell in columns]
 
-    def full_size_heading(self) -> str:
-        """What the predicted bytes of `full_size` are of; empty without any."""
-        gpus = {units.with_article(needed.gpu) for needed in self.full_size.values()}
-        return "".join(f"at full size on {gpu} (predicted)" for gpu in gpus)
+    def _full_size_columns(self) -> list[tuple[str, Callable[[Measurement], str]]]:
+        """A column of times for each GPU, and one of memory, for what is predicted at full size."""
+
+        def at(m: Measurement, place: int, tell: Callable[[FullSize], str]) -> str:
+            return tell(self.full_size[m.label][place]) if m.label in self.full_size else units.NOT_MEASURED
+
+        columns = [
+            (f"{gpu}, predicted", lambda m, place=place: at(m, place, FullSize.tell_time))
+            for place, gpu in enumerate(self.full_size_gpus)
+        ]
+        if columns:
+            heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}, predicted"
+            columns.append((heading, lambda m: at(m, 0, lambda each: units.format_bytes(each.allocated))))
+        return columns
+
+    @property
+    def full_size_gpus(self) -> list[str]:
+        """The names of the GPUs that `full_size` is predicted for."""
+        return [each.gpu for each in next(iter(self.full_size.values()), ())]
 
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
-        versions = " ".join(f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda"))
+        versions = " ".join(
+            f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda", "rocm")
+        )
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
         told = [f"{self.device.label}, {versions}{whose}."]
         if len(self) > 1:
             told.append("“2 × slower” takes twice as long; in brackets the 99 % interval.")
+        if self.full_size:
+            told.append("Predicted: at full size; in brackets the range for 9 of 10 published runs (docs/predict.md).")
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:
@@ -252,9 +267,15 @@ class Comparison:
             told.append(
                 f"SM clock {min(clocks)} to {max(clocks)} MHz" + f", held down by {reasons}" * bool(reasons) + "."
             )
-        if order := ", ".join(self.order_effects()):
-            told.append(f"Order effects: the time of {order} depends on which variant ran before.")
+        told += [f"{name}={value} was set." for name, value in self.device.variables.items()]
+        told += filter(None, [self.how_timed()])
         return " ".join(told)
+
+    def how_timed(self) -> str:
+        """What is unusual about the turns, in one sentence; empty where nothing is."""
+        if all(m.builds == 1 for m in self):
+            return ""
+        return f"The variants did not fit into memory together: each was built {BUILDS} times."
 
     def _say_how_far_off(self) -> str:
         told = []
@@ -273,8 +294,10 @@ class Comparison:
         """The comparison in JSON's types; `from_dict` reads it back."""
         rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
         shared = {name: getattr(self, name) for name in ("name", "predicted", "guess", "min_effect", "other_training")}
-        full_size = {label: asdict(needed) for label, needed in self.full_size.items()}
-        return shared | {"full_size": full_size, "device": asdict(self.device), "measurements": rows}
+        full_size = {label: list(map(asdict, gpus)) for label, gpus in self.full_size.items()}
+        here = {label: asdict(needed) for label, needed in self.here.items()}
+        predictions = {"full_size": full_size, "here": here}
+        return shared | predictions | {"device": asdict(self.device), "measurements": rows}
 
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
@@ -289,9 +312,11 @@ class Comparison:
         expected = {name: check_expected(name, stored.get(name), labels) for name in ("predicted", "guess")}
         min_effect = check_min_effect(stored.get("min_effect", MIN_EFFECT))
         other = _check_labels("other_training", stored.get("other_training", ()), labels)
-        full_size = stored.get("full_size", {})
-        _check_labels("full_size", full_size, labels)
-        full_size = {label: FullSize(**read_fields(FullSize, needed)) for label, needed in full_size.items()}
+        full_size, here = stored.get("full_size", {}), stored.get("here", {})
+        _check_labels("full_size", {**full_size, **here}, labels)
+        read = lambda needed: FullSize(**read_fields(FullSize, needed))
+        full_size = {label: tuple(map(read, gpus)) for label, gpus in full_size.items()}
+        here = {label: read(needed) for label, needed in here.items()}
         return cls(
             check_name(stored["name"]),
             measurements,
@@ -299,6 +324,7 @@ class Comparison:
             min_effect=min_effect,
             other_training=other,
             full_size=full_size,
+            here=here,
         )
 
     def __repr__(self) -> str:
@@ -315,61 +341,96 @@ class Comparison:
 
 
 def compare(
-    variants: Mapping[str, Variant],
+    variants: Mapping[str, Variant] | Callable[..., Step],
+    settings: Mapping[str, Mapping[str, object]] | None = None,
     *,
     name: str = "comparison",
+    items: float | Mapping[str, float] | None = None,
+    unit: str = "items",
+    seconds: float | None = None,
+    precision: float | None = None,
+    blocks: int | None = None,
+    min_steps: int = 1,
+    warmup: int = 2,
+    energy: bool = True,
+    min_effect: float = MIN_EFFECT,
     predicted: Mapping[str, Mapping[str, object]] | None = None,
     guess: Mapping[str, Mapping[str, object]] | None = None,
-    min_effect: float = MIN_EFFECT,
     other_training: Iterable[str] = (),
-    full_size: Mapping[str, Variant] | None = None,
-    gpu: str | float | Gpu = "T4",
-    **options,
+    full_size: Mapping[str, object] | None = None,
+    gpus: Iterable[str | float] = GPUS,
 ) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
 
-    A variant is a function that builds its own state and returns one training step. What it takes from outside (a model
+    A variant is a function that builds its own state and returns one training step. Give a mapping of labels to such
+    functions, or one function and, by label, the keywords to call it with. What a variant takes from outside (a model
     of the notebook) is not counted as its memory; what it sets in PyTorch for the whole process (TF32, threads, ...) is
-    in force in its own turns only. `name` is what the result is stored under.
+    in force in its own turns only. Each variant compiles anew: what torch.compile has compiled before in this process
+    is dropped (`torch.compiler.reset`), and compiles again at its next call. `name` is what the result is stored under.
 
-    `predicted` and `guess` give ratios to the baseline, by label and quantity ("time", "memory", "energy"; any of
-    them), as numbers or as results are told: `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. A ratio of times within
-    `min_effect` of 1 counts as the same. `other_training` names variants that do not train the same.
+    `items` (a number, or one for each label), named by `unit`, are the samples, tokens, ... of a step. A comparison
+    aims at an interval of ±`precision` (0.03 on a CPU, 0.01 on a GPU) and times each variant for at most `seconds` (2
+    and 10), but for at least 15 blocks. `blocks` sets their number. `min_steps` is the fewest steps of a turn, `warmup`
+    of a warm-up. `energy` adds a window of some seconds on a GPU. `effgpu.measuring.measurement.measure_all` says how.
 
-    `full_size` gives, by label, the variants as large as on a real GPU. They are not run: `effgpu.predict` says
-    what they need, and whether that fits `gpu`.
+    A ratio of times within `min_effect` of 1 counts as the same. `predicted` and `guess` give ratios to the baseline,
+    by label and quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
+    `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. `other_training` names variants that do not train the same.
+    `full_size` gives keywords with which all variants are as large as in real training, such as
+    `{"batch": 96, "width": 768}`, or by label such variants. They are not run: `effgpu.predict` says what they take on
+    each of `gpus`. Where this device is a GPU that `predict` knows, it also says what the variants take here, as they
+    are.
 
-    The options are those of `effgpu.measuring.measurement.measure_all`: items, unit, seconds, blocks (at least eight),
-    min_steps, warmup, energy. Raises TypeError or ValueError for bad arguments, before anything is measured.
+    Raises TypeError or ValueError for bad arguments, before anything is measured.
 
     >>> result = compare({"fp32": fp32, "bf16": bf16}, name="mixed_precision", items=batch_size)
+    >>> result = compare(training, {"fp32": {}, "bf16": {"autocast": True}}, items=batch_size)
     """
     check_name(name)
-    labels = list(check_variants(variants))
+    variants = _apply(variants, settings)
+    labels = list(variants)
     expected = {"predicted": predicted, "guess": guess}
     expected = {which: check_expected(which, given, labels) for which, given in expected.items()}
     other_training = _check_labels("other_training", other_training, labels)
     check_min_effect(min_effect)
-    if (blocks := options.get("blocks")) is not None:
+    if blocks is not None:
         units.check_positive(Integral, blocks=blocks)
-    if blocks and blocks < FEWEST_BLOCKS:
-        raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
-    needed = _predict_full_size(full_size, gpu, labels)
-    measurements = tuple(measure_all(variants, **options))
+        if blocks < FEWEST_BLOCKS:
+            raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
+    large = predict_full_size(variants, full_size, gpus)
+    here = predict_here(variants, describe().name) if large and find_device().type == "cuda" else {}
+    measurements = measure_all(
+        variants,
+        items=items,
+        unit=unit,
+        seconds=seconds,
+        precision=precision,
+        blocks=blocks,
+        min_steps=min_steps,
+        warmup=warmup,
+        energy=energy,
+    )
     return Comparison(
-        name, measurements, **expected, min_effect=min_effect, other_training=other_training, full_size=needed
+        name,
+        tuple(measurements),
+        **expected,
+        min_effect=min_effect,
+        other_training=other_training,
+        full_size=large,
+        here=here,
     )
 
 
-def _predict_full_size(variants: Mapping[str, Variant] | None, gpu: str | float | Gpu, labels: Sequence[str]) -> dict:
-    """The prediction for each variant. Raises TypeError or ValueError for unknown labels or what is no variant."""
-    gpu = find_gpu(gpu)
-    if variants is None:
-        return {}
-    variants = check_variants(variants, "full_size")
-    _check_labels("full_size", variants, labels)
-    predictions = {label: predict(variant, gpu) for label, variant in variants.items()}
-    return {label: FullSize(needed.allocated, gpu.name, needed.verdict(gpu)) for label, needed in predictions.items()}
+def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None) -> dict[str, Variant]:
+    """The variants by label: as they are given, or one function with the keywords of each label."""
+    if settings is None:
+        return check_variants(variants)
+    if not is_function(variants):
+        told = f"expected one function, to be called with the keywords of each label, got {type(variants).__name__}"
+        raise TypeError(f"variants: {told}")
+    if not isinstance(settings, Mapping) or not all(isinstance(given, Mapping) for given in settings.values()):
+        raise TypeError(f"settings: expected a mapping such as {{'bf16': {{'autocast': True}}}}, got {settings!r}")
+    return check_variants({label: partial(variants, **keywords) for label, keywords in settings.items()}, "settings")
 
 
 def check_expected(which: str, given: Mapping | None, labels: Sequence[str]) -> dict[str, dict[str, float]]:

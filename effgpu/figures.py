@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
-from effgpu.ablation import NONE, Ablation, Change, format_share
+from effgpu.ablation import Ablation, format_share
 from effgpu.comparison import OTHER_TRAINING, Comparison
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
@@ -55,73 +55,101 @@ STYLE = {
 }
 OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, ORANGE, GREEN, PALE)))
 VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, TOO_CLOSE: GREY}
+PARTS = ("matrix products", "everything else", "waiting for the CPU")  # of a predicted time
+PART_COLORS = (BLUE, GREY, ORANGE)
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
 NAME_HEIGHT = 0.19  # inches that a line of a name takes
-_ORIGINS = {
-    Comparison: "what `compare` or `ablate` gave",
-    Ablation: "what `ablate` gave",
-    Trace: "what `trace` gave",
-    Prediction: "what `predict` gave",
-}
 
 
-def plot(comparison: Comparison) -> Figure:
-    """Time, peak memory and, where measured, energy per step of every variant, with 99 % intervals and verdicts.
+def plot(
+    result: Comparison | Prediction | Trace | Mapping[str, Trace] | Mapping[str, Mapping],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    log: bool = False,
+    format_value: Callable[[float], str] | None = None,
+) -> Figure:
+    """Draw a result. What is drawn follows from its type.
 
-    A diamond marks what was predicted, a ring what was guessed. Reserved memory is outlined over allocated. Faint
-    triangles show the ratios that stored GPUs gave under the same name, times this baseline. A CPU's times are hatched
-    and said to be a CPU's. Where `full_size` was given, a panel shows what it is predicted to need.
+    - What `compare` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with 99 %
+      intervals and verdicts. A diamond marks a prediction, a ring a guess, a dotted outline reserved memory. Faint
+      triangles are the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was
+      given, panels show the predicted time on each GPU, with its range and where it goes, and the predicted memory.
+    - What `ablate` gave: what each switch changes alone, beside what it changes on top of all the rest, in shares of
+      the baseline, with 99 % intervals. The more the two differ, the more the switch interacts with others.
+    - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
+      each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
+    - What `predict` gave: the predicted peak by owners, above each GPU's memory (bar, in the colour of the verdict)
+      and the range that the step needs on it (line).
+    - A sweep, which maps a label to a mapping of numbers to values: a line for each label, over what was varied. A
+      Measurement stands for its throughput, or its seconds per step where it has no items, with the 99 % interval. A
+      number, or a tensor of one, stands for itself, written by `format_value`. None and a failed Measurement are marked
+      as out of memory. `log` makes the horizontal axis a power-of-two scale.
+
+    A CPU's times are hatched or dashed, and said to be a CPU's. Raises TypeError or ValueError for anything else, and
+    for the options of a sweep with another result.
     """
-    _check("comparison", comparison, Comparison)
-    others = _elsewhere(comparison)
-    panels = [partial(_plot_quantity, comparison=comparison, others=others, quantity=q) for q in _measured(comparison)]
-    panels += [partial(_plot_full_size, comparison=comparison)] * bool(comparison.full_size)
+    is_sweep = isinstance(result, Mapping) and _is_sweep(result)
+    if not is_sweep and (xlabel or ylabel or log or format_value):
+        options = "xlabel, ylabel, log and format_value"
+        raise TypeError(f"{options}: expected only with a sweep, not with what is a {type(result).__name__}")
+    match result:
+        case Ablation():
+            return _plot_ablation(result)
+        case Comparison():
+            return _plot_comparison(result)
+        case Prediction():
+            return _plot_prediction(result)
+        case Trace():
+            return _plot_traces({"": result})
+        case Mapping():
+            return _plot_sweep(result, xlabel, ylabel, log, format_value) if is_sweep else _plot_traces(result)
+    expected = "a comparison, an ablation, a prediction, a trace, or a mapping of labels to traces or series"
+    raise TypeError(f"result: expected {expected}, got {type(result).__name__}")
+
+
+def _is_sweep(result: Mapping) -> bool:
+    """Whether a mapping holds series, or else traces. Raises TypeError or ValueError for a mapping of anything else."""
+    if not result:
+        raise ValueError("result: expected at least one labelled trace or series, got an empty mapping")
+    kind = Trace if isinstance(next(iter(result.values())), Trace) else Mapping
+    expected = "a trace, as the first value is" if kind is Trace else "a trace, or a mapping of x to a value"
+    for label, value in result.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"result[{label!r}]: expected {expected}, got {type(value).__name__}")
+    return kind is Mapping
+
+
+def _plot_comparison(comparison: Comparison) -> Figure:
+    others, quantities = _elsewhere(comparison), _measured(comparison)
+    large = [
+        partial(_draw_time_at_full_size, comparison=comparison, place=place)
+        for place, _ in enumerate(comparison.full_size_gpus)
+    ]
+    if large:
+        large.append(partial(_draw_memory_at_full_size, comparison=comparison))
+    if large and comparison.device.kind == "cpu":
+        quantities = ["time"]  # the memory of a small model is nobody's question
+    panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in quantities]
+    panels = [*panels, *large] if comparison.device.kind == "cuda" else [*large, *panels]
     marks = {label: "\n" + OTHER_TRAINING.strip() for label in comparison.other_training}
     return _plot_rows(comparison, [m.label + marks.get(m.label, "") for m in comparison], panels)
 
 
-def plot_ladder(ablation: Ablation) -> Figure:
-    """The stack of an ablation, rung by rung from none of its switches to all: a waterfall of time, memory and energy.
-
-    A floating bar spans what its switch changes on top of those above it, told as a share of the baseline: blue takes
-    less, orange more, and pale is the same or inconclusive. Triangles and hatches as in `plot`.
-    """
-    _check("ablation", ablation, Ablation)
-    labels = [NONE, *(f"+ {switch}" for switch in ablation.switches), "all"]
-    others = _elsewhere(ablation)
-    panels = [partial(_plot_rungs, ablation=ablation, others=others, quantity=q) for q in _measured(ablation)]
-    return _label_baseline(_plot_rows(ablation, labels, panels), ablation)
+def _plot_ablation(ablation: Ablation) -> Figure:
+    panels = [partial(_draw_changes, ablation=ablation, quantity=q) for q in _measured(ablation)]
+    figure = _plot_rows(ablation, ablation.switches, panels, row_height=0.55)
+    figure.axes[-1].set_xlabel(f"%: the change, as a share of what {ablation.whole.label!r} takes", fontsize=9)
+    return figure
 
 
-def plot_switches(ablation: Ablation) -> Figure:
-    """What each switch of an ablation changes alone, beside what it changes on top of all the rest.
-
-    The latter is what would be lost if it were left out; the more the two differ, the more it interacts. In shares of
-    the baseline, with 99 % intervals.
-    """
-    _check("ablation", ablation, Ablation)
-    panels = [partial(_plot_effects, ablation=ablation, quantity=q) for q in _measured(ablation)]
-    return _label_baseline(_plot_rows(ablation, ablation.switches, panels, row_height=0.55), ablation)
-
-
-def plot_memory(traces: Mapping[str, Trace]) -> Figure:
-    """The saw-tooth: bytes alive through forward, backward and optimizer, a panel for each labelled trace, one scale.
-
-    Across a phase the allocator's events stand evenly spaced, so that the same phases lie below one another, and the
-    plot says that this is not time.
-    """
-    if not isinstance(traces, Mapping):
-        raise TypeError(f"traces: expected a mapping of labels to traces, got {type(traces).__name__}")
-    if not traces:
-        raise ValueError("traces: expected at least one labelled trace, got none")
-    for label, trace in traces.items():
-        _check(f"traces[{label!r}]", trace, Trace)
+def _plot_traces(traces: Mapping[str, Trace]) -> Figure:
     with _figure(len(traces), height=1.75, sharey=True) as (figure, axes):
         for ax, (label, trace) in zip(axes, traces.items()):
             _draw_trace(ax, trace)
-            ax.set_title(f"{label}: peak {units.format_bytes(trace.peak)}")
+            ax.set_title(f"{label}: peak {units.format_bytes(trace.peak)}".removeprefix(": "))
         top = max(trace.peak for trace in traces.values())
         axes[0].set_ylim(0, (top or 1) * 1.12)
         _value_axis(axes[0].yaxis, units.format_bytes)
@@ -130,29 +158,18 @@ def plot_memory(traces: Mapping[str, Trace]) -> Figure:
     return figure
 
 
-def plot_sweep(
+def _plot_sweep(
     series: Mapping[str, Mapping[float, Measurement | float | None]],
-    *,
     xlabel: str,
-    ylabel: str | None = None,
-    log: bool = False,
-    format_value: Callable[[float], str] | None = None,
+    ylabel: str,
+    log: bool,
+    format_value: Callable[[float], str] | None,
 ) -> Figure:
-    """A line for each labelled series over what was varied: workers, batch sizes, layers.
-
-    A Measurement stands for its throughput (its seconds per step, where it has no items) with the 99 % interval; a
-    number, or a tensor of one, for itself, written by `format_value`; what ran out of memory (None, or a failed
-    Measurement) and what is not finite is marked so. `log` makes the horizontal axis a power-of-two scale.
-    """
-    if not isinstance(series, Mapping):
-        raise TypeError(f"series: expected a mapping of labels to mappings, got {type(series).__name__}")
     for label, points in series.items():
-        _check_points(f"series[{label!r}]", points, log)
-    if not series or not all(series.values()):
-        raise ValueError("series: expected at least one labelled mapping of x to a value, each with an entry")
+        _check_points(f"result[{label!r}]", points, log)
     measured = [m for points in series.values() for m in points.values() if isinstance(m, Measurement)]
     if len(quantities := {_name_measured([m]) for m in measured if m.turns}) > 1:
-        raise ValueError(f"series: expected measurements of one quantity, got {' and '.join(sorted(quantities))}")
+        raise ValueError(f"result: expected measurements of one quantity, got {' and '.join(sorted(quantities))}")
     with _figure(1, height=3.4) as (figure, (ax,)):
         for color, (label, points) in zip(cycle(LINES), series.items()):
             _draw_line(ax, label, points, color)
@@ -164,16 +181,11 @@ def plot_sweep(
         ax.set(xlabel=xlabel, ylabel=ylabel or _name_measured(measured))
         if len(series) > 1:
             _draw_legend(figure, [ax])  # not among the lines, where it would hide a piece of them
-        _say_where(figure, measured)
+        _write_devices(figure, measured)
     return figure
 
 
-def plot_fit(prediction: Prediction) -> Figure:
-    """The predicted peak by owners, above the memory of each GPU with the range that the step needs on it.
-
-    A thick line spans the range of what is needed. A GPU's bar is its memory, in the colour of the verdict.
-    """
-    _check("prediction", prediction, Prediction)
+def _plot_prediction(prediction: Prediction) -> Figure:
     gpus, largest = prediction.gpus, max(gpu.memory for gpu in prediction.gpus)
     with _figure(2, height=0.9 + 0.2 * len(gpus)) as (figure, (peak, cards)):
         _draw_owners(peak, prediction)
@@ -226,12 +238,6 @@ def _figure(rows: int, *, height: float, sharey: bool = False):
         yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
 
 
-def _check(name: str, value: object, kind: type) -> None:
-    """Raises TypeError for a value that is not of this kind."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected {_ORIGINS[kind]}, got {type(value).__name__}")
-
-
 def _measured(comparison: Comparison) -> list[str]:
     """The quantities that get a panel: memory and energy where there is any."""
     remembered = any(m.peak_allocated is not None or m.failed for m in comparison)
@@ -259,7 +265,7 @@ def _plot_rows(
             ax.grid(axis="y", visible=False)
             ax.tick_params(axis="y", length=0)
         _draw_legend(figure, axes)
-        _say_where(figure, comparison.measurements)
+        _write_devices(figure, comparison.measurements)
         _fit_texts(figure, axes)
     return figure
 
@@ -289,7 +295,7 @@ def _fit_texts(figure: Figure, axes: Iterable) -> None:
             ax.set_xlim(low, high)
 
 
-def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
+def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
     """A bar for each variant with its interval, its prediction and its guess, and behind them the result in words."""
     unit, farthest = comparison.value(comparison.baseline.label, quantity), 0.0
     for row, m in enumerate(comparison):
@@ -303,8 +309,8 @@ def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
             ax.barh(row, reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
         end = max(high, reserved, *_mark_expected(ax, comparison, m, quantity, row, unit))
         words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
-        told = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
-        _write(ax, end, row, told)
+        text = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
+        _write(ax, end, row, text)
         farthest = max(farthest, end)
     ax.set_xlim(0, (farthest or 1) * 1.15)
     _value_axis(ax.xaxis, FORMATS[quantity])
@@ -313,18 +319,47 @@ def _plot_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * outlined)
 
 
-def _plot_full_size(ax, comparison: Comparison) -> None:
-    """A dashed outline for each variant's predicted peak at full size, in the colour of its verdict."""
+def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
+    """A dashed bar for each variant's predicted time on a GPU, in parts: the GPU's work, and its wait for the CPU."""
     for row, m in enumerate(comparison):
-        if needed := comparison.full_size.get(m.label):
-            color = VERDICT_COLORS[needed.verdict]
-            ax.barh(
-                row, needed.allocated, height=0.62, facecolor="none", edgecolor=color, linestyle="--", linewidth=1.5
-            )
-            _write(ax, needed.allocated, row, str(needed))
-    ax.set_xlim(0, 1.15 * max((needed.allocated for needed in comparison.full_size.values()), default=1))
+        needed = comparison.full_size[m.label][place] if m.label in comparison.full_size else None
+        if needed is None or needed.seconds is None:
+            continue
+        expected, low, high = needed.seconds
+        waiting = max(0.0, expected - needed.products - needed.others)
+        left = 0.0
+        for name, part, color in zip(PARTS, (needed.products, needed.others, waiting), PART_COLORS):
+            seen = part > 0.005 * expected and name not in ax.get_legend_handles_labels()[1]
+            ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
+            left += part
+        ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
+        _draw_interval(ax, row, expected, low, high)
+        seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
+        _write(ax, high, row, seconds + needed.tell_time())
+    _value_axis(ax.xaxis, units.format_seconds)
+    ax.set_xlim(left=0)
+    gpu = units.with_article(comparison.full_size_gpus[place])
+    ax.set_title(f"time per step on {gpu}, at full size (predicted)")
+
+
+def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
+    """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict."""
+    for row, m in enumerate(comparison):
+        if m.label in comparison.full_size:
+            needed = comparison.full_size[m.label][0]
+            look = {
+                "facecolor": "none",
+                "edgecolor": VERDICT_COLORS[needed.verdict],
+                "linestyle": "--",
+                "linewidth": 1.5,
+            }
+            ax.barh(row, needed.allocated, height=0.62, **look)
+            _write(ax, needed.allocated, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
+            ax.axvline(needed.memory, color=RED, linewidth=1)
+    gpu = units.with_article(comparison.full_size_gpus[0])
     _value_axis(ax.xaxis, units.format_bytes)
-    ax.set_title(f"peak memory {comparison.full_size_heading()}")
+    ax.set_xlim(left=0)
+    ax.set_title(f"peak memory on {gpu}, at full size (predicted); red line: all that it has")
 
 
 def _mark_expected(ax, comparison: Comparison, m: Measurement, quantity: str, row: int, unit: float | None) -> list:
@@ -365,8 +400,8 @@ def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], quant
     unit = comparison.value(comparison.baseline.label, quantity)
     rows = {m.label: row for row, m in enumerate(comparison)}
     for other, color in zip(others, cycle(LINES[1:])):
-        found = {m.label: other.ratio(m.label, quantity) for m in other if m.label in rows}
-        points = [(ratio * unit, rows[label] + 0.42) for label, ratio in found.items() if ratio and unit]
+        ratios = {m.label: other.ratio(m.label, quantity) for m in other if m.label in rows}
+        points = [(ratio * unit, rows[label] + 0.42) for label, ratio in ratios.items() if ratio and unit]
         if points:
             name = f"{other.device.name} (its ratio)"
             ax.plot(*zip(*points), "^", color=color, markersize=6, alpha=0.55, clip_on=False, label=name)
@@ -378,31 +413,7 @@ def _make_room(ax, x: float) -> None:
     ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
 
 
-def _plot_rungs(ax, ablation: Ablation, others: Iterable[Comparison], quantity: str) -> None:
-    """A bar from each level of the stack to the next; the first and the last level stand whole."""
-    stack, format_value = ablation.stack, FORMATS[quantity]
-    before, farthest = 0.0, 0.0
-    for row, m in enumerate([*stack, stack.measurements[-1]]):
-        known = _level(ablation, m, quantity)
-        middle, low, high = known or (before,) * 3
-        on = ablation.switches[:row] if row < len(stack.measurements) else ()
-        change = ablation.effect(on[-1], on, quantity) if on else None
-        start = before if on or not known else 0
-        ax.barh(row, middle - start, left=start, height=0.62, color=_color(change), hatch=_hatch(ablation, quantity))
-        _draw_interval(ax, row, middle, low, high)
-        told = (change.short if change else "") if on else stack.tell(m.label, quantity).replace(units.NOT_MEASURED, "")
-        told = f"{format_value(middle)}  {told}".strip() if known else m.failed or units.NOT_MEASURED
-        _write(ax, max(start, high), row, told)
-        if row < len(stack.measurements):
-            ax.plot([middle] * 2, [row, row + 1], color="#6B7280", linewidth=0.8, zorder=0)
-        before, farthest = middle, max(farthest, high)
-    ax.set_xlim(0, (farthest or 1) * 1.15)
-    _value_axis(ax.xaxis, format_value)
-    _draw_stored(ax, stack, others, quantity)
-    ax.set_title(_title(ablation, quantity))
-
-
-def _plot_effects(ax, ablation: Ablation, quantity: str) -> None:
+def _draw_changes(ax, ablation: Ablation, quantity: str) -> None:
     """Two bars a switch, outwards from no change."""
     sides = {"alone": ((), BLUE, -0.2), "on top of all the rest": (ablation.switches, ORANGE, 0.2)}
     ends = [0.0]
@@ -413,8 +424,8 @@ def _plot_effects(ax, ablation: Ablation, quantity: str) -> None:
             look = {"color": color, "hatch": _hatch(ablation, quantity), "label": "" if row else side}
             ax.barh(row + offset, value, height=0.36, **look)
             _draw_interval(ax, row + offset, value, low, high)
-            told = change.short if change else _why_none(ablation, switch, among)
-            _write(ax, low if value < 0 else high, row + offset, told, before=value < 0)
+            text = change.short if change else _why_none(ablation, switch, among)
+            _write(ax, low if value < 0 else high, row + offset, text, before=value < 0)
             ends += [low, high]
     low, high = min(ends), max(ends)
     room = 0.75 * (high - low or 1)
@@ -422,11 +433,6 @@ def _plot_effects(ax, ablation: Ablation, quantity: str) -> None:
     ax.axvline(0, color="#222222", linewidth=0.8)
     _value_axis(ax.xaxis, format_share)
     ax.set_title(_title(ablation, quantity))
-
-
-def _label_baseline(figure: Figure, ablation: Ablation) -> Figure:
-    figure.axes[-1].set_xlabel(f"%: the change, as a share of what {ablation.whole.label!r} takes", fontsize=9)
-    return figure
 
 
 def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float, float, float] | None:
@@ -437,12 +443,6 @@ def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float
     ratio = comparison.time_ratio(m.label) if m is not comparison.baseline else None
     middle, (low, high) = (ratio.value, (ratio.low, ratio.high)) if ratio else (m.median, m.interval or (m.median,) * 2)
     return value, value * min(low / middle, 1), value * max(high / middle, 1)  # rounding may put an end inside
-
-
-def _color(change: Change | None) -> str:
-    if change is None:
-        return GREY
-    return PALE if change.verdict else BLUE if change.value < 0 else ORANGE
 
 
 def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:
@@ -497,10 +497,10 @@ def _draw_owners(ax, prediction: Prediction) -> None:
     ax.legend(loc="lower left", ncols=3, fontsize=8, borderpad=0)
 
 
-def _check_points(name: str, points: object, log: bool) -> None:
-    """Raises TypeError or ValueError for a series of a sweep that cannot be drawn."""
-    if not isinstance(points, Mapping):
-        raise TypeError(f"{name}: expected a mapping of x to a value, got {type(points).__name__}")
+def _check_points(name: str, points: Mapping, log: bool) -> None:
+    """Raises TypeError or ValueError for a series that cannot be drawn."""
+    if not points:
+        raise ValueError(f"{name}: expected at least one x with a value, got an empty mapping")
     for x, value in points.items():
         if not isinstance(x, Real) or not math.isfinite(x) or (log and x <= 0):
             raise ValueError(f"{name}: expected every x to be a {'positive ' * log}number, got {x!r}")
@@ -574,9 +574,9 @@ def _value_axis(axis, format_value: Callable[[float], str]) -> None:
     axis.set_major_formatter(FuncFormatter(tell))
 
 
-def _say_where(figure: Figure, measured: Iterable[Measurement]) -> None:
+def _write_devices(figure: Figure, measured: Iterable[Measurement]) -> None:
     """One line at the foot: the device, and whose times these are."""
     devices = {m.device.label: m.device.kind for m in measured}
-    told = [label + ("" if kind == "cuda" else " – a CPU's times, not a GPU's") for label, kind in devices.items()]
-    if told:
-        figure.supxlabel(f"measured on {'; '.join(told)}", fontsize=8, x=0.01, ha="left", color=DIM)
+    notes = [label + ("" if kind == "cuda" else " – a CPU's times, not a GPU's") for label, kind in devices.items()]
+    if notes:
+        figure.supxlabel(f"measured on {'; '.join(notes)}", fontsize=8, x=0.01, ha="left", color=DIM)

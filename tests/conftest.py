@@ -16,7 +16,9 @@ import torch
 
 from effgpu.measuring import measurement, memory, variants
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement
+from effgpu.measuring.intervals import FEWEST_BLOCKS
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.predicting.full_size import FullSize
 from effgpu.units import GiB
 
 hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  # no test depends on the machine's speed
@@ -124,7 +126,7 @@ def simulate_gpu(monkeypatch):
             "is_available": lambda: True,
             "current_device": lambda: 0,
             "device_count": lambda: len(gpu.asked),
-            "get_rng_state": lambda device=None: gpu.log.append("state kept"),
+            "get_rng_state": lambda device=None: gpu.log.append("state kept") or "the state",
             "set_rng_state": lambda state, device=None: gpu.log.append("state given back"),
             "get_device_properties": lambda device=None: gpu.properties,
             "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
@@ -158,6 +160,12 @@ def simulate_gpu(monkeypatch):
 
 
 @pytest.fixture
+def without_onednn(monkeypatch):
+    """Convolutions that take the same memory on every CPU: oneDNN copies weights into the order that the CPU likes."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture
 def energy_counter():
     """Skips where NVML itself, and not effgpu, has no counter of energy."""
     try:
@@ -187,7 +195,7 @@ def make_gpu():
 
 @pytest.fixture
 def make_measurement(cpu):
-    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 8 blocks."""
+    """A function that makes a measurement by hand: `make_measurement("fp32", 0.02)` took 20 ms in each of 15 blocks."""
 
     def make(label, seconds=0.02, *, blocks=FEWEST_BLOCKS, device=cpu, failed=False, **fields):
         if failed:
@@ -197,6 +205,19 @@ def make_measurement(cpu):
         return Measurement(label, tuple((seconds * w, seconds * w) for w in wobble), device, **fields)
 
     return make
+
+
+def predicted_sizes(old, new, verdicts=("does not fit", "fits"), labels=("old", "new")):
+    """What two variants are predicted to take on a T4, where the first needs 4 s and the second a quarter of it."""
+    common = {"gpu": "T4", "memory": 15 * GiB, "bound": "matrix products"}
+    times = (
+        {"seconds": (4.0, 3.0, 5.0), "products": 3.5, "others": 0.5},
+        {"seconds": (1.0, 0.8, 1.3), "products": 0.5, "others": 0.25, "ratio": (0.25, 0.2, 0.3)},
+    )
+    return {
+        label: (FullSize(allocated=allocated, verdict=verdict, **common, **time),)
+        for label, allocated, verdict, time in zip(labels, (old, new), verdicts, times)
+    }
 
 
 @pytest.fixture

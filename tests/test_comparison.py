@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from conftest import predicted_sizes
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from effgpu import comparison, units
+from effgpu import comparison
 from effgpu.comparison import (
-    BASELINE,
     BASELINE_FAILED,
     FASTER,
     INCONCLUSIVE,
@@ -25,13 +25,13 @@ from effgpu.comparison import (
     SAME,
     SLOWER,
     Comparison,
-    FullSize,
     Ratio,
     compare,
 )
 from effgpu.measuring import power
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import FEWEST_BLOCKS, OUT_OF_MEMORY, Measurement, hodges_lehmann_interval
+from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
+from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.predicting.gpus import known_gpus
 from effgpu.units import GiB
 
@@ -92,65 +92,81 @@ def cells(result, label):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
+    ("value", "low", "high", "verdict"),
     [
-        (0.5, 0.9, FASTER),
-        (0.5, math.nextafter(1, 0), FASTER),
-        (0.5, 1.0, INCONCLUSIVE),
-        (math.nextafter(1, 2), 2.0, SLOWER),
-        (1.0, 2.0, INCONCLUSIVE),
-        (0.9, 1.1, INCONCLUSIVE),
-        (1.0, 1.0, SAME),
-        (0.995, 1.005, SAME),
-        (1.0, 1.01, SAME),
-        (1.005, 1.01, SAME),
-        (1.005, math.nextafter(1.01, 2), SLOWER),
-        (1.0, math.nextafter(1.01, 2), INCONCLUSIVE),
-        (1 / 1.01, 1.0, SAME),
-        (1 / 1.01, 0.995, SAME),
-        (0.9900, 0.995, FASTER),  # its inverse is 1.0101
-        (0.9900, 1.0, INCONCLUSIVE),
+        (0.8, 0.5, 0.9, FASTER),
+        (1.2, 1.1, 2.0, SLOWER),
+        (1.0, 0.9, 1.1, INCONCLUSIVE),
+        (0.8, 0.5, 1.0, INCONCLUSIVE),
+        (1.1, 1.0051, 1.2, SLOWER),
+        (1.1, 1.0049, 1.2, INCONCLUSIVE),  # it would be shown as [1.00, 1.20]
+        (0.9, 0.8, 1 / 1.0051, FASTER),
+        (0.9, 0.8, 1 / 1.0049, INCONCLUSIVE),
+        (1.011, 1.006, 1.02, SLOWER),
+        (1.009, 1.006, 1.02, INCONCLUSIVE),  # an effect too small to matter, which may yet be larger
+        (1.0, 1.0, 1.0, SAME),
+        (1.0, 0.995, 1.005, SAME),
+        (1.008, 1.006, 1.01, SAME),
+        (1.0, 1 / 1.0101, 1.0, INCONCLUSIVE),
     ],
 )
-def test_each_verdict_holds_up_to_its_very_border(low, high, verdict):
-    assert Ratio(math.sqrt(low * high), low, high).verdict() == verdict
+def test_each_verdict_holds_up_to_its_very_border(value, low, high, verdict):
+    assert Ratio(value, low, high).verdict() == verdict
 
 
-@pytest.mark.parametrize(("min_effect", "verdict"), [(0.001, FASTER), (0.04, FASTER), (0.05, SAME), (0.5, SAME)])
+def test_the_same_is_decided_by_two_one_sided_tests():
+    """At 99 % each, which is within the ends of the 98 % interval and not of the wider one that is shown."""
+    assert Ratio(1.0, 0.985, 1.015, within=0.0099).verdict() == SAME
+    assert Ratio(1.0, 0.995, 1.005, within=0.0101).verdict() == INCONCLUSIVE
+    noise = random.Random(4)
+    ours = [1 + noise.gauss(0, 0.012) for _ in range(20)]
+    ratio = pair(ours, [1.0] * 20).time_ratio("ours")
+    _, low, high = interval_of_blocks([math.log(time) for time in ours], 0.98)
+    assert (
+        ratio.within == pytest.approx(math.expm1(max(high, -low))) and ratio.within < max(ratio.high, 1 / ratio.low) - 1
+    )
+
+
+@given(st.floats(0.5, 2), st.floats(1, 1.5), st.floats(1, 1.5))
+def test_what_is_told_never_contradicts_itself(value, below, above):
+    """Never "1.00 × faster", and no interval of a difference shows 1.00 as an end."""
+    told = Ratio(value, value / below, value * above).tell()
+    if "×" in told:
+        assert "1.00" not in told
+
+
+@pytest.mark.parametrize(("min_effect", "verdict"), [(0.001, FASTER), (0.03, FASTER), (0.05, SAME), (0.5, SAME)])
 def test_the_smallest_effect_that_matters_decides_what_is_the_same(min_effect, verdict):
-    result = pair([0.96] * 8, [1.0] * 8)
+    result = pair([0.96] * 15, [1.0] * 15)
     assert replace(result, min_effect=min_effect).verdict("ours") == verdict
-
-
-@given(st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(0.9, 1.1)), min_size=8, max_size=12))
-def test_the_verdict_follows_from_the_interval_alone(pairs):
-    result = pair(*zip(*pairs))
-    _, low, high = hodges_lehmann_interval([math.log(ours / theirs) for ours, theirs in pairs])
-    expected = FASTER if high < 0 else SLOWER if low > 0 else INCONCLUSIVE
-    if max(-low, high) <= math.log(1.01) - 1e-9:
-        expected = SAME
-    assert result.verdict("ours") == expected
-    assert result.verdict("theirs") == BASELINE
 
 
 @pytest.mark.parametrize(
     ("ours", "verdict"),
     [
-        ([0.98] * 8, FASTER),
-        ([1.02] * 8, SLOWER),
-        ([1.003] * 8, SAME),
-        ([0.5] * 7 + [1.0], INCONCLUSIVE),  # of eight blocks all must agree
-        ([0.5] * 20 + [2.0] * 2, FASTER),  # of more, a few may not
+        ([0.98] * 15, FASTER),
+        ([1.02] * 15, SLOWER),
+        ([1.003] * 15, SAME),
+        ([0.5] * 14 + [1.5], FASTER),  # one block that was held up does not decide
+        ([0.5] * 10 + [2.0] * 5, INCONCLUSIVE),
     ],
 )
 def test_what_blocks_that_agree_or_do_not_come_to(ours, verdict):
     assert pair(ours, [1.0] * len(ours)).verdict("ours") == verdict
 
 
-def test_with_fewer_than_eight_blocks_nothing_can_be_concluded():
-    result = pair([0.5] * 7, [1.0] * 7)
+def test_with_fewer_than_fifteen_blocks_nothing_can_be_concluded():
+    result = pair([0.5] * 14, [1.0] * 14)
     assert result.time_ratio("ours") is None and result.verdict("ours") == result.tell("ours") == INCONCLUSIVE
     assert result.value("ours", "time") == 0.5 and cells(result, "ours")["against the baseline"] == [INCONCLUSIVE]
+
+
+def test_four_builds_are_four_observations():
+    result = pair([0.50, 0.51, 0.49, 0.50], [1.0] * 4, builds=4)
+    ratio = result.time_ratio("ours")
+    assert ratio.value == pytest.approx(0.5, rel=1e-3) and ratio.high / ratio.low == pytest.approx(1.10, abs=0.01)
+    assert result.verdict("ours") == FASTER and "each was built 4 times" in repr(result)
+    assert pair([0.5] * 3, [1.0] * 3, builds=4).time_ratio("ours") is None
 
 
 # Words
@@ -175,7 +191,7 @@ def test_a_ratio_of_times_is_told_in_words(ratio, told):
 def test_the_words_name_the_smallest_effect_that_counts():
     assert Ratio(1.0, 0.96, 1.04).tell(0.05) == "same (within 5 %)"
     assert Ratio(1.0, 0.999, 1.001).tell(0.0125) == "same (within 1.25 %)"
-    assert replace(pair([1.03] * 8, [1.0] * 8), min_effect=0.07).tell("ours") == "same (within 7 %)"
+    assert replace(pair([1.03] * 15, [1.0] * 15), min_effect=0.07).tell("ours") == "same (within 7 %)"
 
 
 def test_memory_and_energy_are_told_as_signed_percentages(make_measurement):
@@ -195,7 +211,7 @@ def test_a_plain_ratio_is_told_as_a_measured_one():
 # Ratios
 
 
-@given(st.lists(st.tuples(positive, positive), min_size=8, max_size=12), st.floats(1e-3, 1e3), st.data())
+@given(st.lists(st.tuples(positive, positive), min_size=15, max_size=18), st.floats(1e-3, 1e3), st.data())
 def test_ratios_know_no_scale_and_no_drift_that_both_share(pairs, scale, data):
     drift = data.draw(st.lists(st.floats(0.1, 10), min_size=len(pairs), max_size=len(pairs)))
     ours, theirs = zip(*pairs)
@@ -247,7 +263,7 @@ def test_ratios_of_what_was_not_measured_are_none(make_measurement):
 
 
 def test_a_block_too_short_for_the_clock_is_left_out(cpu):
-    rows = (Measurement("a", turns([1.0] * 9), cpu), Measurement("b", turns([0.0, *[0.5] * 8]), cpu))
+    rows = (Measurement("a", turns([1.0] * 16), cpu), Measurement("b", turns([0.0, *[0.5] * 15]), cpu))
     assert Comparison("some", rows).time_ratio("b").value == 0.5
 
 
@@ -271,47 +287,6 @@ def test_a_label_that_is_not_there_is_named(make_measurement):
     assert len(result) == 2 and "b" in result and "c" not in result
     with pytest.raises(KeyError, match=r"no variant 'c' in 'some', only \['a', 'b'\]"):
         result["c"]
-
-
-# Order effects
-
-
-def with_turns(ours, blocks=8):
-    """A quiet baseline beside a variant with these forward and backward turns."""
-    both = {"theirs": (1.0, 1.0), "ours": ours}
-    return Comparison("order", tuple(Measurement(label, (turn,) * blocks, CPU) for label, turn in both.items()))
-
-
-@pytest.mark.parametrize("ours", [(1.0, 1.5), (1.5, 1.0)])
-def test_a_variant_whose_time_depends_on_what_ran_before_is_told_after_eight_blocks(ours):
-    result = with_turns(ours)
-    assert result.order_effects() == ["ours"]
-    for told in (repr(result), result._repr_html_()):
-        assert "Order effects: the time of ours depends on which variant ran before." in told
-    assert with_turns(ours, blocks=7).order_effects() == []
-
-
-@pytest.mark.parametrize(("later", "told"), [(1.0, False), (1.029, False), (1.031, True), (1 / 1.031, True)])
-def test_an_order_effect_below_three_per_cent_is_not_worth_a_word(later, told):
-    result = with_turns((1.0, later))
-    assert bool(result.order_effects()) == told == ("Order effects" in repr(result))
-
-
-def test_one_variant_alone_has_no_order():
-    alone = with_turns((1.0, 1.5))["ours"]
-    assert Comparison("alone", (alone,)).order_effects() == []
-
-
-def test_a_drift_that_cancels_in_each_block_is_no_order_effect():
-    drift = tuple((1 + 0.01 * n, 1 + 0.01 * n) for n in range(8))
-    assert Comparison("drift", tuple(Measurement(label, drift, CPU) for label in "ab")).order_effects() == []
-
-
-def test_chance_alone_is_hardly_ever_called_an_order_effect():
-    draw = random.Random(0)
-    noisy = lambda label: Measurement(label, tuple((draw.gauss(1, 0.1), draw.gauss(1, 0.1)) for _ in range(20)), CPU)
-    results = [Comparison("noise", (noisy("a"), noisy("b"))) for _ in range(200)]
-    assert sum(len(result.order_effects()) for result in results) <= 4  # of 400, at 99 % and beyond 3 %
 
 
 # As a table
@@ -354,10 +329,10 @@ RATES = {"rows/s": 1, "M rows/s": 1e6}
 
 
 @given(
-    st.lists(st.tuples(st.floats(1e-3, 1.0), st.floats(1e-3, 1.0)), min_size=8, max_size=10),
+    st.lists(st.tuples(st.floats(1e-3, 1.0), st.floats(1e-3, 1.0)), min_size=15, max_size=17),
     st.sampled_from([(1, 1), (8, 8), (8, 32), (100, 3)]),
 )
-@example([(0.5, 0.1)] * 4 + [(0.01, 0.9)] * 4, (8, 8))  # the medians say one thing, the pairs another
+@example([(0.5, 0.1)] * 8 + [(0.01, 0.9)] * 8, (8, 8))  # the medians say one thing, the pairs another
 def test_a_table_never_contradicts_itself(pairs, items):
     """The time shown is the baseline's times the ratio, also where a variant's own median is another."""
     rows = [
@@ -420,12 +395,26 @@ def test_what_does_not_train_the_same_is_marked(make_measurement):
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))).other_training == ("b",)
 
 
-def test_full_size_has_a_column_and_is_stored(make_measurement):
-    needed = {"b": FullSize(5 * GiB, "T4", "fits")}
-    result = Comparison("big", (make_measurement("a"), make_measurement("b")), full_size=needed)
+def test_full_size_has_columns_and_is_stored(make_measurement):
+    both = make_measurement("old"), make_measurement("new", 0.01)
+    result = Comparison("big", both, full_size=predicted_sizes(20 * GiB, 5 * GiB))
     headings, rows = result.table()
-    column = headings.index("at full size on a T4 (predicted)")
-    assert [row[column] for row in rows] == [units.NOT_MEASURED, "5.00 GiB, fits"]
+    assert headings[:3] == ["variant", "T4, predicted", "peak memory on a T4, predicted"], "a CPU's times come last"
+    assert rows[0][1:3] == ["4.00 s, does not fit", "20.0 GiB"] and rows[1][1:3] == [
+        *("4.00 × faster [3.33, 5.00]", "5.00 GiB")
+    ]
+    assert "9 of 10 published runs" in result.caption()
+    assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_on_a_gpu_the_measurement_comes_first_and_its_prediction_stands_beside_it(make_measurement, make_gpu):
+    both = [make_measurement(label, 0.02, device=make_gpu()) for label in ("old", "new")]
+    here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
+    result = Comparison("big", tuple(both), full_size=predicted_sizes(20 * GiB, 5 * GiB), here=here)
+    headings, rows = result.table()
+    assert headings[:4] == ["variant", "time per step", "against the baseline", "predicted for this GPU"]
+    assert headings[-2:] == ["T4, predicted", "peak memory on a T4, predicted"]
+    assert [row[3] for row in rows] == ["4.00 s", "4.00 × faster [3.33, 5.00]"]
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
@@ -538,9 +527,9 @@ def test_an_expectation_that_is_none_is_named_before_anything_is_built(which, gi
         ({"other_training": ["b", "c"]}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
-        ({"gpu": "Z80"}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
-        ({"blocks": 7}, "blocks: expected at least 8, as many as a verdict takes, got 7"),
-        ({"blocks": np.int64(3)}, "blocks: expected at least 8, as many as a verdict takes, got 3"),
+        ({"gpus": ["T4", "Z80"]}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
+        ({"blocks": 14}, "blocks: expected at least 15, as many as a verdict takes, got 14"),
+        ({"blocks": np.int64(3)}, "blocks: expected at least 15, as many as a verdict takes, got 3"),
         ({"blocks": 0}, "blocks: expected a positive whole number, got 0"),
         ({"blocks": -3}, "blocks: expected a positive whole number, got -3"),
         ({"blocks": True}, "blocks: expected a positive whole number, got True"),
@@ -620,9 +609,10 @@ def spoil(stored, path, value):
         (["min_effect"], None),
         (["other_training"], ["c"]),
         (["other_training"], 3),
-        (["full_size"], {"c": {"allocated": 1, "gpu": "T4", "verdict": "fits"}}),
-        (["full_size"], {"b": {"allocated": -1, "gpu": "T4", "verdict": "fits"}}),
-        (["full_size"], {"b": {"allocated": 1, "gpu": "T4", "verdict": "perhaps"}}),
+        (["full_size"], {"c": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
+        (["full_size"], {"b": [{"allocated": -1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
+        (["full_size"], {"b": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "perhaps"}]}),
+        (["full_size"], {"b": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "fits", "seconds": [1.0]}]}),
         (["full_size"], {"b": 3}),
     ],
 )
@@ -660,7 +650,7 @@ def test_compare_survives_out_of_memory(tiny, failing, no_collecting):
     def too_large():
         return lambda: torch.empty(2**60, dtype=torch.uint8)
 
-    result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001, blocks=8)
+    result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001, blocks=15)
     assert result[failing].failed == result.verdict(failing) == OUT_OF_MEMORY
     assert sum(m.failed is None for m in result) == 1 and OUT_OF_MEMORY in repr(result)
 
@@ -671,17 +661,40 @@ def test_compare_notes_what_does_not_train_the_same(tiny, other, not_measured):
     assert result.other_training == ("second",)
 
 
-def test_compare_predicts_full_size_without_running_it(tiny, not_measured):
-    def training(width):
-        weight = torch.zeros(width, requires_grad=True)
-        return lambda: (weight * weight).sum().backward()
+def squaring(width=8, half=False):
+    """A variant that squares a vector and goes back."""
+    weight = torch.zeros(width, requires_grad=True, dtype=torch.float16 if half else torch.float32)
+    return lambda: (weight * weight).sum().backward()
 
+
+def test_compare_predicts_full_size_without_running_it(tiny, not_measured):
     sizes = {"first": 2**40, "second": 2**30}  # 4 TiB would not be there
     variants = dict.fromkeys(sizes, tiny)
-    result = compare(variants, full_size={label: partial(training, n) for label, n in sizes.items()}, gpu="24 GiB")
-    assert [needed.verdict for needed in result.full_size.values()] == ["does not fit", "fits"]
-    assert {needed.gpu for needed in result.full_size.values()} == {"24 GiB"}
-    assert 2 * 4 <= result.full_size["second"].allocated / 2**30 <= 6 * 4  # two to six vectors of 4 GiB
+    result = compare(variants, full_size={label: partial(squaring, n) for label, n in sizes.items()}, gpus="24 GiB")
+    assert [needed.verdict for (needed,) in result.full_size.values()] == ["does not fit", "fits"]
+    assert {(needed.gpu, needed.seconds) for (needed,) in result.full_size.values()} == {("24 GiB", None)}
+    assert 2 * 4 <= result.full_size["second"][0].allocated / 2**30 <= 6 * 4  # two to six vectors of 4 GiB
+
+
+def test_full_size_as_keywords_holds_for_all_variants_on_each_gpu(not_measured):
+    settings = {"fp32": {}, "fp16": {"half": True}}
+    result = compare(squaring, settings, full_size={"width": 2**28}, gpus=["T4", "A100 80 GB"])
+    assert result.full_size_gpus == ["T4", "A100 80 GB"]
+    for full, half in zip(*result.full_size.values()):
+        assert full.ratio is None and full.bound == half.bound == "memory bandwidth"
+        assert 0.45 < half.ratio[0] < 0.55 and half.ratio[1] < half.ratio[0] < half.ratio[2]
+        assert full.seconds[1] < full.seconds[0] < full.seconds[2] and full.products == 0 < full.others
+    assert result.full_size["fp32"][0].seconds[0] > 4 * result.full_size["fp32"][1].seconds[0]
+
+
+def test_on_a_gpu_that_is_known_the_measured_variants_are_predicted_as_they_are(simulate_gpu, not_measured):
+    simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
+    settings = {"small": {"width": 2**20}, "large": {"width": 2**24}}
+    result = compare(squaring, settings, full_size={"width": 2**28})
+    assert {label: here.gpu for label, here in result.here.items()} == {"small": "T4", "large": "T4"}
+    assert 8 < result.here["large"].ratio[0] < 20
+    simulate_gpu("NVIDIA Unknown", (9, 9), 15 * GiB)
+    assert compare(squaring, settings, full_size={"width": 2**28}).here == {}
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../a", "a/b", "a\\b", ".hidden", "a\n", "ä", "a:b", "-a", None, 3])

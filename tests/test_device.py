@@ -115,6 +115,22 @@ def test_fp8_needs_ada_or_newer(simulate_gpu, capability, fp8):
     assert supports["fp8"] == fp8 and supports["TF32"] == supports["bf16"] == "yes"
 
 
+def test_amds_numbers_are_not_taken_for_cudas(simulate_gpu, monkeypatch):
+    """An MI250 is gfx 9.0 and an RX 6800 is gfx 10.3: as compute capabilities, they would have all there is."""
+    simulate_gpu(capability=(10, 3))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    here = describe()
+    assert (here.capability, here.supports) == (None, {"bf16": "yes"}) and here.versions["rocm"] == "6.4"
+    assert here.label == "NVIDIA H200"
+
+
+def test_variables_that_change_what_is_measured_are_noted(simulate_gpu, monkeypatch):
+    simulate_gpu()
+    assert describe().variables == {}
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert describe().variables == {"CUDA_LAUNCH_BLOCKING": "1"}
+
+
 def test_a_driver_that_nvml_does_not_tell_is_none(simulate_gpu, monkeypatch):
     simulate_gpu()
 
@@ -235,6 +251,8 @@ def test_before_a_measurement_a_gpus_garbage_is_collected_and_a_cpus_if_it_is_yo
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
         (
             RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp"'),

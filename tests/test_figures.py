@@ -1,4 +1,4 @@
-"""Tests of effgpu.figures through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
+"""Tests of `plot` through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
 
 import io
 import itertools
@@ -14,8 +14,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from conftest import predicted_sizes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -23,10 +22,10 @@ from nbclient import NotebookClient
 
 from effgpu import figures
 from effgpu.ablation import Ablation
-from effgpu.comparison import Comparison, FullSize
-from effgpu.figures import GREEN, RED, plot, plot_fit, plot_ladder, plot_memory, plot_sweep, plot_switches
-from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import Measurement, hodges_lehmann_interval
+from effgpu.comparison import Comparison
+from effgpu.figures import GREEN, RED, plot
+from effgpu.measuring.intervals import interval_of_blocks
+from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.gpus import known_gpus
 from effgpu.predicting.prediction import OWNERS, Prediction, Range
@@ -129,12 +128,6 @@ def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
     assert figure.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
 
 
-def test_what_was_not_measured_is_said_to_be_so_and_not_drawn_as_nothing(make_measurement):
-    rows = make_measurement("counted"), make_measurement("unseen", peak_allocated=None)
-    _, memory = plot(Comparison("test", rows)).axes
-    assert texts(memory) == ["1000 B", "–"]
-
-
 def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
     figure = plot(on_gpu)
     assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
@@ -168,16 +161,6 @@ def test_bars_carry_the_interval_of_their_ratio_and_tell_the_result(on_gpu):
     assert time.patches[1].get_width() == pytest.approx(0.02 * ratio.value, rel=1e-3)
 
 
-@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
-def test_no_rounding_error_puts_an_end_of_an_interval_on_the_wrong_side(theirs, ours):
-    """Matplotlib refuses to draw such an error bar; steps that take the same in each block have no width."""
-    cpu = Device("Test CPU", "cpu", None, 2)
-    rows = tuple(Measurement(label, ((s, s),) * 8, cpu) for label, s in (("theirs", theirs), ("ours", ours)))
-    for m in rows:
-        value, low, high = figures._level(Comparison("steady", rows), m, "time")
-        assert low <= value <= high
-
-
 def test_reserved_memory_is_outlined_over_allocated_and_lies_in_the_panel(on_gpu):
     wide = replace(on_gpu["bf16"], peak_reserved=640 * MiB)
     memory = plot(Comparison("synthetic", (on_gpu["fp32"], wide))).axes[1]
@@ -192,12 +175,6 @@ def test_units_stand_on_the_ticks(on_gpu, on_cpu):
     for ax, unit, scale in ((time, "ms", 1e-3), (memory, "MiB", MiB), (energy, "J", 1)):
         assert 3 <= len(read_ticks(ax.xaxis, unit, scale)) <= 6
     assert 3 <= len(read_ticks(plot(on_cpu).axes[1].xaxis, "MiB", MiB)) <= 6
-
-
-def test_no_energy_no_panel(on_cpu, on_gpu):
-    without, with_energy = plot(on_cpu), plot(on_gpu)
-    assert len(without.axes) == 2 and len(with_energy.axes) == 3
-    assert legend(without) == legend(with_energy) == [], "nothing to explain"
 
 
 @pytest.fixture
@@ -234,18 +211,6 @@ def test_no_mark_covers_the_words(foretold):
             assert box.x0 >= ax.transData.transform((x, row))[0] + radius
 
 
-@pytest.mark.parametrize("quantity", ["memory", "energy"])
-def test_the_legend_explains_a_mark_in_whatever_panel_it_is(on_gpu, quantity):
-    figure = plot(replace(on_gpu, predicted={"bf16": {quantity: 0.5}}))
-    assert legend(figure) == ["predicted"] and len(figure.legends) == 1
-
-
-def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_measurement):
-    failed = make_measurement("fp32", failed=True, device=on_gpu.device)
-    figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"]), {"bf16": {"time": 0.5}}))
-    assert not any(marks(ax, "D") for ax in figure.axes) and legend(figure) == []
-
-
 def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
     figure = plot(replace(on_gpu, other_training=("bf16",)))
     assert ticks(figure.axes[0].yaxis) == ["fp32", "bf16\n(not the same training)", "fp8"]
@@ -257,7 +222,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
         phases = ("forward",) * 4 + ("backward",) * 4 + ("optimizer",) * 4
         return Trace((MiB,) * 12 * count, phases * count)
 
-    few, many = plot_memory({"few": steps(1)}), plot_memory({"many": steps(8)})
+    few, many = plot({"few": steps(1)}), plot({"many": steps(8)})
     assert legend(few) == [] and {text.get_text() for text in few.axes[0].texts} == {"forward", "backward", "optimizer"}
     assert legend(many) == ["forward", "backward", "optimizer"]
 
@@ -265,7 +230,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot_fit(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(known_gpus().values())))
+    figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(known_gpus().values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
     assert len(cards.texts) == len(cards.lines) == len(known_gpus())
@@ -274,14 +239,26 @@ def test_a_verdict_lies_on_no_range(allocated):
     assert_readable(figure)
 
 
-def test_full_size_has_a_panel_of_outlines_in_the_colour_of_the_verdict(on_gpu):
-    needed = {"fp32": FullSize(20 * GiB, "T4", "does not fit"), "bf16": FullSize(10 * GiB, "T4", "fits")}
-    figure = plot(replace(on_gpu, full_size=needed))
-    ax = figure.axes[-1]
-    assert ax.get_title(loc="left") == "peak memory at full size on a T4 (predicted)"
-    assert [bar.get_width() for bar in ax.patches] == [20 * GiB, 10 * GiB]
-    assert [to_hex(bar.get_edgecolor()) for bar in ax.patches] == [RED.lower(), GREEN.lower()]
-    assert [text.get_text() for text in ax.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
+def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_gpu):
+    figure = plot(replace(on_gpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))))
+    time, memory = figure.axes[-2:]
+    assert time.get_title(loc="left") == "time per step on a T4, at full size (predicted)"
+    assert [bar.get_width() for bar in time.patches] == [3.5, 0.5, 0, 4.0, 0.5, 0.25, 0.25, 1.0], "parts, then all"
+    assert [text.get_text() for text in time.texts] == ["4.00 s, does not fit", "1.00 s  4.00 × faster [3.33, 5.00]"]
+    assert memory.get_title(loc="left").startswith("peak memory on a T4, at full size (predicted)")
+    assert [bar.get_width() for bar in memory.patches] == [20 * GiB, 10 * GiB]
+    assert [to_hex(bar.get_edgecolor()) for bar in memory.patches] == [RED.lower(), GREEN.lower()]
+    assert [text.get_text() for text in memory.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"matrix products", "everything else", "waiting for the CPU"} <= set(names)
+    assert_readable(figure)
+
+
+def test_on_a_cpu_the_prediction_comes_first_and_the_memory_of_the_small_model_not_at_all(make_measurement):
+    both = make_measurement("old"), make_measurement("new", 0.01)
+    figure = plot(Comparison("some", both, full_size=predicted_sizes(20 * GiB, 10 * GiB)))
+    titles = [ax.get_title(loc="left").partition(",")[0] for ax in figure.axes]
+    assert titles == ["time per step on a T4", "peak memory on a T4", "time per step"]
     assert_readable(figure)
 
 
@@ -295,12 +272,6 @@ def test_out_of_memory_is_written_where_its_bar_would_be(make_measurement, make_
         assert place.get_text() == "out of memory" and place.xy == (0, failing)
         assert ax.patches[failing].get_width() == 0 < ax.patches[1 - failing].get_width()
         assert "out of memory" not in ax.texts[1 - failing].get_text()
-
-
-def test_all_out_of_memory(make_measurement):
-    both = (make_measurement("a", failed=True), make_measurement("b", failed=True))
-    for ax in plot(Comparison("synthetic", both)).axes:
-        assert texts(ax) == ["out of memory"] * 2
 
 
 @pytest.fixture
@@ -332,14 +303,6 @@ def test_triangles_are_the_others_ratios_times_this_baseline(on_gpu, others, mon
     assert legend(time.figure) == ["GPU one (its ratio)", "GPU two (its ratio)"]
 
 
-def test_however_many_gpus_are_stored_all_are_drawn(on_gpu, make_measurement, make_gpu, monkeypatch):
-    gpus = [make_gpu(f"GPU {n}") for n in range(9)]
-    both = [[make_measurement(label, device=gpu) for label in ("fp32", "bf16")] for gpu in gpus]
-    stored = [Comparison("synthetic", tuple(measurements)) for measurements in both]
-    monkeypatch.setattr(figures, "stored", lambda name: stored)
-    assert len(triangles(plot(on_gpu).axes[0])) == 9
-
-
 def test_triangles_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(
     on_gpu, others, monkeypatch, make_measurement
 ):
@@ -365,7 +328,7 @@ def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, 
         assert triangles(ax)[0][0] == pytest.approx(ax.patches[1].get_width())
 
 
-# plot_memory
+# Traces
 
 TRACES = {
     "plain": Trace((10, 40, 90, 60, 20, 30, 10), ("forward",) * 3 + ("backward",) * 2 + ("optimizer",) * 2),
@@ -374,7 +337,7 @@ TRACES = {
 
 
 def test_saw_teeth_have_a_panel_each_on_one_scale_with_their_phases_and_peaks():
-    figure = plot_memory({label: replace(t, bytes=tuple(b * MiB for b in t.bytes)) for label, t in TRACES.items()})
+    figure = plot({label: replace(t, bytes=tuple(b * MiB for b in t.bytes)) for label, t in TRACES.items()})
     assert "is not its time" in figure.get_supxlabel()
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["plain: peak 90.0 MiB", "checkpointed: peak 50.0 MiB"]
     assert len({ax.get_ylim() for ax in figure.axes}) == 1 and figure.axes[0].get_ylim()[1] > 90 * MiB
@@ -385,25 +348,22 @@ def test_saw_teeth_have_a_panel_each_on_one_scale_with_their_phases_and_peaks():
         assert texts(ax) == ["forward", "backward", "optimizer"]
         assert [text.get_position()[0] for text in ax.texts] == pytest.approx([0.5, 2.0, 3.25])
     assert max(read_ticks(figure.axes[0].yaxis, "MiB", MiB)) >= 80 * MiB
+    (ax,) = plot(Trace((0,), ("forward",))).axes
+    assert ax.get_title(loc="left") == "peak 0 B", "without a label, of a step that allocates nothing"
 
 
-def test_a_trace_of_a_step_that_allocates_nothing_can_be_drawn():
-    (ax,) = plot_memory({"idle": Trace((0,), ("forward",))}).axes
-    assert ax.get_title(loc="left") == "idle: peak 0 B"
-
-
-# plot_sweep
+# Sweeps
 
 
 def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(make_measurement, make_gpu):
     fields = {"device": make_gpu(), "unit": "samples"}
     points = {8: make_measurement("8", 0.01, items=8, **fields), 4: make_measurement("4", 0.01, items=4, **fields)}
     points |= {16: make_measurement("16", failed=True, device=make_gpu()), 32: None}
-    figure = plot_sweep({"eager": points, "compiled": {4: points[8]}}, xlabel="batch size", log=True)
+    figure = plot({"eager": points, "compiled": {4: points[8]}}, xlabel="batch size", log=True)
     (ax,) = figure.axes
     line, _, (errors,) = ax.containers[0].lines
     assert list(line.get_xdata()) == [4, 8] and list(line.get_ydata()) == pytest.approx([400, 800])
-    _, low, high = hodges_lehmann_interval([math.log(time) for time in points[8].times])
+    _, low, high = interval_of_blocks([math.log(time) for time in points[8].times])
     assert errors.get_segments()[1][:, 1] == pytest.approx([8 / math.exp(high), 8 / math.exp(low)])
     marks = [point for mark in ax.lines if mark.get_marker() == "X" for point in mark.get_xdata()]
     assert sorted(marks) == [16, 32] and texts(ax) == ["out of memory"] * 2
@@ -415,7 +375,7 @@ def test_a_sweep_draws_throughput_with_its_interval_and_marks_what_did_not_fit(m
 
 
 def test_a_sweep_of_a_cpu_is_dashed_and_says_so(make_measurement):
-    figure = plot_sweep({"workers": {0: make_measurement("0", 0.02), 2: make_measurement("2", 0.01)}}, xlabel="workers")
+    figure = plot({"workers": {0: make_measurement("0", 0.02), 2: make_measurement("2", 0.01)}}, xlabel="workers")
     (ax,) = figure.axes
     assert ax.containers[0].lines[0].get_linestyle() == "--"
     assert "a CPU's times, not a GPU's" in figure.get_supxlabel()
@@ -423,15 +383,8 @@ def test_a_sweep_of_a_cpu_is_dashed_and_says_so(make_measurement):
     assert read_ticks(ax.yaxis, "ms", 1e-3)[0] == ax.get_ylim()[0] == 0
 
 
-def test_a_sweep_over_two_devices_names_both(make_measurement, make_gpu):
-    figure = plot_sweep(
-        {"cpu": {1: make_measurement("a")}, "gpu": {1: make_measurement("b", device=make_gpu())}}, xlabel="x"
-    )
-    assert "Test CPU" in figure.get_supxlabel() and "NVIDIA Test" in figure.get_supxlabel()
-
-
 def test_a_sweep_of_plain_numbers_is_written_as_asked():
-    figure = plot_sweep(
+    figure = plot(
         {"saved": {1: 2.0 * MiB, 2: 4.0 * MiB}},
         xlabel="layers",
         ylabel="saved",
@@ -444,7 +397,7 @@ def test_a_sweep_of_plain_numbers_is_written_as_asked():
 
 
 def test_a_sweep_of_which_nothing_fitted_is_drawn():
-    (ax,) = plot_sweep({"plain": {1: None, 2: None}}, xlabel="rows").axes
+    (ax,) = plot({"plain": {1: None, 2: None}}, xlabel="rows").axes
     assert texts(ax) == ["out of memory"] * 2 and ax.get_ylim()[0] == 0
     assert all(text.xy[1] > 0.9 for text in ax.texts), "not where nothing is"
 
@@ -453,7 +406,7 @@ def test_a_sweep_of_which_nothing_fitted_is_drawn():
 def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
     loss = torch.ones(1, requires_grad=True) * 3
     points = {1: loss, 2: math.nan, 3: np.float32(2), 4: torch.tensor(math.inf), 5: -math.inf, 6: None}
-    (ax,) = plot_sweep({"loss": points}, xlabel="step").axes
+    (ax,) = plot({"loss": points}, xlabel="step").axes
     line = ax.containers[0].lines[0]
     assert list(line.get_xdata()) == [1, 3] and list(line.get_ydata()) == [3, 2]
     assert {text.xy[0]: text.get_text() for text in ax.texts} == {
@@ -464,79 +417,35 @@ def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
 
 
 @pytest.mark.parametrize(
-    ("series", "error", "message"),
+    ("wrong", "options", "error", "message"),
     [
-        ([1, 2], TypeError, "series: expected a mapping of labels to mappings, got list"),
-        ({"a": [1, 2]}, TypeError, "series['a']: expected a mapping of x to a value, got list"),
-        ({"a": {"one": 1}}, ValueError, "series['a']: expected every x to be a number, got 'one'"),
-        ({"a": {math.nan: 1}}, ValueError, "series['a']: expected every x to be a number, got nan"),
-        ({"a": {1: "one"}}, TypeError, "series['a'][1]: expected a Measurement, a number or None, got str"),
-        ({"a": {1: torch.ones(2)}}, TypeError, "series['a'][1]: expected a Measurement, a number or None, got Tensor"),
+        (None, {}, TypeError, "result: expected a comparison, an ablation, a prediction, a trace, or a mapping"),
+        ({}, {}, ValueError, "result: expected at least one labelled trace or series, got an empty mapping"),
+        ({"a": [1, 2]}, {}, TypeError, "result['a']: expected a trace, or a mapping of x to a value, got list"),
+        ({"a": {1: 1.0}, "b": {}}, {}, ValueError, "result['b']: expected at least one x with a value"),
+        ({"a": {"one": 1}}, {}, ValueError, "result['a']: expected every x to be a number, got 'one'"),
+        ({"a": {0: 1.0}}, {"log": True}, ValueError, "result['a']: expected every x to be a positive number, got 0"),
+        ({"a": {1: "one"}}, {}, TypeError, "result['a'][1]: expected a Measurement, a number or None, got str"),
+        (TRACES | {"b": {1: 1.0}}, {}, TypeError, "result['b']: expected a trace, as the first value is, got dict"),
+        (TRACES, {"xlabel": "x"}, TypeError, "xlabel, ylabel, log and format_value: expected only with a sweep"),
     ],
 )
-def test_what_is_no_sweep_is_refused(series, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        plot_sweep(series, xlabel="x")
-
-
-def test_a_measurement_in_place_of_a_series_is_refused(make_measurement):
-    with pytest.raises(TypeError, match=r"^series\['a'\]: expected a mapping of x to a value, got Measurement$"):
-        plot_sweep({"a": make_measurement("a")}, xlabel="x")
-
-
-@pytest.mark.parametrize("x", [0, -1])
-def test_a_logarithmic_axis_begins_above_zero(x):
-    with pytest.raises(ValueError, match=rf"^series\['a'\]: expected every x to be a positive number, got {x}$"):
-        plot_sweep({"a": {x: 1.0}}, xlabel="x", log=True)
+def test_what_cannot_be_drawn_is_refused(wrong, options, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        plot(wrong, **options)
 
 
 def test_a_sweep_of_two_quantities_is_refused(make_measurement):
     points = {1: make_measurement("a", items=8), 2: make_measurement("a")}
     with pytest.raises(ValueError, match="of one quantity, got items per second and time per step"):
-        plot_sweep({"a": points}, xlabel="workers")
-    plot_sweep({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
-
-
-@pytest.mark.parametrize("draw", [plot, plot_ladder, plot_switches])
-def test_what_is_no_comparison_is_refused(draw, make_measurement, on_cpu):
-    for wrong in (make_measurement("a"), [on_cpu], on_cpu) if draw is not plot else (make_measurement("a"), [on_cpu]):
-        with pytest.raises(TypeError, match=f"expected what .* gave, got {type(wrong).__name__}"):
-            draw(wrong)
-
-
-def test_what_is_no_trace_is_refused():
-    with pytest.raises(TypeError, match=r"traces\['a'\]: expected what `trace` gave, got function"):
-        plot_memory({"a": lambda: None})
-
-
-@pytest.mark.filterwarnings("error")
-def test_long_names_are_broken_into_lines(make_measurement):
-    label = " + ".join(["gradient_checkpointing", "fused_optimizer", "mixed_precision", "channels_last"])
-    figure = plot(Comparison("long", (make_measurement("a"), make_measurement(label))))
-    figures.to_png(figure)
-    assert ticks(figure.axes[0].yaxis)[1].replace("\n", " ") == label
-    assert figure.axes[0].get_position().width > 0.5
-
-
-def test_a_sweep_of_many_series_draws_each():
-    (ax,) = plot_sweep({f"series {k}": {1: 1.0, 2: 2.0} for k in range(9)}, xlabel="x").axes
-    assert len(ax.containers) == 9
+        plot({"a": points}, xlabel="workers")
+    plot({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
 
 
 def test_a_sweep_below_zero_stands_upright():
-    (ax,) = plot_sweep({"change": {1: -2.0, 2: 1.0}}, xlabel="x", format_value=str).axes
+    (ax,) = plot({"change": {1: -2.0, 2: 1.0}}, xlabel="x", format_value=str).axes
     low, high = ax.get_ylim()
     assert low < -2 and high > 1
-
-
-def test_the_ticks_of_bytes_are_all_in_one_unit():
-    (ax,) = plot_sweep({"a": {1: 2.2 * MiB}}, xlabel="x", format_value=figures.units.format_bytes).axes
-    assert 0 < read_ticks(ax.yaxis, "MiB", MiB)[1] < MiB
-
-
-def test_a_trace_without_its_label_is_refused():
-    with pytest.raises(TypeError, match="traces: expected a mapping of labels to traces, got Trace"):
-        plot_memory(Trace((0,), ("forward",)))
 
 
 # Of an ablation
@@ -553,7 +462,7 @@ def make_ablation(cpu, make_gpu):
         found = []
         for label, seconds in SECONDS.items():
             noise = 0.4 if label in noisy else 0.001
-            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(8))
+            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(16))
             fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
             joules = None if device is None else seconds / 5
             ok = Measurement(label, turns, device or cpu, joules=joules, unit="samples", **fields)
@@ -563,86 +472,15 @@ def make_ablation(cpu, make_gpu):
     return make
 
 
-def spans(ax):
-    """The left and right end of each bar."""
-    return [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars(ax)]
-
-
 def flat(pairs):
     return [end for pair in pairs for end in pair]
 
 
-def test_a_ladder_is_a_waterfall_from_none_to_all(make_ablation, make_gpu):
-    figure = plot_ladder(make_ablation(make_gpu()))
-    time, memory, energy = figure.axes
-    assert [ticks(ax.yaxis) for ax in figure.axes] == [["none", "+ a", "+ b", "+ c", "all"]] * 3
-    for ax, levels in ((time, [0.01, 0.006, 0.004, 0.005]), (energy, [2, 1.2, 0.8, 1])):
-        none, a, b, c = levels
-        assert flat(spans(ax)) == pytest.approx(flat([(0, none), (none, a), (a, b), (b, c), (0, c)]), rel=0.01)
-    assert [width / MiB for width in flat(spans(memory))] == [0, 8, 8, 4, 4, 5, 5, 5, 0, 5]
-    assert [mpl.colors.to_hex(bar.get_facecolor()).upper() for bar in time.patches] == [
-        *(figures.GREY, figures.BLUE, figures.BLUE, figures.ORANGE, figures.GREY)
-    ]
-    assert texts(time) == [
-        *("10.0 ms  baseline", "6.00 ms  −40.0 %", "4.00 ms  −20.0 %", "5.00 ms  +10.0 %"),
-        "5.00 ms  2.00 × faster [2.00, 2.00]",
-    ]
-    assert texts(memory) == [
-        "8.00 MiB",
-        "4.00 MiB  −50.0 %",
-        "5.00 MiB  +12.5 %",
-        "5.00 MiB  0.0 %",
-        "5.00 MiB  −38 %",
-    ]
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["time per step", "peak memory", "energy per step"]
-    assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
-
-
-def test_a_ladder_says_what_is_inconclusive_and_whose_times_these_are(make_ablation):
-    figure = plot_ladder(make_ablation(noisy=["a + b + c"]))
-    time, memory = figure.axes
-    assert texts(time)[2:4] == ["4.00 ms  −20.0 %", "4.58 ms  +10.0 %  inconclusive"]
-    assert mpl.colors.to_hex(time.patches[3].get_facecolor()).upper() == figures.PALE
-    assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
-    assert "a CPU's times" in figure.get_supxlabel()
-
-
-def test_a_rung_out_of_memory_is_written_and_the_next_starts_from_the_last_that_fitted(make_ablation):
-    time, memory = plot_ladder(make_ablation(failed=["a"])).axes
-    for ax, scale, ends in (
-        (time, 1000, [0, 10, 10, 10, 10, 4, 4, 5, 0, 5]),
-        (memory, 1 / MiB, [0, 8, 8, 8, 8, 5, 5, 5, 0, 5]),
-    ):
-        assert [end * scale for end in flat(spans(ax))] == pytest.approx(ends, rel=0.01)
-        assert texts(ax)[1] == "out of memory" and ax.texts[1].xy[1] == 1
-    assert texts(time)[2] == "4.00 ms", "there is nothing that it could be a change of"
-
-
-def test_a_stack_that_does_not_fit_has_no_bar(make_ablation):
-    time, memory = plot_ladder(make_ablation(failed=["a + b + c"])).axes
-    for ax in (time, memory):
-        assert [left == right for left, right in spans(ax)] == [False, False, False, True, True]
-        assert texts(ax)[3:] == ["out of memory"] * 2
-
-
-def test_a_ladder_whose_baseline_does_not_fit_begins_at_its_first_rung_that_does(make_ablation, monkeypatch):
-    monkeypatch.setattr(figures, "stored", lambda name: [make_ablation()])
-    time, _ = plot_ladder(make_ablation(failed=["none"])).axes
-    assert [end * 1000 for end in flat(spans(time))] == pytest.approx([0, 0, 0, 6, 6, 4, 4, 5, 0, 5], rel=0.01)
-    assert texts(time)[0] == "out of memory" and texts(time)[4] == "5.00 ms  baseline failed"
-    assert texts(time)[2] == "4.00 ms  −33.3 %"
-
-
-def test_the_triangles_of_a_ladder_are_other_gpus_stacks(make_ablation, make_gpu, others, monkeypatch):
-    elsewhere = Comparison("all", make_ablation(make_gpu("GPU two")).measurements)
-    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere, *others])
-    time, _, _ = plot_ladder(make_ablation(make_gpu())).axes
-    assert flat(triangles(time)) == pytest.approx([0.006, 1.42, 0.004, 2.42, 0.005, 3.42], rel=0.01)
-
-
 def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu):
     ablation = make_ablation(make_gpu(), noisy=["c"])
-    time, memory, energy = plot_switches(ablation).axes
+    figure = plot(ablation)
+    assert_readable(figure)
+    time, memory, energy = figure.axes
     assert ticks(time.yaxis) == ["a", "b", "c"]
     for ax, alone, on_top in (
         (time, [-0.4, -0.3, 0.01], [-0.21, -0.11, 0.1]),
@@ -660,18 +498,14 @@ def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu)
 
 
 def test_switches_whose_effect_did_not_fit_say_so_and_a_cpus_are_hatched(make_ablation):
-    figure = plot_switches(make_ablation(failed=["none", "b"]))
+    assert {text for ax in plot(make_ablation(failed=SECONDS)).axes for text in texts(ax)} == {"out of memory"}
+    figure = plot(make_ablation(failed=["none", "b"]))
+    assert_readable(figure)
     time, memory = figure.axes
     assert texts(time)[:3] == ["out of memory"] * 3 and texts(time)[3:] == ["−35.0 %", "−18.3 %", "+16.7 %"]
     assert texts(memory)[:3] == ["out of memory"] * 3
     assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
     assert memory.get_xlabel().endswith("what 'a' takes") and "a CPU's times" in figure.get_supxlabel()
-
-
-def test_nothing_fitted(make_ablation):
-    nothing = make_ablation(failed=SECONDS)
-    for draw in (plot_ladder, plot_switches):
-        assert set(flat([texts(ax) for ax in draw(nothing).axes])) == {"out of memory"}
 
 
 LONG = "bf16 + fused optimizer + channels_last + compiled blocks"
@@ -693,71 +527,18 @@ def test_a_plot_is_readable_whatever_stands_in_it(labels, stored, make_measureme
     assert_readable(plot(Comparison("x", tuple(here), **foretold)))
 
 
-@pytest.mark.parametrize("draw", [plot_ladder, plot_switches])
-@pytest.mark.parametrize("failed", [(), ["none", "b"]])
-def test_the_plots_of_an_ablation_are_readable(draw, failed, make_ablation, make_gpu):
-    assert_readable(draw(make_ablation(make_gpu(), failed=failed, noisy=["c", "a + b + c"])))
-
-
-def test_a_ladder_of_long_names_is_readable(make_measurement):
-    names = [f"switch_{number}_with_a_long_name_of_forty_letters" for number in range(6)]
-    on = [" + ".join(names[:n]) or "none" for n in range(7)]
-    on += [*names[1:], *(" + ".join(other for other in names if other != name) for name in names)]
-    found = [make_measurement(label, 0.02 - 0.001 * n) for n, label in enumerate(dict.fromkeys(on))]
-    ablation = Ablation("long", tuple(found))
-    for draw in (plot_ladder, plot_switches):
-        assert_readable(draw(ablation))
-
-
-def test_an_ablation_is_drawn_per_item_where_the_items_differ(make_ablation, make_gpu):
-    items = {label: 2 if label.startswith("a") else 1 for label in SECONDS}
-    ablation = make_ablation(make_gpu(), items=items)
-    time = plot_ladder(ablation).axes[0]
-    assert [1000 * end for end in spans(time)[1]] == pytest.approx([10, 3])
-    assert time.get_title(loc="left") == "time per sample"
-
-
 # All of them
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda: plot_memory({}), "traces"),
-        (lambda: plot_sweep({}, xlabel="x"), "series"),
-        (lambda: plot_sweep({"a": {}}, xlabel="x"), "series"),
-        (lambda: plot_sweep({"a": {1: 1.0}, "b": {}}, xlabel="x"), "series"),
-    ],
-)
-def test_nothing_to_draw_is_named(draw, name):
-    with pytest.raises(ValueError, match=f"^{name}: expected at least one labelled"):
-        draw()
 
 
 def test_plots_leave_pyplot_as_it_was(on_gpu):
     with mpl.rc_context():
         mpl.rcdefaults()
         before = dict(mpl.rcParams), plt.get_fignums()
-        drawn = [plot(on_gpu), plot_memory(TRACES), plot_sweep({"a": {1: 1.0}}, xlabel="x")]
+        drawn = [plot(on_gpu), plot(TRACES), plot({"a": {1: 1.0}}, xlabel="x")]
         with pytest.raises(KeyError):
-            plot_memory({"a": Trace((0,), ("no phase",))})
+            plot({"a": Trace((0,), ("no phase",))})
         assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
-
-
-@pytest.mark.parametrize("label", ["costs $1, not $2", r"$\frac{$", "_loss"])
-def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, monkeypatch):
-    both = [make_measurement("fp32"), make_measurement(label)]
-    elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu(label)) for m in both))
-    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere])
-    bars = plot(Comparison("synthetic", tuple(both)))
-    sweep = plot_sweep({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
-    for figure in (bars, sweep, plot_memory({label: TRACES["plain"]})):
-        figures.to_png(figure)
-        written = [text for text in figure.findobj(Text) if label in text.get_text()]
-        assert written and not any(text.get_parse_math() for text in written)
-    assert [text.get_text().strip() for text in sweep.legends[0].get_texts()] == [label, "b"]
-    assert ticks(bars.axes[0].yaxis) == ["fp32", label]
 
 
 def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
@@ -769,10 +550,11 @@ def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
 
 
 CELLS = """
-import gc, weakref, torch, effgpu
-from effgpu import Comparison, Measurement
+import torch, effgpu
+from effgpu.comparison import Comparison
+from effgpu.measuring.measurement import Measurement
 cpu = effgpu.describe()
-turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
+turns = tuple((1 + 0.001 * i,) * 2 for i in range(15))
 both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
 result = Comparison("nothing_is_stored_of_this", both)
 ---
@@ -784,23 +566,25 @@ x = 1
 figure
 ---
 effgpu.plot(result)
-effgpu.plot_sweep({"a": {1: 1.0, 2: 3.0}}, xlabel="x")
+effgpu.plot({"a": {1: 1.0, 2: 3.0}}, xlabel="x")
 ---
 result
 ---
 import matplotlib.pyplot as plt
 print(plt.get_fignums())
 ---
-models = []
 def broken():
     model = torch.nn.Linear(4, 4)
-    models.append(weakref.ref(model))
     def step():
         return model(torch.ones(1, 5))
     return step
 effgpu.compare({"broken": broken})
 ---
-print(len(models), [model() for model in models])
+import sys
+last = sys.last_value.__traceback__
+while last and last.tb_frame.f_code.co_name != "step":
+    last = last.tb_next
+print(last.tb_frame.f_locals["model"])
 """
 
 
@@ -833,9 +617,9 @@ def test_a_notebook_shows_a_result_as_a_table_with_its_data(outputs):
     assert "<table>" in shown.data["text/html"]
 
 
-def test_a_notebook_does_not_keep_the_model_of_a_step_that_failed(outputs):
+def test_a_notebook_shows_the_line_of_a_step_that_failed_and_can_debug_it(outputs):
     error = outputs[7][-1]
     assert error.output_type == "error" and error.ename == "RuntimeError"
-    told = "\n".join(error.traceback)
-    assert "model(torch.ones(1, 5))" in told and "while measuring the variant 'broken'" in told
-    assert "".join(output.text for output in outputs[8]) == "1 [None]\n"  # print may come in pieces
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert "model(torch.ones(1, 5))" in text and "while measuring the variant 'broken'" in text
+    assert "".join(output.text for output in outputs[8]) == "Linear(in_features=4, out_features=4, bias=True)\n"

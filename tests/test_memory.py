@@ -108,6 +108,7 @@ def order(phases):
     return [phase for phase, _ in groupby(phases)]
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("variant", MODELS)
 def test_trace_agrees_with_torchs_tracker_repeats_itself_and_goes_forward_backward_optimizer(variant):
@@ -469,7 +470,14 @@ def test_a_trace_leaves_torchs_profiler_alone(monkeypatch):
     assert trace(lambda: lambda: torch.ones(4)).peak == 16
 
 
-@pytest.mark.parametrize(("here", "there", "refused"), [(1, 0, False), (0, 1, True), (1, 1, False), (0, 0, False)])
+def test_where_the_allocator_counts_nothing_there_is_no_trace(simulate_gpu, monkeypatch):
+    simulate_gpu()
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(RuntimeError, match="with PYTORCH_NO_CUDA_MEMORY_CACHING, PyTorch counts no memory"):
+        trace(lambda: lambda: None)
+
+
+@pytest.mark.parametrize(("here", "there", "refused"), [(1, 0, False), (0, 1, True), (1, 1, True), (0, 0, False)])
 def test_a_step_on_another_gpu_than_the_measured_one_is_refused(here, there, refused, simulate_gpu):
     gpu = simulate_gpu()
     gpu.asked = [5, 7]
@@ -477,7 +485,7 @@ def test_a_step_on_another_gpu_than_the_measured_one_is_refused(here, there, ref
     def step():
         gpu.asked = [gpu.asked[0] + here, gpu.asked[1] + there]
 
-    with pytest.raises(ValueError, match=r"GPU 1.*torch.cuda.set_device\(1\)") if refused else nullcontext():
+    with pytest.raises(ValueError, match=r"GPUs 0, 1|GPU 1.*torch.cuda.set_device\(1\)") if refused else nullcontext():
         trace(lambda: step)
 
 

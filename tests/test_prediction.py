@@ -229,6 +229,7 @@ MODELS = {
 }
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("name", MODELS)
 def test_with_a_cpus_rules_the_count_is_what_the_trace_records(name):
     predicted = predict(MODELS[name], rules="cpu")
@@ -236,6 +237,7 @@ def test_with_a_cpus_rules_the_count_is_what_the_trace_records(name):
     assert not predicted.unknown and sum(predicted.owners.values()) == predicted.allocated
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("name", ["GPT-2", "ResNet-18", "LoRA"])
 def test_owners_are_measured_where_the_step_can_run(name):
     both = predict(MODELS[name], rules="cpu", measured=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import predicted_sizes
 
 from effgpu.ablation import Ablation
-from effgpu.comparison import FASTER, INCONCLUSIVE, Comparison, FullSize
+from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
-from effgpu.results import STORED, load, save, stored
+from effgpu.results import stored
 from effgpu.units import GiB
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,8 @@ QUESTIONS = {
 }
 NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
-MOST_LINES = 120
+
+
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
@@ -70,7 +72,7 @@ def line(lesson: Outcome) -> str:
 def headline(lesson: Outcome) -> str:
     """The headline in words with its device: a GPU's where one is stored, else the notebook's, if a CPU can tell.
 
-    In place of the bytes that a small model takes on a CPU stands what the lesson predicts for a GPU's real size.
+    In place of what a small model takes on a CPU stands what the lesson predicts for a GPU, at full size.
     """
     stored_outcomes = [replace(lesson, comparisons=(comparison,)) for comparison in stored(lesson.name)]
     told = [outcome.headline for outcome in (lesson, *stored_outcomes) if outcome.headline]
@@ -82,12 +84,8 @@ def headline(lesson: Outcome) -> str:
     best = told[0]
     device = best.comparison.device
     where = f"on {device.label if device.kind == 'cuda' else 'a CPU'}"
-    if device.kind == "cuda" or not best.full_size:
-        return f"{best.label}: {without_interval(best.tell())} {where}"
-    verdict = best.comparison.verdict(best.label)
-    time = "" if verdict == INCONCLUSIVE else f"{without_interval(best.time)} {where}"
-    parts = [time, best.full_size] if verdict == FASTER else [best.full_size, time]
-    return f"{best.label}: {', '.join(filter(None, parts))}"
+    told = best.full_size if device.kind == "cpu" and best.full_size else f"{without_interval(best.tell())} {where}"
+    return f"{best.label}: {told}"
 
 
 def without_interval(told: str) -> str:
@@ -103,18 +101,10 @@ def cpus() -> str:
 def picture() -> tuple[bytes, str]:
     """The memory of a step with and without checkpointing, from lesson 07, and README's lines that show it."""
     notebook = nbformat.read(ROOT / "notebooks" / "07_gradient_checkpointing.ipynb", as_version=4)
-    (cell,) = (cell for cell in notebook.cells if cell.source.startswith('effgpu.plot_memory({"plain": before, '))
+    (cell,) = (cell for cell in notebook.cells if cell.source.startswith('effgpu.plot({"plain": before, '))
     png = next(output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
     image = f'<img src="{PICTURE.relative_to(ROOT).as_posix()}" width="560" alt="{html.escape(ALT)}">'
     return base64.b64decode(png), f'<p align="center">{image}</p>\n'
-
-
-def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
-    """The names of the results in a folder that are of a lesson's device, and not what the lesson holds."""
-    held = {comparison.name: comparison for lesson in lessons for comparison in lesson.comparisons}
-    paths = {folder / f"{comparison.device.slug}.json" for comparison in held.values()}
-    stored = [comparison for path in paths if path.exists() for comparison in load(path)]
-    return [comparison.name for comparison in stored if comparison != held.get(comparison.name)]
 
 
 def test_lines_on_the_lessons_are_what_the_notebooks_hold():
@@ -142,7 +132,7 @@ def make_lesson(make_measurement, cpu, make_gpu, monkeypatch):
     return make
 
 
-FULL_SIZE = {"plain": FullSize(20 * GiB, "T4", "does not fit"), "new": FullSize(5 * GiB, "T4", "fits")}
+FULL_SIZE = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
 
 
 def test_a_headline_is_in_words_without_an_interval_and_names_the_device(make_lesson):
@@ -153,10 +143,9 @@ def test_a_headline_is_in_words_without_an_interval_and_names_the_device(make_le
     assert without_interval("inconclusive (±64 %)") == "inconclusive"
 
 
-def test_a_headline_on_memory_may_be_predicted_and_says_so(make_lesson):
-    size = "20.0 → 5.00 GiB on a GPU, so that it fits a T4 (predicted)"
-    assert headline(make_lesson("07_some", full_size=FULL_SIZE)) == f"new: {size}, 2.00 × slower on a CPU"
-    assert headline(make_lesson("07_some", 0.5, full_size=FULL_SIZE)) == f"new: 2.00 × faster on a CPU, {size}"
+def test_a_headline_leads_with_what_is_predicted_for_a_gpu_and_says_so(make_lesson):
+    told = "new: 4.00 × faster, 20.0 → 5.00 GiB on a T4, so that it fits (predicted)"
+    assert headline(make_lesson("07_some", full_size=FULL_SIZE)) == told
     measured = make_lesson("07_some", gpu=True, full_size=FULL_SIZE)
     assert headline(measured) == "new: −50 % memory, 2.00 × slower on NVIDIA Test"
 
@@ -182,22 +171,6 @@ def test_numbers_on_published_runs_are_those_of_the_page():
     assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
 
 
-def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= MOST_LINES
-
-
-def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
-    first, second = (
-        Comparison(name, tuple(make_measurement(label, device=make_gpu()) for label in "ab"))
-        for name in ("first", "second")
-    )
-    save([first, second], tmp_path / "nvidia-test.json")
-    assert of_another_run([Outcome("00", "00", (first, second))], tmp_path) == []
-    changed = Comparison("first", second.measurements[::-1])
-    assert of_another_run([Outcome("00", "00", (changed,))], tmp_path) == ["first", "second"]
-    assert of_another_run(lessons(), STORED) == []
-
-
 @each_page
 def test_every_link_and_picture_exists(page):
     targets = re.findall(r"\]\(([^):]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
@@ -214,37 +187,6 @@ def anchors(text: str) -> list[str]:
     headings = re.findall(r"^#+ (.+)", FENCED.sub("", text), re.MULTILINE)
     shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
     return [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in shown]
-
-
-def test_anchors_are_githubs():
-    text = "# `effgpu bench`: one, two\n```\n# no heading\n```\n## A [page](https://a.b/c)'s end\n"
-    assert anchors(text) == ["effgpu-bench-one-two", "a-pages-end"]
-
-
-def test_ci_runs_what_make_test_leaves_out():
-    rules = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert "not slow" in rules["test"] and "slow" not in rules["test-all"]
-    assert rules["test"].replace(" and not slow", "") == rules["test-all"], "else the same"
-    assert re.search(r"^make test-all$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-
-
-@each_page
-def test_every_make_target_named_exists(page):
-    makefile = (ROOT / "Makefile").read_text()
-    for target in named_targets(page.read_text()):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def named_targets(text: str) -> list[str]:
-    """The targets of make in code: in blocks, fenced or indented, and between backticks."""
-    code = [*FENCED.findall(text), *re.findall(r"^    .*", text, re.MULTILINE)]
-    code += re.findall(r"`([^`]+)`", FENCED.sub("", text))
-    return [target for part in code for target in re.findall(r"(?:^|&&|;) *make ([a-z-]+)", part, re.MULTILINE)]
-
-
-def test_targets_are_read_from_code_alone():
-    text = "We make sense: `make test-all`.\n```\nmake run # make it\ncd a && make lab\n```\n\n    make floor  # all\n"
-    assert sorted(named_targets(text)) == ["floor", "lab", "run", "test-all"]
 
 
 def test_the_examples_run(no_collecting):

@@ -1,7 +1,8 @@
-"""Tests of effgpu.timing: one wait before the steps, one after, none between; the seconds give the number of steps."""
+"""Tests of effgpu.measuring.timing: one wait before the steps, one after, none between; seconds give their number."""
 
 import math
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -9,27 +10,49 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effgpu.measuring import timing
+from effgpu.measuring import memory, timing
 
 
 def test_gpu_is_waited_for_once_before_and_once_after_the_steps_and_never_between(simulate_gpu):
     gpu = simulate_gpu()
     durations = iter([9.0, 0.01, 0.03, 0.02])  # the first one leads in
     times = timing.time_steps(lambda: gpu.step(next(durations)), 3)
-    assert gpu.log == [*["record"] * 4, "wait", "step", "record", *["step", "record"] * 3, "wait"]
+    waits = ["wait for event", "wait"]  # that of the current stream, then of any other
+    assert gpu.log == [*["record"] * 4, "wait", "step", "record", *["step", "record"] * 3, *waits]
     assert times == pytest.approx([0.01, 0.03, 0.02])
 
 
-def test_what_is_asked_meanwhile_is_asked_once_while_the_gpu_works(simulate_gpu):
+def test_a_turn_has_two_events_and_leads_in_with_the_steps_that_do_not_count(simulate_gpu):
     gpu = simulate_gpu()
-    timing.time_steps(gpu.step, 3, meanwhile=lambda: gpu.log.append("asked"))
-    assert gpu.log[-2:] == ["asked", "wait"] and gpu.log.count("asked") == 1
+    durations = iter([9.0, 9.0, 0.01, 0.03, 0.02])
+    mean = timing.time_turn(lambda: gpu.step(next(durations)), 3, lead=2, meanwhile=lambda: gpu.log.append("asked"))
+    assert mean == pytest.approx(0.02)
+    steps = ["step", "step", "record", "step", "step", "step", "record"]
+    assert gpu.log == ["record", "record", "wait", *steps, "asked", "wait for event", "wait"]
 
 
 def test_on_a_cpu_nothing_is_asked_meanwhile():
     asked = []
-    timing.time_steps(lambda: None, 3, meanwhile=lambda: asked.append(1))
+    timing.time_turn(lambda: None, 3, meanwhile=lambda: asked.append(1))
     assert asked == []
+
+
+@pytest.mark.parametrize(("late", "warned"), [(0.0, False), (0.0009, False), (0.05, True)])
+def test_work_that_is_left_on_another_stream_is_warned_of(late, warned, simulate_gpu, monkeypatch):
+    """The current stream is done, but the GPU is not: what the step left on another stream was not timed."""
+    gpu = simulate_gpu()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
+    synchronize = torch.cuda.synchronize
+
+    def wait_for_all_streams(device=None):
+        synchronize()
+        gpu.clock += late * gpu.log.count("step")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_all_streams)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        timing.time_turn(lambda: gpu.step(0.1), 1, lead=0)
+    assert ["another CUDA stream" in str(warning.message) for warning in caught] == [True] * warned
 
 
 @pytest.fixture
@@ -51,7 +74,15 @@ def test_a_step_on_another_gpu_than_the_current_one_is_refused_after_its_first_c
     assert two_gpus.log.count("step") == 1
 
 
-@pytest.mark.parametrize("used", [[], [0], [0, 1]])
+def test_a_step_on_several_gpus_is_refused(two_gpus):
+    def step():
+        two_gpus.asked = [two_gpus.asked[0] + 1, two_gpus.asked[1] + 1]
+
+    with pytest.raises(ValueError, match="the step works on GPUs 0, 1, and effgpu times one: use one GPU"):
+        timing.time_steps(step, 3)
+
+
+@pytest.mark.parametrize("used", [[], [0]])
 def test_a_step_that_uses_the_current_gpu_or_no_memory_is_timed(used, two_gpus):
     def step():
         for which in used:
@@ -59,6 +90,20 @@ def test_a_step_that_uses_the_current_gpu_or_no_memory_is_timed(used, two_gpus):
         two_gpus.step(0.02)
 
     assert timing.time_steps(step, 3) == pytest.approx([0.02] * 3)
+
+
+@pytest.mark.parametrize(("kind", "counter"), [("mps", "current_allocated_memory"), ("xpu", "memory_allocated")])
+def test_an_accelerator_that_cannot_be_waited_for_is_refused_once_it_is_used(kind, counter, monkeypatch):
+    """Its step would be timed as a CPU's, and only the time to ask for it would count."""
+    held = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check=False: torch.device(kind))
+    monkeypatch.setattr(getattr(torch, kind), counter, lambda: 1024 * len(held))
+    assert timing.time_steps(lambda: None, 1), "a step on the CPU is measured there, too"
+    told = f"cannot wait for the accelerator '{kind}': move the model and the batches to the CPU"
+    with pytest.raises(RuntimeError, match=told):
+        timing.time_steps(lambda: held.append(1), 1)
+    with pytest.raises(RuntimeError, match=told):
+        memory.trace(lambda: lambda: None)
 
 
 def test_cpu_times_each_step_with_nothing_before_the_first_or_after_the_last(monkeypatch):

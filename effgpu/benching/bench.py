@@ -12,19 +12,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from effgpu import units
 from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
-from effgpu.comparison import SLOWER, Comparison, check_name, read_fields
+from effgpu.comparison import Comparison, check_name, read_fields
 from effgpu.measuring import power, timing
 from effgpu.measuring.device import Device, describe_cpu
-from effgpu.measuring.measurement import FEWEST_BLOCKS, Measurement, check_unit
+from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS
+from effgpu.measuring.measurement import PRECISION, Measurement, check_unit
+from effgpu.measuring.turns import take_blocks, take_builds
 
 SECONDS, SKIP, TIMEOUT = 5.0, 5, 300.0  # the defaults: seconds per command, steps, seconds for one step
 PLAIN = "plain"  # the label of a command without arguments of its own
 _TURN = {"cpu": 0.05, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
-_MOST_BLOCKS = 100
+_LEAD = 0.05  # seconds of a GPU's turn that do not count: its clock is still that of the command before
 _GROWTH = 8  # how many times longer a turn of the warm-up may be than the one before
 _ENERGY_SECONDS = 3.0
 
@@ -76,11 +79,14 @@ class Bench(Comparison):
 
     def caption(self) -> str:
         """That of a comparison, then how the commands ran and what to know about them."""
-        ran = "One process per command, in turns."
-        if self.alone:
-            ran = "One process at a time, restarted in alternation: the commands did not run side by side."
         told = super().caption().replace(", ;", ";")  # a script without torch has no version to show
-        return "\n".join([f"{told} {ran}", *self.notes])
+        return "\n".join([told, *self.notes])
+
+    def how_timed(self) -> str:
+        """How the commands ran, in one sentence."""
+        if self.alone:
+            return f"One process at a time, {BUILDS} times each: the commands did not run side by side."
+        return "One process per command, in turns."
 
     def markdown(self) -> str:
         """The table and its caption in Markdown, for a pull request."""
@@ -91,18 +97,26 @@ class Bench(Comparison):
         caption, *notes = self.caption().split("\n")
         return "\n".join([*table, "", *labels, "", caption, *(["", "```", *notes, "```"] if notes else [])])
 
-    def exceeded(self, slower: float | None = None, more_memory: float | None = None) -> list[str]:
-        """What is more than allowed, in words: slower by verdict and by more than a share, or more peak memory."""
-        told = []
+    def judge(self, slower: float | None = None, more_memory: float | None = None) -> tuple[list[str], list[str]]:
+        """In words: what exceeds the shares that are allowed, and where the interval does not tell.
+
+        A command is within its time if the whole interval is, and exceeds it if the whole interval does. Peak memory
+        has no interval.
+        """
+        exceeded, unclear = [], []
         for m in self.measurements[1:]:
             time_ratio, memory_ratio = self.time_ratio(m.label), self.ratio(m.label, "memory")
-            is_slower = slower is not None and self.verdict(m.label) == SLOWER and time_ratio.value > 1 + slower
-            if is_slower:
-                told.append(f"{m.label} is {self.tell(m.label)}, more than the {100 * slower:g} % allowed")
+            if slower is not None and (time_ratio is None or time_ratio.high > 1 + slower):
+                limit = f"more than the {100 * slower:g} % allowed"
+                if time_ratio and time_ratio.low > 1 + slower:
+                    exceeded.append(f"{m.label} is {self.tell(m.label)}, {limit}")
+                else:
+                    ends = f": [{time_ratio.low:.3f}, {time_ratio.high:.3f}] of its time" if time_ratio else ""
+                    unclear.append(f"{m.label} may take {limit} or less than that{ends}")
             if more_memory is not None and memory_ratio and memory_ratio > 1 + more_memory:
-                allowed = f"more than the {100 * more_memory:g} % allowed"
-                told.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {allowed}")
-        return told
+                limit = f"more than the {100 * more_memory:g} % allowed"
+                exceeded.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")
+        return exceeded, unclear
 
     def to_dict(self) -> dict:
         """The comparison in JSON's types, with what only a bench has under "bench"."""
@@ -130,6 +144,7 @@ def bench(
     *,
     refs: Sequence[str] = (),
     seconds: float = SECONDS,
+    precision: float | None = None,
     skip: int = SKIP,
     unit: str = "items",
     one_at_a_time: bool = False,
@@ -145,17 +160,18 @@ def bench(
     them labels, which else are the arguments that differ. With `refs`, one command runs in several commits of this
     git repository.
 
-    `seconds` is how long each command is measured, `skip` how many steps go first (compilation, warm-up), and `timeout`
-    the longest that a step may take. `one_at_a_time` restarts the processes for their turns; it is chosen by itself
-    if they do not fit into memory together. `energy` adds a window of some seconds per command on a GPU. The output of
-    the scripts goes to files in the folder `logs`, by default a temporary one.
+    The bench aims at an interval of ±`precision` (a share; 0.03 on a CPU, 0.01 on a GPU), with at least 15 blocks, and
+    at most as many as fit into `seconds` of each command. `skip` is how many steps go first (compilation, warm-up), and
+    `timeout` the longest that a step may take. `one_at_a_time` runs each command four times, alone; it is chosen by
+    itself if they do not fit into memory together. `energy` adds a window of some seconds per command on a GPU. The
+    output of the scripts goes to files in the folder `logs`, by default a temporary one.
 
     A script that fails, hangs or ends early is part of the result, with what was measured before; so is Ctrl-C once
     there are enough turns for a verdict. Raises ValueError or TypeError for arguments that are not as expected.
 
     >>> effgpu.bench(["python train.py", "python train.py --bf16"])
     """
-    units.check_positive(seconds=seconds, timeout=timeout)
+    units.check_positive(seconds=seconds, timeout=timeout, precision=1.0 if precision is None else precision)
     if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
         raise ValueError(f"skip: expected a whole number of steps, got {skip!r}")
     check_name(name)
@@ -168,13 +184,13 @@ def bench(
         read = _read_commands(commands, stack.enter_context(check_out(refs)) if refs else None)
         folder = Path(logs or tempfile.mkdtemp(prefix="effgpu-bench-"))
         folder.mkdir(parents=True, exist_ok=True)
-        run = _Run(read, folder, _Plan(allowed, skip, timeout, energy))
+        run = _Run(read, folder, _Plan(allowed, precision, skip, timeout, energy))
         stack.callback(run.end)
         try:
             run.measure(one_at_a_time)
         except KeyboardInterrupt:
             run.interrupted = True
-            if run.blocks() < FEWEST_BLOCKS:
+            if run.blocks() < run.fewest:
                 raise
     return run.finish(name, unit)
 
@@ -244,27 +260,25 @@ def _read_commands(given: Sequence | Mapping, checkouts: Mapping[str, Path] | No
 @dataclass(frozen=True)
 class _Plan:
     seconds: float
+    precision: float | None
     skip: int
     timeout: float
     energy: bool
 
-    def lead(self, workers: int) -> int:
+    def lead(self, pace: float, workers: int, kind: str) -> int:
         """Steps that are not counted after a pause: one that refills queues and caches, and one for each worker.
 
         A frozen worker loads nothing ahead, but a read that was under way goes on: each may have one batch ready.
         """
-        return 1 + workers
+        return max(1, math.ceil(_LEAD / pace) if kind == "cuda" else 1) + workers
 
-    def steps(self, pace: float, workers: int, kind: str) -> int:
-        """Steps that are timed in a turn: in whole rounds of the workers, whose batches come in bursts."""
-        lead, share = self.lead(workers), self.seconds / (2 * FEWEST_BLOCKS)
-        wanted = max(_TURN[kind] / pace, 3 * lead)
-        fitting = max(1, min(wanted, share / pace - lead))
-        return math.ceil(fitting / max(1, workers)) * max(1, workers)
-
-    def blocks(self, block: float) -> int:
-        """How many blocks, where one takes so many seconds of each command."""
-        return max(FEWEST_BLOCKS, min(_MOST_BLOCKS, round(self.seconds / block)))
+    def steps(self, pace: float, workers: int, kind: str, seconds: float | None = None) -> int:
+        """Steps that are timed in a turn, of so many seconds: in whole rounds of the workers, as batches in bursts."""
+        lead, share = self.lead(pace, workers, kind), self.seconds / (2 * FEWEST_BLOCKS)
+        fitting = min(max(_TURN[kind] / pace, 3 * (1 + workers)), share / pace - lead)
+        if seconds is not None:
+            fitting = seconds / pace
+        return math.ceil(max(1, fitting) / max(1, workers)) * max(1, workers)
 
 
 @dataclass
@@ -295,6 +309,7 @@ class _Record:
     pace: float = 0.0
     energy: tuple[float, _Turn] | None = None  # watts, and the turn in which they were measured
     fault: Fault | None = None
+    notes: dict[str, None] = field(default_factory=dict)  # each once, in order
 
     def note(self, report: dict) -> None:
         """Take over what a report says apart from times."""
@@ -338,6 +353,11 @@ class _Run:
         self.notes: list[str] = []
         self.alone = self.interrupted = False
 
+    @property
+    def fewest(self) -> int:
+        """How many blocks, or runs of each command alone, give a verdict."""
+        return BUILDS if self.alone else FEWEST_BLOCKS
+
     def end(self) -> None:
         """End all processes."""
         end_all(self.processes.values())
@@ -353,13 +373,13 @@ class _Run:
         self.alone = alone
         if not alone:
             try:
-                return self._take_turns()
+                return self._measure_together()
             except _NotTogether as reason:
                 self.end()
                 self.alone = True
                 self.notes.append(f"Measured one at a time: {reason}.")
                 self.records = {label: _Record() for label in self.commands}
-        self._take_turns()
+        take_builds(self._alive, self._measure_alone, partial(_show, "timing"))
 
     def finish(self, name: str, unit: str) -> Bench:
         """What was measured, as a comparison."""
@@ -369,6 +389,7 @@ class _Run:
             if on[label].kind != on[next(iter(on))].kind:
                 record.peak = record.reserved = None
                 self.notes.append(f"{label} ran on another device than the baseline: their memory is not compared.")
+            self.notes += [f"{label}: {note}" for note in record.notes]
             if record.fault:
                 self.notes.append(f"{label}: {record.fault}")
         self._note_losses()
@@ -386,23 +407,42 @@ class _Run:
             interrupted=self.interrupted,
         )
 
-    def _take_turns(self) -> None:
-        if not self.alone:
-            self._start_all()
-        for label in self.commands:
-            if not self.alone and self._alive():
-                self._attempt(label, lambda label: None)
-        planned, done, started = FEWEST_BLOCKS, 0, time.perf_counter()
-        while done < planned and (alive := self._alive()):
-            for label in [*alive, *reversed(alive)]:
-                _say(f"block {done + 1} of {planned}: {label}")
-                self._attempt(label, self._take_turn)
-            done += 1
-            if not self.alone:
-                planned = self.plan.blocks((time.perf_counter() - started) / done / len(alive))
-        for label in reversed(self._alive()) if self.plan.energy else ():
+    def _measure_together(self) -> None:
+        self._start_all()
+        for label in self._alive():
+            self._attempt(label, lambda label: None)  # to be warmed up
+        if not (alive := self._alive()):
+            return
+        kind = self.records[alive[0]].hello["kind"]
+        take_blocks(
+            self._alive,
+            lambda label: self._attempt(label, self._take_turn),
+            self._log_ratios,
+            target=self.plan.precision or PRECISION[kind],
+            seconds=self.plan.seconds,
+            say=partial(_show, "timing"),
+        )
+        for label in self._alive() if self.plan.energy else ():
             _say(f"energy: {label}")
             self._attempt(label, self._take_energy)
+
+    def _measure_alone(self, label: str) -> None:
+        """Run a command alone, for two turns that share its part of the seconds."""
+        end_all(self.processes.values())
+        self.processes.clear()
+        seconds = self.plan.seconds / (2 * BUILDS)
+        for _ in range(2):
+            self._attempt(label, partial(self._take_turn, seconds=seconds))
+        if self.plan.energy and self.records[label].blocks == BUILDS:
+            self._attempt(label, self._take_energy)
+
+    def _log_ratios(self) -> list[list[float]]:
+        """The logarithms of each block's ratio of every command to the first; of one alone, those of its seconds."""
+        first, *others = [
+            [math.log(a.pace + b.pace) for a, b in zip(turns[::2], turns[1::2])]
+            for turns in (self.records[label].counted for label in self._alive())
+        ]
+        return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
 
     def _start_all(self) -> None:
         """Start the commands together, as most of the start is their own business, and wait for their first ticks."""
@@ -439,8 +479,7 @@ class _Run:
         try:
             act(label)
         except Fault as fault:
-            crowded = len(self.processes) > 1 and fault.out_of_memory
-            if crowded and record.blocks < FEWEST_BLOCKS:
+            if len(self.processes) > 1 and fault.crowded and record.blocks < FEWEST_BLOCKS:
                 raise _NotTogether(f"side by side, {label} was {fault.short}") from fault
             record.fault = fault
             if label in self.processes:
@@ -472,23 +511,25 @@ class _Run:
         while True:
             record.note(report)
             record.pace = max(report["seconds"] / steps, 1e-6)
-            wanted = self.plan.steps(record.pace, report["workers"], process.hello["kind"])
+            how = record.pace, report["workers"], process.hello["kind"]
+            wanted = self.plan.steps(*how)
             if 2 * steps >= wanted:
                 return
             steps = min(wanted, _GROWTH * steps)
-            report = process.turn(self.plan.lead(report["workers"]), steps)
+            report = process.turn(self.plan.lead(*how), steps)
 
     def _turn(self, label: str, seconds: float | None, meanwhile: Callable[[], object] | None) -> _Turn:
         record, process = self.records[label], self.processes[label]
-        paces = [turn.pace for turn in record.turns]
-        pace, workers = max(statistics.median(paces or [record.pace]), 1e-6), process.last["workers"]
-        steps = self.plan.steps(pace, workers, process.hello["kind"]) if seconds is None else math.ceil(seconds / pace)
-        lead = self.plan.lead(workers)
+        pace = max(statistics.median([turn.pace for turn in record.turns] or [record.pace]), 1e-6)
+        how = pace, process.last["workers"], process.hello["kind"]
+        lead, steps = self.plan.lead(*how), self.plan.steps(*how, seconds)
         report = process.turn(lead, steps, (lead + steps) * pace, meanwhile)
         record.note(report)
+        if timing.is_late(report["late"], report["seconds"]):
+            record.notes[timing.OTHER_STREAM] = None
         return _Turn(report["seconds"], report["steps"], report["items"])
 
-    def _take_turn(self, label: str) -> None:
+    def _take_turn(self, label: str, seconds: float | None = None) -> None:
         record, board, clocks = self.records[label], self._board(label), []
         settled = time.perf_counter() + min(_TURN["cuda"], self.plan.seconds / (2 * FEWEST_BLOCKS)) / 2
 
@@ -497,7 +538,7 @@ class _Run:
                 clocks.append(power.read_clock(board))
                 record.clocks += filter(None, clocks)
 
-        record.turns.append(self._turn(label, None, note_clock if board else None))
+        record.turns.append(self._turn(label, seconds, note_clock if board else None))
 
     def _take_energy(self, label: str) -> None:
         """Average watts over some seconds, between two changes of the board's counter."""
@@ -551,7 +592,7 @@ class _Run:
 
     def _measurement(self, label: str, on: Device, items: float | None, unit: str) -> Measurement:
         record = self.records[label]
-        if record.fault and record.blocks < FEWEST_BLOCKS:
+        if record.fault and record.blocks < self.fewest:
             return Measurement(label, (), on, items, unit, failed=record.fault.short)
         paces = [turn.per_step_of(items) for turn in record.counted]
         watts, turn = record.energy or (None, None)
@@ -565,6 +606,7 @@ class _Run:
             record.reserved,
             watts and watts * turn.per_step_of(items if turn.items else None),
             *power.summarize(record.clocks),
+            builds=BUILDS if self.alone else 1,
         )
 
 
@@ -574,6 +616,11 @@ def _tell_loss(loss: float | None) -> str:
 
 def _tell_difference(found: tuple[float, int] | None) -> str:
     return _tell_loss(found and found[0]) + (f" (step {found[1]})" if found and found[0] else "")
+
+
+def _show(what: str, done: int, total: int, left: float | None) -> None:
+    about = "" if left is None else f", about {units.format_seconds(left)} left"
+    _say(f"{what}: turn {done + 1} of {total}{about}")
 
 
 def _say(text: str) -> None:

@@ -27,16 +27,20 @@ _GRACE = 3.0  # seconds that a process has to end after SIGTERM
 _OUT_OF_MEMORY = re.compile(
     "|".join([*device.OUT_OF_MEMORY, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]), re.M
 )
+_BUSY = "busy or unavailable"  # CUDA's error where a GPU is in the mode EXCLUSIVE_PROCESS
 _KILLED = (-9, 137)  # SIGKILL, also as a shell reports it
 _HINT = "call effgpu.tick() once per step, in the training loop (transformers: callbacks=[effgpu.TickCallback()])"
 
 
 class Fault(Exception):
-    """Why a command gives no more measurements. `short` fits into a table; the message has the last lines of output."""
+    """Why a command gives no more measurements. `short` fits into a table; the message has the last lines of output.
 
-    def __init__(self, short: str, message: str, *, out_of_memory: bool = False):
+    `crowded`: it may be the doing of the commands beside it, which hold memory or the GPU.
+    """
+
+    def __init__(self, short: str, message: str, *, crowded: bool = False):
         super().__init__(message)
-        self.short, self.out_of_memory = short, out_of_memory
+        self.short, self.crowded = short, crowded
 
 
 @dataclass(frozen=True)
@@ -216,10 +220,12 @@ class Process:
             return fault
         how = _explain(code)
         if code and _OUT_OF_MEMORY.search(self._output()):
-            return self._fault(OUT_OF_MEMORY, f"is out of memory ({how})", out_of_memory=True)
+            return self._fault(OUT_OF_MEMORY, f"is out of memory ({how})", crowded=True)
+        if code and _BUSY in self._output():
+            return self._fault("refused by the GPU", f"found the GPU in use by another process ({how})", crowded=True)
         if code in _KILLED:
             told = f"was killed ({how}), as the system does when the host's memory runs out"
-            return self._fault("killed", told, out_of_memory=True)
+            return self._fault("killed", told, crowded=True)
         if self.hello is None:
             if code == 0:
                 return self._fault("no tick", f"ended without a call of effgpu.tick: {_HINT}")
@@ -238,12 +244,10 @@ class Process:
                 return fault
         return None
 
-    def _fault(self, short: str, told: str, *, out_of_memory: bool = False) -> Fault:
+    def _fault(self, short: str, told: str, *, crowded: bool = False) -> Fault:
         lines = [line for line in self._output().splitlines() if line.strip()][-_LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
-        return Fault(
-            short, f"{told}. Its output is in {self.log}{':' if lines else ''}{shown}", out_of_memory=out_of_memory
-        )
+        return Fault(short, f"{told}. Its output is in {self.log}{':' if lines else ''}{shown}", crowded=crowded)
 
     def _output(self) -> str:
         """The end of what the script has written."""

@@ -76,9 +76,10 @@ class _Script:
             self.next += order["steps"]
             clock.start()
             yield
-            seconds = clock.stop()
+            seconds, late = clock.stop()
             self.counting = False
-            self.connection.send(self._report() | {"seconds": seconds, "steps": order["steps"], "items": self._sum()})
+            turn = {"seconds": seconds, "late": late, "steps": order["steps"], "items": self._sum()}
+            self.connection.send(self._report() | turn)
         _end(self.group)
 
     def _join(self) -> bool:
@@ -98,7 +99,7 @@ class _Script:
             raise SystemExit("effgpu.tick: the bench that started this script is gone") from None
         try:
             self.on_gpu = _is_on_gpu()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self.refuse(error)
         about = {"pid": os.getpid(), "group": os.getpgrp(), "ranks": ranks, "kind": "cuda" if self.on_gpu else "cpu"}
         self.lifeline.sendall(_encode({"token": self.token, "lifeline": True}))
@@ -205,15 +206,17 @@ def _encode(message: dict) -> bytes:
 
 
 class _CpuClock:
+    """Seconds of a window, and seconds of work that was still running after it: of a CPU, none."""
+
     def start(self) -> None:
         self.began = time.perf_counter()
 
-    def stop(self) -> float:
-        return time.perf_counter() - self.began
+    def stop(self) -> tuple[float, float]:
+        return time.perf_counter() - self.began, 0.0
 
 
 class _GpuClock:
-    """Two CUDA events, and one wait when the window is over."""
+    """Two CUDA events, and one wait when the window is over. Late is the work of other streams than the current one."""
 
     def __init__(self):
         import torch
@@ -226,10 +229,12 @@ class _GpuClock:
     def start(self) -> None:
         self.began.record()
 
-    def stop(self) -> float:
+    def stop(self) -> tuple[float, float]:
         self.ended.record()
+        self.ended.synchronize()
+        done = time.perf_counter()
         self.cuda.synchronize()
-        return self.began.elapsed_time(self.ended) / 1000
+        return self.began.elapsed_time(self.ended) / 1000, time.perf_counter() - done
 
 
 def _keep(value: object) -> object:
@@ -247,15 +252,21 @@ def _rank() -> tuple[int, int]:
 
 
 def _is_on_gpu() -> bool:
-    """Whether the first step has put anything on the current GPU. Raises RuntimeError if only on another one."""
+    """Whether the first step has put anything on the current GPU.
+
+    Raises RuntimeError or ValueError for another GPU, for several, and for an accelerator that is no CUDA GPU.
+    """
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if torch is None:
+        return False
+    from effgpu.measuring.device import NO_CACHING, check_accelerator, check_gpus
+
+    check_accelerator()
+    if not torch.cuda.is_initialized():
         return False
     used = [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(gpu)]
-    if used and torch.cuda.current_device() not in used:
-        told = f"the script works on GPU {used[0]}, and only the current one ({torch.cuda.current_device()}) is timed"
-        raise RuntimeError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
-    return bool(used)
+    check_gpus(used, "the script")
+    return bool(used or os.environ.get(NO_CACHING))  # with it, the allocator counts nothing
 
 
 def _peaks(on_gpu: bool) -> dict[str, int | None]:
@@ -263,7 +274,8 @@ def _peaks(on_gpu: bool) -> dict[str, int | None]:
     if on_gpu:
         import torch
 
-        return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"peak": peak or None, "reserved": reserved or None}  # None where the allocator counts nothing
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         # ru_maxrss would count what the bench itself had resident when it started this process
         for line in status:

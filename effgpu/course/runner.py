@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, SLOWER, Comparison
+from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
@@ -70,8 +70,8 @@ class Headline:
         measured, baseline = self.comparison[self.label], self.comparison.baseline
         if baseline.failed and not measured.failed:
             return f"runs where {baseline.label} does not ({baseline.failed})"
-        told = self.comparison.tell(self.label)
-        return told.replace(SAME, f"{SAME} time", 1) if told.startswith(f"{SAME} (") else told
+        text = self.comparison.tell(self.label)
+        return text.replace(SAME, f"{SAME} time", 1) if text.startswith(f"{SAME} (") else text
 
     @property
     def memory(self) -> str:
@@ -80,29 +80,38 @@ class Headline:
 
     @property
     def full_size(self) -> str:
-        """What the lesson predicts at a GPU's real size, "20.5 → 5.90 GiB on a GPU (predicted)"; else empty."""
-        needed = [self.comparison.full_size.get(label) for label in (self.comparison.baseline.label, self.label)]
-        if None in needed:
-            return ""
-        before, after = (units.format_bytes(each.allocated) for each in needed)
-        number, unit = before.split()
-        rescued = [each.verdict for each in needed] == [DOES_NOT_FIT, FITS]
-        where = f"on a GPU, so that it fits {units.with_article(needed[1].gpu)}" if rescued else "on a GPU"
-        return f"{number if after.endswith(unit) else before} → {after} {where} (predicted)"
+        """What the lesson predicts for a GPU, "5.40 × faster, 25.4 → 15.0 GiB on a T4 (predicted)"; else empty.
 
-    def tell(self, memory: str | None = None) -> str:
-        """Time and memory in words, what is gained first. An inconclusive time gives way to a change in memory.
-
-        `memory` replaces the measured change in memory, for example with `full_size`.
+        The GPU is the first of the prediction; the second where its memory is too small for the variant.
         """
-        memory, verdict = memory or self.memory, self.comparison.verdict(self.label)
-        time = "" if verdict == INCONCLUSIVE and memory else self.time
-        return ", ".join(filter(None, [time, memory] if verdict == FASTER else [memory, time]))
+        before, after = (self.comparison.full_size.get(m) for m in (self.comparison.baseline.label, self.label))
+        if not (before and after):
+            return ""
+        place = next((place for place, each in enumerate(after) if each.verdict != DOES_NOT_FIT), 0)
+        old, new = before[place], after[place]
+        time = tell_ratio(new.ratio).partition(" [")[0] if new.ratio else ""
+        told = [time.replace("same", "same time"), _tell_change(old.allocated, new.allocated)]
+        rescued = ", so that it fits" if [old.verdict, new.verdict] == [DOES_NOT_FIT, FITS] else ""
+        return f"{', '.join(filter(None, told))} on {units.with_article(new.gpu)}{rescued} (predicted)"
+
+    def tell(self) -> str:
+        """Time and memory in words, what is gained first. An inconclusive time gives way to a change in memory."""
+        verdict = self.comparison.verdict(self.label)
+        time = "" if verdict == INCONCLUSIVE and self.memory else self.time
+        return ", ".join(filter(None, [time, self.memory] if verdict == FASTER else [self.memory, time]))
 
     def _memory_change(self) -> int:
         """1 if the peak rises, -1 if it falls, 0 if it changes by less than `min_effect` or was not measured."""
         ratio = self.comparison.ratio(self.label, "memory") or 1
         return 0 if max(ratio, 1 / ratio) < 1 + self.comparison.min_effect else 1 if ratio > 1 else -1
+
+
+def _tell_change(before: float, after: float) -> str:
+    """Two numbers of bytes, "25.4 → 15.0 GiB"; empty where they differ by less than a per cent."""
+    if abs(after / before - 1) < 0.01:
+        return ""
+    (number, unit), told = units.format_bytes(before).split(), units.format_bytes(after)
+    return f"{number if told.endswith(unit) else f'{number} {unit}'} → {told}"
 
 
 @dataclass(frozen=True)
@@ -146,25 +155,11 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
     if not names and not here:
         raise ValueError(f"no lessons in ./notebooks nor in {LESSONS}: run effgpu in a clone of it, or name a path")
-    found = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
-    stems = [path.stem for path in found]
+    paths = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
+    stems = [path.stem for path in paths]
     if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
         raise ValueError(f"expected lessons with different names, as results are stored by name, got two {twice!r}")
-    return found
-
-
-def list_lessons() -> list[Outcome]:
-    """Return the lessons that `find_lessons` finds by number, with title and first sentence, but without results."""
-    listed = []
-    for path in _at_hand():
-        try:
-            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-        except (KeyError, TypeError, ValueError):  # not a notebook
-            continue
-        if re.match(r"\d\d_", path.stem):
-            listed.append(Outcome(path.stem, _title(prose) or path.stem, about=_about(prose)))
-    return listed
+    return paths
 
 
 def _at_hand() -> list[Path]:

@@ -30,8 +30,13 @@ OUT_OF_MEMORY = (  # what messages of PyTorch and of NVIDIA's libraries say
     "can't allocate memory",
     "not enough memory",
     "_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # the face of a full GPU where a library makes its handle
+    "CUDNN_STATUS_NOT_INITIALIZED",
     "_ALLOCATION_FAILED",
 )
+_DEAD = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # with it, PyTorch's allocator counts nothing
+_VARIABLES = ("CUDA_LAUNCH_BLOCKING", NO_CACHING)  # they change what is measured
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: "_Limit | None" = None
@@ -46,7 +51,9 @@ class Device:
     `memory` is in bytes. If the process may use only a part of the GPU, as with
     `PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`, `memory` is that part and the name says so. `context` is
     the bytes in use on the GPU outside of PyTorch's allocator: the CUDA context, and everything that other processes
-    hold. It changes from run to run, so two devices that differ only in it are equal.
+    hold. It changes from run to run, so two devices that differ only in it are equal. `variables` are those environment
+    variables that change what is measured, such as CUDA_LAUNCH_BLOCKING, where they are set. On AMD's GPUs `capability`
+    and `supports` are empty but for bf16: their numbers are not CUDA's.
     """
 
     name: str
@@ -59,6 +66,7 @@ class Device:
     supports: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     context: int | None = field(default=None, compare=False)
+    variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -77,13 +85,39 @@ def find_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def check_accelerator() -> None:
+    """Raise RuntimeError if this process uses an accelerator that effgpu cannot wait for, such as Apple's MPS.
+
+    Its steps would be timed as a CPU's, without a wait: only the time that it takes to ask for them.
+    """
+    if torch.cuda.is_available() or (found := torch.accelerator.current_accelerator(True)) is None:
+        return
+    kind = found.type
+    backend = getattr(torch, kind, None)
+    count = getattr(backend, "current_allocated_memory", None) or getattr(backend, "memory_allocated", None)
+    if count is None or count():
+        told = f"effgpu measures CUDA's GPUs and CPUs, and cannot wait for the accelerator {kind!r}"
+        raise RuntimeError(f"{told}: move the model and the batches to the CPU, or use a machine with a CUDA GPU")
+
+
+def check_gpus(used: list[int], what: str = "the step") -> None:
+    """Raise ValueError if any of the GPUs that are used, by number, is not the current one."""
+    here = torch.cuda.current_device() if used else None
+    if len(used) > 1:
+        raise ValueError(f"{what} works on GPUs {', '.join(map(str, used))}, and effgpu times one: use one GPU")
+    if used and used[0] != here:
+        told = f"{what} works on GPU {used[0]}, and only the current one ({here}) is measured"
+        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
+
+
 def describe() -> Device:
     """Describe this machine. Results are stored with this description."""
     versions = {"python": platform.python_version()} | {name: v for name in _VERSIONED if (v := _version(name))}
     if find_device().type == "cpu":
         return describe_cpu(versions)
-    properties = torch.cuda.get_device_properties()
-    capability, memory = (properties.major, properties.minor), _gpu_memory()
+    properties, memory = torch.cuda.get_device_properties(), _gpu_memory()
+    capability = None if torch.version.hip else (properties.major, properties.minor)
+    supports = {name: "yes" if capability >= least else "no" for name, least in _CAPABILITY_OF.items() if capability}
     part = "" if memory == properties.total_memory else f", {format_bytes(memory)} of it"
     return Device(
         properties.name + part,
@@ -93,9 +127,10 @@ def describe() -> Device:
         properties.multi_processor_count,
         capability,
         _driver(),
-        {"bf16": _bf16()} | {name: "yes" if capability >= least else "no" for name, least in _CAPABILITY_OF.items()},
-        versions | {"cuda": torch.version.cuda or "rocm"},
+        {"bf16": _bf16()} | supports,
+        versions | ({"rocm": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}),
         _context(),
+        {name: value for name in _VARIABLES if (value := os.environ.get(name))},
     )
 
 
@@ -174,9 +209,17 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def random_states_kept() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
     """At the end of the `with` block set the random generators back: the CPU's and, once in use, the current GPU's."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
+    cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too: the first error counts
+                torch.cuda.set_rng_state(gpu)
 
 
 @contextlib.contextmanager
@@ -214,6 +257,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if "unable to find an engine" in told:  # cuDNN, if no algorithm fits into the memory that is left
         return _is_limited()
     return any(text in told for text in OUT_OF_MEMORY)
+
+
+def is_dead(error: BaseException) -> bool:
+    """Whether an error leaves this process without a working GPU, as an illegal memory access does."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEAD)
 
 
 @dataclass(frozen=True)

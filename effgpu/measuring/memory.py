@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,14 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from effgpu.measuring.device import current_limit, find_device, gc_frozen, is_out_of_memory
+from effgpu.measuring.device import (
+    NO_CACHING,
+    check_accelerator,
+    current_limit,
+    find_device,
+    gc_frozen,
+    is_out_of_memory,
+)
 from effgpu.measuring.timing import check_step, on_current_gpu
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.units import MiB, check_positive, format_bytes
@@ -76,15 +84,18 @@ class Trace:
 def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     """Build the variant, warm it up, record every allocation of one more step, and free everything.
 
-    On a CPU, the same step has the same peak in every run. Python's garbage is collected before the step and not during
-    it. The trace covers the thread that runs the step and autograd's threads, but no other threads and processes that
-    the step starts. Compiled code is freed with its variant, so the peaks do not depend on the order of variants.
+    On one CPU, the same step has the same peak in every run. CPUs differ in what oneDNN's convolutions take: copies of
+    weights in an order that depends on the CPU's instructions. Python's garbage is collected before the step and not
+    during it. The trace covers the thread that runs the step and autograd's threads, but no other threads and processes
+    that the step starts. Compiled code is freed with its variant, so the peaks do not depend on the order of variants.
 
     Raises torch.OutOfMemoryError if the step runs out of memory or its peak is above `memory_limit`, whichever library
     reports it. Raises ValueError if the step runs on another GPU than the current one, and RuntimeError if another
-    profiler runs.
+    profiler runs, or if the allocator counts nothing because of PYTORCH_NO_CUDA_MEMORY_CACHING.
     """
     check_positive(Integral, warmup=warmup)
+    if find_device().type == "cuda" and os.environ.get(NO_CACHING):
+        raise RuntimeError(f"trace: with {NO_CACHING}, PyTorch counts no memory of the GPU: unset it")
     with gc_frozen(), _separate_large_blocks():
         before = _held()
         start, records, held = _record(variant, warmup, before)
@@ -179,6 +190,7 @@ def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[lis
         with on_current_gpu():
             for _ in range(warmup):
                 check_worked(step())
+        check_accelerator()
         if on_gpu:
             torch.cuda.synchronize()
         with _gc_paused():

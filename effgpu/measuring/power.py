@@ -14,9 +14,10 @@ from effgpu.measuring.timing import cap_seconds, check_step, time_for
 _LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does not work; most change every 20 to 100 ms
 _POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps
 _AHEAD = 0.01  # seconds of queued work that keep the GPU busy while NVML answers
+POWER_CAP = "power cap"
 _REASONS = {
     0x002: "application clocks",
-    0x004: "power cap",
+    0x004: POWER_CAP,
     0x008: "hardware slowdown",
     0x010: "sync boost",
     0x020: "thermal",

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from numbers import Integral
@@ -10,28 +11,45 @@ from statistics import median
 
 import torch
 
-from effgpu.measuring.device import find_device
+from effgpu.measuring.device import check_accelerator, check_gpus, find_device
 from effgpu.measuring.variants import check_worked, is_function
 from effgpu.units import check_positive
 
 FEWEST_STEPS = 5
 _MILLISECOND = 1e-3
+_LATE = 0.1  # of a turn: work of other streams that is still running so long after it is worth a warning
+OTHER_STREAM = (
+    "the step leaves work on another CUDA stream than the current one, and that work is not timed: let the current "
+    "stream wait for it, with torch.cuda.current_stream().wait_stream(other)"
+)
 CAP = "EFFGPU_SECONDS"  # the environment variable that `effgpu run --seconds` sets for the lessons it runs
 
 
-def time_steps(step: Callable[[], object], count: int, *, meanwhile: Callable[[], object] | None = None) -> list[float]:
+def time_steps(step: Callable[[], object], count: int) -> list[float]:
     """Seconds that each of `count` consecutive steps took, as a training loop would run them.
 
     On a GPU, CUDA events mark the ends of the steps and the only wait is after the last: a wait per step would hide
     every overlap of copies, loading and launches with the GPU's work. One more step leads in and does not count, or the
     first would hold what the CPU does before its first kernel. The events are of the current stream: a step that works
-    on another one has to make it wait. `meanwhile` is called before that wait, while the GPU works. On a CPU,
+    on another stream has to make the current one wait, and a warning says so where it does not. On a CPU,
     `time.perf_counter`. Raises TypeError for what is no step, as a variant in its place, and ValueError for a count
-    that is no positive whole number or a step that works on another GPU than the current one.
+    that is no positive whole number or a step that works on another GPU than the current one, or on several.
     """
-    check_step(step=step)
-    check_positive(Integral, count=count)
-    return _time_on_gpu(step, count, meanwhile) if find_device().type == "cuda" else _time_on_cpu(step, count)
+    on_gpu = find_device().type == "cuda"
+    marks = _mark(step, count, every=1, lead=1 if on_gpu else 0)
+    return [after - before for before, after in pairwise(marks)]
+
+
+def time_turn(
+    step: Callable[[], object], count: int, *, lead: int = 1, meanwhile: Callable[[], object] | None = None
+) -> float:
+    """Mean seconds per step of `count` consecutive steps, after `lead` steps that do not count.
+
+    As `time_steps`, but with two events for all of the turn: an event for each step would cost short steps some per
+    cent. `meanwhile` is called before the wait, while a GPU works. Raises what `time_steps` raises.
+    """
+    began, ended = _mark(step, count, every=count, lead=lead, meanwhile=meanwhile)
+    return (ended - began) / count
 
 
 def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST_STEPS) -> list[float]:
@@ -62,13 +80,10 @@ def time_fastest(step: Callable[[], object], seconds: float) -> float:
 
 @contextlib.contextmanager
 def on_current_gpu() -> Iterator[None]:
-    """Raise ValueError at the end of the `with` block if only other GPUs than the current one were asked for memory."""
+    """Raise ValueError at the end of the `with` block if another GPU than the current one was asked for memory."""
     before = _count_allocations()
     yield
-    used = [gpu for gpu, (then, now) in enumerate(zip(before, _count_allocations())) if now > then]
-    if used and (here := torch.cuda.current_device()) not in used:
-        told = f"the step works on GPU {used[0]}, and only the current one ({here}) is measured"
-        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first")
+    check_gpus([gpu for gpu, (then, now) in enumerate(zip(before, _count_allocations())) if now > then])
 
 
 def check_step(**named: object) -> None:
@@ -90,31 +105,59 @@ def cap_seconds(seconds: float) -> float:
     raise ValueError(f"{CAP}: expected a positive number of seconds, got {cap!r}")
 
 
-def _time_on_cpu(step: Callable[[], object], count: int) -> list[float]:
+def _mark(
+    step: Callable[[], object], count: int, *, every: int, lead: int, meanwhile: Callable[[], object] | None = None
+) -> list[float]:
+    """The seconds on the clock before the first of `count` steps, and after every so many of them."""
+    check_step(step=step)
+    check_positive(Integral, count=count)
+    mark = _mark_on_gpu if find_device().type == "cuda" else _mark_on_cpu
+    seconds = mark(step, count, every, lead, meanwhile)
+    check_accelerator()
+    return seconds
+
+
+def _mark_on_cpu(step, count: int, every: int, lead: int, meanwhile) -> list[float]:
+    for _ in range(lead):
+        check_worked(step())
     marks = [time.perf_counter()]
-    check_worked(step())  # the first one alone: to look costs time
-    marks.append(time.perf_counter())
-    for _ in range(count - 1):
-        step()
-        marks.append(time.perf_counter())
-    return [after - before for before, after in pairwise(marks)]
+    for number in range(1, count + 1):
+        result = step()
+        if number % every == 0:
+            marks.append(time.perf_counter())
+        if number == 1 and not lead:
+            check_worked(result)
+    return marks
 
 
-def _time_on_gpu(step: Callable[[], object], count: int, meanwhile: Callable[[], object] | None) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+def _mark_on_gpu(step, count: int, every: int, lead: int, meanwhile) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(1 + count // every)]
     for mark in marks:
         mark.record()  # the first time, CUDA makes the event: not while steps are timed
     torch.cuda.synchronize()
     with on_current_gpu():
-        check_worked(step())
+        for _ in range(lead):
+            check_worked(step())
     marks[0].record()
-    for mark in marks[1:]:
+    for number in range(1, count + 1):
         step()
-        mark.record()
+        if number % every == 0:
+            marks[number // every].record()
     if meanwhile:
         meanwhile()
+    marks[-1].synchronize()
+    done = time.perf_counter()
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
+    late = time.perf_counter() - done
+    seconds = [marks[0].elapsed_time(mark) / 1000 for mark in marks]
+    if is_late(late, seconds[-1]):
+        warnings.warn(OTHER_STREAM, stacklevel=2)
+    return seconds
+
+
+def is_late(late: float, seconds: float) -> bool:
+    """Whether work that ran on so long after a window of so many seconds was left out of it."""
+    return late > max(_LATE * seconds, _MILLISECOND)
 
 
 def _count_allocations() -> list[int]:

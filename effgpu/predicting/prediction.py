@@ -195,8 +195,9 @@ def predict(
     `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them,
     or None for all known GPUs. `steps` steps are counted after building. They run on fake tensors, without values.
     Everything that the variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a
-    CPU, where kernels keep other things: with it, any machine can check the counting. `measured` also runs the variant
-    on this device and says who owned its peak, which takes the memory and the time that the prediction saves.
+    CPU, where kernels keep other things (not what oneDNN's convolutions copy): with it, any machine can check the
+    counting. `measured` also runs the variant on this device and says who owned its peak, which takes the memory and
+    the time that the prediction saves.
 
     Raises ValueError for an unknown GPU. Raises RuntimeError, with the reason, for a step that cannot run without
     values: a result's shape depends on them, or an operation is not known to fake tensors.

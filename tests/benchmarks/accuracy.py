@@ -15,11 +15,12 @@ import torch
 from torch.utils.benchmark import Timer
 
 import effgpu
-from effgpu.measuring.measurement import hodges_lehmann_interval
+from effgpu.measuring.device import pick_sizes
+from effgpu.measuring.intervals import interval_of_blocks
 
 TURNS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 device = effgpu.find_device()
-width = effgpu.pick_sizes(cpu=256, small=1024, large=2048)
+width = pick_sizes(cpu=256, small=1024, large=2048)
 
 
 def network():
@@ -74,7 +75,7 @@ def main() -> None:
             taken[name].append(CLOCKS[name]())
     for name in list(CLOCKS)[1:]:
         ratios = [math.log(ours / theirs) for ours, theirs in zip(taken["measure"], taken[name])]
-        middle, low, high = (math.exp(end) for end in hodges_lehmann_interval(ratios))
+        middle, low, high = (math.exp(end) for end in interval_of_blocks(ratios))
         print(f"measure / {name}: {middle:.4f} [{low:.4f}, {high:.4f}], {TURNS} pairs in turns")
     if device.type == "cpu":
         measured = effgpu.measure(busy, seconds=4).median

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import effgpu
 from effgpu.benching.bench import Bench
+from effgpu.units import format_seconds
 
 SCRIPT = """
 import statistics, sys, time
@@ -86,7 +87,7 @@ def show_tick(seconds: float) -> None:
         result, _ = run(Path(folder), 100, seconds)
         inside = float(Path(result.logs["A"]).read_text().split()[-1])
     step = result["A"].median
-    print(f"tick in a turn: {inside * 1e6:.1f} µs, {inside / step:.3%} of a step of {effgpu.format_seconds(step)}")
+    print(f"tick in a turn: {inside * 1e6:.1f} µs, {inside / step:.3%} of a step of {format_seconds(step)}")
     print(f"  of a step of 10 ms: {inside / 0.01:.3%}, wanted: at most {LIMITS['tick']:.1%}")
 
 

@@ -1,0 +1,61 @@
+"""The scheduler of `compare` and of `bench`: who has its turn when, and how many blocks that takes."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
+
+Turn = Callable[[str], object]  # take a turn of the one with this label
+Alive = Callable[[], list[str]]  # the labels of those that can still take turns
+Say = Callable[[int, int, float | None], object]  # turns done, turns in all, and the seconds left where they are known
+
+
+def take_blocks(
+    alive: Alive,
+    take_turn: Turn,
+    ratios: Callable[[], list[list[float]]],
+    *,
+    target: float,
+    seconds: float,
+    blocks: int | None = None,
+    say: Say = lambda done, total, left: None,
+) -> None:
+    """Take turns in blocks: each one has a turn in a random order, and another in the reverse order.
+
+    So drift cancels within a block, and no one always comes after the same other. One block is one observation.
+    `ratios` gives, for each comparison, the logarithms of the blocks' ratios so far. The first 15 blocks tell how many
+    are needed for intervals of ±`target`, a share. There are at most 80, and no more than take `seconds` of each one's
+    time. `blocks` sets their number. `say` is told before each turn how far it is.
+    """
+    wanted, done, began = blocks or FEWEST_BLOCKS, 0, time.perf_counter()
+    while done < wanted and (order := alive()):
+        random.SystemRandom().shuffle(order)  # leaves the reader's own generator alone
+        for number, label in enumerate([*order, *reversed(order)]):
+            turns = 2 * len(order)
+            each = (time.perf_counter() - began) / (turns * done + number) if done + number else None
+            left = each and each * (turns * (wanted - done) - number)
+            say(turns * done + number, turns * wanted, left)
+            take_turn(label)
+        done += 1
+        if done == FEWEST_BLOCKS and not blocks and (order := alive()):
+            block = max(time.perf_counter() - began, 1e-9) / done / len(order)  # seconds of each one's time
+            needed = max((count_blocks(logs, target) for logs in ratios()), default=done)
+            wanted = max(done, int(min(needed, MOST_BLOCKS, seconds / block)))
+
+
+def take_builds(alive: Alive, take_turn: Turn, say: Say = lambda done, total, left: None) -> None:
+    """Let each one be built and take its turn in four rounds, in a random order: for those that cannot live together.
+
+    One build is one observation, as two builds of the same may differ more than two turns.
+    """
+    done, began = 0, time.perf_counter()
+    for number in range(BUILDS):
+        order: Sequence[str] = alive()
+        random.SystemRandom().shuffle(order)
+        for place, label in enumerate(order):
+            each = (time.perf_counter() - began) / done if done else None
+            rest = len(order) * (BUILDS - number) - place
+            say(done, done + rest, each and each * rest)
+            take_turn(label)
+            done += 1

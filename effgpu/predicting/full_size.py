@@ -1,0 +1,111 @@
+"""What the variants of a comparison are predicted to take on GPUs that are not there, at the size of real training."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from effgpu import units
+from effgpu.measuring.variants import Variant, check_variants, is_function
+from effgpu.predicting.gpus import Gpu, find_gpu
+from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, PRODUCT
+from effgpu.predicting.prediction import FITS, Prediction, predict
+from effgpu.predicting.time import time_ratio
+
+GPUS = ("T4", "A100 80 GB")
+Range = tuple[float, float, float]  # expected, low, high
+
+
+@dataclass(frozen=True)
+class FullSize:
+    """What one variant is predicted to take on one GPU.
+
+    `allocated` is the peak in bytes, `memory` that of the GPU, `verdict` whether the step fits. `seconds` is the time
+    of a step, `products` the part of it in which the GPU computes matrix products, convolutions and attention, and
+    `others` the part in which it does anything else; in the rest it waits for the CPU. `ratio` is the time over the
+    baseline's on the same GPU. Seconds and ratio are (expected, low, high): 9 of 10 published runs lie between low and
+    high. They are None for a GPU whose speed is not known.
+    """
+
+    gpu: str
+    memory: int
+    allocated: int
+    verdict: Literal["fits", "does not fit", "too close to tell"]
+    bound: str = ""
+    seconds: Range | None = None
+    products: float | None = None
+    others: float | None = None
+    ratio: Range | None = None
+
+    def tell_time(self) -> str:
+        """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and whether the step does not fit."""
+        if self.seconds is None:
+            told = units.NOT_MEASURED
+        elif self.ratio is None:
+            told = units.format_seconds(self.seconds[0])
+        else:
+            told = tell_ratio(self.ratio)
+        return told if self.verdict == FITS else f"{told}, {self.verdict}"
+
+
+def tell_ratio(ratio: Range) -> str:
+    """A predicted ratio of times in words, with its range: "same [0.95, 1.04]" where it rounds to 1."""
+    if units.format_speed(ratio[0]) != "same":
+        return units.format_speed(*ratio)
+    return f"same [{ratio[1]:.2f}, {ratio[2]:.2f}]"
+
+
+def predict_full_size(
+    variants: Mapping[str, Variant], full_size: Mapping | None, gpus: Iterable[str | float | Gpu]
+) -> dict[str, tuple[FullSize, ...]]:
+    """What each variant is predicted to take on each GPU, by label; the first variant is the baseline.
+
+    `full_size` gives keywords for all variants, such as a batch and a width, or by label the variants at that size.
+    Raises TypeError or ValueError for what is neither, for unknown labels or GPUs, and what `predict` raises.
+    """
+    gpus = [find_gpu(gpu) for gpu in ((gpus,) if isinstance(gpus, str | float | int | Gpu) else gpus)]
+    if full_size is None:
+        return {}
+    return _predict(_enlarge(variants, full_size), next(iter(variants)), gpus)
+
+
+def _enlarge(variants: Mapping[str, Variant], full_size: Mapping) -> dict[str, Variant]:
+    if not isinstance(full_size, Mapping):
+        raise TypeError(f"full_size: expected a mapping of keywords, or of labels to variants, got {full_size!r}")
+    if full_size and not any(map(is_function, full_size.values())):
+        return {label: partial(variant, **full_size) for label, variant in variants.items()}
+    large = check_variants(full_size, "full_size")
+    if unknown := [label for label in large if label not in variants]:
+        raise ValueError(f"full_size: expected labels out of {list(variants)}, got {unknown[0]!r}")
+    return large
+
+
+def predict_here(variants: Mapping[str, Variant], name: str) -> dict[str, FullSize]:
+    """What the variants are predicted to take on the GPU of this name, as they are; empty for one without a line."""
+    try:
+        gpu = find_gpu(name)
+    except ValueError:
+        return {}
+    return {label: told for label, (told,) in _predict(variants, next(iter(variants)), [gpu]).items()}
+
+
+def _predict(variants: Mapping[str, Variant], baseline: str, gpus: list[Gpu]) -> dict[str, tuple[FullSize, ...]]:
+    predictions = {label: predict(variant, gpus) for label, variant in variants.items()}
+    return {
+        label: tuple(_sum_up(prediction, predictions.get(baseline), gpu) for gpu in gpus)
+        for label, prediction in predictions.items()
+    }
+
+
+def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> FullSize:
+    older = prediction.older if gpu.capability < prediction.holds_from else None  # takes other kernels
+    needed = gpu.name, gpu.memory, (older or prediction).allocated, prediction.verdict(gpu)
+    if gpu.bandwidth is None:
+        return FullSize(*needed)
+    time = prediction.time(gpu)
+    is_baseline = baseline is None or baseline is prediction
+    ratio = None if is_baseline else tuple(time_ratio(time, baseline.time(gpu)))
+    seconds = {kind: row.seconds for kind, row in time.table.items()}
+    products = sum(seconds.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
+    others = sum(seconds.values()) - products
+    return FullSize(*needed, time.bound, (time.expected, time.low, time.high), products, others, ratio)
