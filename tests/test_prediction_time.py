@@ -162,6 +162,29 @@ def test_a_step_is_divided_where_the_cpu_waits():
     assert [len(predict(partial(variant, read), "T4").segments) for read in (False, True)] == [1, 2]
 
 
+@torch.library.custom_op("effgpu_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize(
+    "function, dtype, told",
+    [
+        (double, torch.float32, "effgpu_tests::double takes as long as reading its arguments"),
+        (lambda x: x @ x, torch.float64, "products in float64 take as long as in fp32"),
+    ],
+)
+def test_what_has_no_known_speed_is_named(function, dtype, told):
+    predicted = predict(forward(function, 64, 64, dtype=dtype), "T4")
+    assert told in repr(predicted) and predicted.time().expected > 0
+    assert not predict(forward(lambda x: x @ x + 1, 64, 64), "T4").assumptions
+
+
 # --- the inputs that a time must see ---
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.predicting.allocator import Block, round_size
-from effgpu.predicting.kernels import CONVOLUTION, Segment, note
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Segment, note
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -144,6 +144,12 @@ class Recorder(TorchDispatchMode):
         segment = self.segments[-1]
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
         segment.kernels.update(kernels)
+        if kernels and func.namespace != "aten":
+            name = f"{func.namespace}::{func.overloadpacket.__name__}"
+            self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
+        for kernel in kernels:
+            if kernel.product and kernel.format not in TIMED:
+                self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         segment.calls += call + _LISTED * sum(map(len, lists))

@@ -14,6 +14,7 @@ PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
 NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
 KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER)
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TIMED = (*FORMATS.values(), "tf32")  # of which GPUs' rates are known
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "_scaled_mm")
 # Passes over memory that a kernel makes beyond reading its arguments and writing its results once.
@@ -125,7 +126,11 @@ def _layout(tensors: list[torch.Tensor]) -> str:
 
 
 def _format(tensors: list[torch.Tensor]) -> str:
-    return FORMATS.get(tensors[0].dtype, "fp32") if tensors else "fp32"
+    return _name(tensors[0].dtype) if tensors else "fp32"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _is_even(tensors: list[torch.Tensor]) -> bool:
@@ -154,7 +159,7 @@ def _count_launches(name: str, args: tuple) -> int:
 
 def _multiplied_as(dtype: torch.dtype, switch) -> str:
     """The format in which a product of these numbers is computed, by torch's switch at this moment."""
-    name = FORMATS.get(dtype, "fp32")
+    name = _name(dtype)
     return "tf32" if name == "fp32" and switch.fp32_precision == "tf32" else name
 
 

@@ -298,7 +298,7 @@ def _data_sheet(segments: Iterable, gpu: str) -> float:
     fp32, tf32, half, bandwidth = DATA_SHEETS[gpu]
     rates = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half}
     return sum(
-        number * max(kernel.flops / rates[kernel.format] / 1e12, kernel.bytes / bandwidth / 1e9)
+        number * max(kernel.flops / rates.get(kernel.format, fp32) / 1e12, kernel.bytes / bandwidth / 1e9)
         for segment in segments
         for kernel, number in segment.kernels.items()
     )
