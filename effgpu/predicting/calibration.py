@@ -18,6 +18,7 @@ from effgpu.units import GiB, MiB, check_positive
 SECONDS = 4.0  # of each measurement: a GPU that gets hot slows down
 SIZE = 8192  # rows of the products
 _TINY = 1000  # kernels in the queue
+_SPREAD = 0.05  # of a rate that was measured here
 
 
 def calibrate(seconds: float = SECONDS) -> Gpu:
@@ -49,6 +50,7 @@ def calibrate(seconds: float = SECONDS) -> Gpu:
         cache=getattr(properties, "L2_cache_size", 0),
         kernel=_measure_kernel(),
         launch=_measure_launch(seconds),
+        spread=_SPREAD,
     )
 
 
@@ -81,6 +83,7 @@ def _row(gpu: Gpu) -> dict[str, object]:
         "context_MiB": "-".join(str(size // MiB) for size in gpu.context),
         "multiprocessors": gpu.multiprocessors,
         **{column: f"{rates[name] / 1e12:.4g}" if name in rates else "" for name, column in RATE_COLUMNS.items()},
+        "products_spread": f"{gpu.spread:g}",
         "bandwidth_GBps": f"{gpu.bandwidth / 1e9:.4g}",
         "l2_MiB": f"{gpu.cache / MiB:g}",
         "kernel_us": f"{gpu.kernel * 1e6:.3g}",

@@ -23,7 +23,8 @@ class Gpu:
     2 %: this is the least that public error reports show. A context's size depends on the driver, the CUDA version and
     the kernels that a step loads.
 
-    `rates` are the FLOP/s that large matrix products reach, by format ("fp32", "tf32", "fp16", "bf16"); `bandwidth`
+    `rates` are the FLOP/s that large matrix products reach, by format ("fp32", "tf32", "fp16", "bf16"), and `spread` is
+    by how much sources differ for tensor cores, as a share (a T4 gets hot: 25 to 42 TFLOP/s in fp16); `bandwidth` is
     the bytes per second that a large copy reaches. `cache` is the size of the L2 cache in bytes. `kernel` is the least
     number of seconds that a kernel takes in a stream of them, `launch` what the CPU usually takes to call an
     operation. A GPU that is given as a size has none of these: None.
@@ -39,6 +40,7 @@ class Gpu:
     cache: int = 0
     kernel: float = 0.0
     launch: float = 0.0
+    spread: float = 0.1
 
     def rate(self, format: str) -> float:
         """FLOP/s of large matrix products. TF32 is fp32 on a GPU that has none."""
@@ -74,6 +76,7 @@ def _read(row: dict[str, str]) -> Gpu:
         int(number("l2_MiB") * MiB),
         number("kernel_us") * 1e-6,
         number("launch_us") * 1e-6,
+        number("products_spread"),
     )
     numbers = {"memory": gpu.memory, "multiprocessors": gpu.multiprocessors, "bandwidth": gpu.bandwidth}
     check_positive(**numbers, fp32=gpu.rate("fp32"))

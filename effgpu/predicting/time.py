@@ -56,16 +56,23 @@ LAYOUTS = {
     "nhwc": _Layout(1.0, 0.95, 0.95, 0.1, 0.72, 0.67, 0.71, 0.53),
 }
 # Convolutions cannot feed a multiprocessor that is faster than the RTX 3090's. By pytorch-gpu-benchmark's calibration
-# rows, an A100 reaches 0.87 of that share in TF32 and 0.6 in fp16.
-FED, HUNGER = 1.02e12, 0.65
+# rows, an A100 reaches 0.6 of that share in fp16, and in TF32, whose rate is that of the RTX 3090's fp16, 0.87.
+FED, HUNGER, IN_TF32 = 1.02e12, 0.65, 0.87
 NARROW = (4, 8, 16, 32)  # channels of a group that cuDNN has kernels for
 # NeuSight's convolutions in fp32, 3 × 3: Winograd's algorithm saves products, most on Turing.
 WINOGRAD = {(7, 5): 1.35}
 WINOGRAD_ELSEWHERE = 1.05
-SIMPLE = 0.9
+SIMPLE, PLAIN_TRAFFIC = 0.9, 0.8  # without tensor cores, images need not be reordered; guessed
 
 # Standard deviations of what is not known, as shares: fitted on calibration rows, so that 9 of 10 lie in the range.
-SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.22, NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1}
+SPREAD = {
+    PRODUCT: 0.08,  # and what sources differ by for a GPU's tensor cores
+    ATTENTION: 0.15,
+    CONVOLUTION: 0.22,
+    NORM: 0.12,
+    OPTIMIZER: 0.1,
+    OTHER: 0.1,
+}
 SPREAD |= {"groups": 0.5, "launch": 0.3}
 SPREAD_OF_RUNS = 0.07  # two publications of one configuration differ by about 10 %
 SPREAD_OF_RATIOS = 0.03
@@ -139,7 +146,7 @@ def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
         return WINOGRAD.get(gpu.capability, WINOGRAD_ELSEWHERE) if "wide" in layout else SIMPLE
     shares = LAYOUTS["nhwc" if "nhwc" in layout else "nchw"]
     fast = gpu.rate(kernel.format) / gpu.multiprocessors / FED
-    fed = fast**-HUNGER if fast > 1 else 1.0
+    fed = (fast**-HUNGER if fast > 1 else 1.0) * (IN_TF32 if kernel.format == "tf32" else 1.0)
     if "grouped" in layout:
         width = min(kernel.product[1:])
         return fed * (shares.narrow if width in NARROW else shares.grouped)
@@ -148,13 +155,17 @@ def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
 
 def _traffic(kernel: Kernel, gpu: Gpu) -> float:
     hits = max(0.0, 1 - kernel.bytes / gpu.cache) if gpu.cache else 0.0
-    return kernel.bytes / (gpu.bandwidth * _bandwidth_share(kernel)) * (1 - CACHED * hits)
+    return kernel.bytes / (gpu.bandwidth * _bandwidth_share(kernel, gpu)) * (1 - CACHED * hits)
 
 
-def _bandwidth_share(kernel: Kernel) -> float:
+def _bandwidth_share(kernel: Kernel, gpu: Gpu) -> float:
     shares = LAYOUTS.get(kernel.layout.split()[-1]) if kernel.layout else None
     if kernel.kind == CONVOLUTION:
-        return shares.depthwise if kernel.layout.startswith("depthwise") else shares.traffic
+        if kernel.layout.startswith("depthwise"):
+            return shares.depthwise
+        return PLAIN_TRAFFIC if _counted_as(kernel.format, gpu) == "fp32" else shares.traffic
+    if kernel.kind == NORM and kernel.format == "fp32":
+        return NORMS
     if shares:
         return shares.batch_norm if kernel.kind == NORM else shares.pooling
     if kernel.kind == NORM:
@@ -272,16 +283,23 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             )
             bound = PRODUCTS_BOUND if computes > max(moves, least) else MEMORY_BOUND if moves > least else LAUNCH_BOUND
             work.bounds[bound] += seconds
-            what = "groups" if kernel.layout.startswith("grouped") else kernel.kind
+            what = "groups" if kernel.layout.startswith(("grouped", "depthwise")) else kernel.kind
             work.sources["launch" if bound == LAUNCH_BOUND else what, kernel.format * bool(computes)] += seconds
         work.waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
     return work
 
 
+def _spread(source: tuple[str, str], gpu: Gpu) -> float:
+    """The standard deviation of the seconds of a kind of operation in a format, as a share."""
+    kind, format = source
+    by_tensor_cores = kind == PRODUCT and _counted_as(format, gpu) != "fp32"
+    return max(SPREAD[kind], gpu.spread) if by_tensor_cores else SPREAD[kind]
+
+
 def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
     """Expected, least and most seconds."""
     total = sum(work.sources.values()) or 1.0
-    spread = math.hypot(SPREAD_OF_RUNS, *(SPREAD[kind] * s / total for (kind, _), s in work.sources.items()))
+    spread = math.hypot(SPREAD_OF_RUNS, *(_spread(source, gpu) * s / total for source, s in work.sources.items()))
     off = math.exp(NINE_OF_TEN * spread)
     launches = 1.0, *LAUNCH_RANGE
     times = 1.0, 1 / off, off
@@ -311,7 +329,8 @@ def time_ratio(ours: Time, theirs: Time) -> TimeRatio:
         raise ValueError(f"expected times on one GPU, got {ours.gpu.name} and {theirs.gpu.name}")
     shares = [{source: s / sum(time.sources.values()) for source, s in time.sources.items()} for time in (ours, theirs)]
     differences = [
-        SPREAD[source[0]] * (shares[0].get(source, 0) - shares[1].get(source, 0)) for source in shares[0] | shares[1]
+        _spread(source, ours.gpu) * (shares[0].get(source, 0) - shares[1].get(source, 0))
+        for source in shares[0] | shares[1]
     ]
     spread = math.hypot(SPREAD_OF_RATIOS, *differences)
     off = math.exp(NINE_OF_TEN * spread)
