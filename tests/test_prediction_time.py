@@ -376,6 +376,13 @@ def test_times_on_two_gpus_have_no_ratio():
         time_ratio(made("T4"), made("L4"))
 
 
+def test_a_step_without_kernels_has_no_ratio():
+    nothing = step_time([Segment()], find_gpu("A100 80 GB"))
+    assert nothing.expected == 0 and nothing.bound == LAUNCH_BOUND
+    with pytest.raises(ValueError, match="got one that runs none"):
+        time_ratio(made(), nothing)
+
+
 # --- GPUs ---
 
 

@@ -4,10 +4,11 @@ A kernel takes the larger of its arithmetic and its traffic, and at least what a
 after another while the CPU calls the operations that follow. Between two moments at which the CPU waits for the GPU,
 the slower of the two decides.
 
-Every constant is fitted on rows of docs/predict.md that are marked as calibration, or has its source beside it. No row
-of the audit was used.
+Every constant has its source beside it, or was fitted on the calibration rows that docs/predict.md names. That page
+also says which two constants were chosen after seeing rows of the audit.
 """
 
+import html
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -65,21 +66,14 @@ WINOGRAD_ELSEWHERE = 1.05
 SIMPLE, PLAIN_TRAFFIC = 0.9, 0.8  # without tensor cores, images need not be reordered; guessed
 
 # Standard deviations of what is not known, as shares: fitted on calibration rows, so that 9 of 10 lie in the range.
-SPREAD = {
-    PRODUCT: 0.08,  # and what sources differ by for a GPU's tensor cores
-    ATTENTION: 0.15,
-    CONVOLUTION: 0.22,
-    NORM: 0.12,
-    OPTIMIZER: 0.1,
-    OTHER: 0.1,
-}
+# Of products on tensor cores, what sources of the GPU's rate differ by counts where it is more.
+SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.22, NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1}
 SPREAD |= {"groups": 0.5, "launch": 0.3}
 SPREAD_OF_RUNS = 0.07  # two publications of one configuration differ by about 10 %
-SPREAD_OF_RATIOS = 0.03
+SPREAD_OF_RATIOS = 0.04
+OF_LAYOUTS = 0.25  # of the variance of a kind and format: what its layouts do not share
 NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side
 LAUNCH_RANGE = 0.4, 2.6  # times the usual launch cost: 6 to 40 µs for an operation
-
-
 # Perfect fusion: of a chain of operations on one tensor, one reads and one writes. Not measured: the range says so.
 FUSED, FUSED_CALLS = 1 / 3, 0.2
 
@@ -192,7 +186,7 @@ class Time:
     table: dict[str, Row]
     compiled: bool = False
     waits: tuple[tuple[float, float], ...] = field(default=(), compare=False)  # of each segment: the GPU's, the CPU's
-    sources: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
+    sources: dict[tuple[str, str, str], float] = field(default_factory=dict, compare=False)
 
     def with_launches(self, times: float) -> float:
         """Expected seconds on a CPU that takes so many times as long to launch an operation."""
@@ -226,8 +220,6 @@ class Time:
         return "\n".join([told, *units.align([headings, *rows])])
 
     def _repr_html_(self) -> str:
-        import html
-
         told = html.escape(f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)")
         return f"<table><caption>{told}</caption>{units.html_table(*self.rows())}</table>"
 
@@ -257,7 +249,7 @@ def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) 
 class _Work:
     seconds: Counter = field(default_factory=Counter)  # by kind
     counts: dict = field(default_factory=lambda: defaultdict(lambda: (0, 0, 0)))  # by kind: FLOPs, bytes, kernels
-    sources: Counter = field(default_factory=Counter)  # seconds by what they are uncertain for: kind and format
+    sources: Counter = field(default_factory=Counter)  # seconds by what they are uncertain for: see _group
     bounds: Counter = field(default_factory=Counter)
     waits: list = field(default_factory=list)
 
@@ -275,23 +267,29 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             together += seconds
             work.seconds[kernel.kind] += seconds
             flops, moved, kernels = work.counts[kernel.kind]
-            launches = number * kernel.launches
-            work.counts[kernel.kind] = (
-                flops + number * kernel.flops,
-                moved + number * kernel.bytes,
-                kernels + launches,
-            )
+            flops, moved = flops + number * kernel.flops, moved + number * kernel.bytes
+            work.counts[kernel.kind] = flops, moved, kernels + number * kernel.launches
             bound = PRODUCTS_BOUND if computes > max(moves, least) else MEMORY_BOUND if moves > least else LAUNCH_BOUND
             work.bounds[bound] += seconds
             what = "groups" if kernel.layout.startswith(("grouped", "depthwise")) else kernel.kind
-            work.sources["launch" if bound == LAUNCH_BOUND else what, kernel.format * bool(computes)] += seconds
+            what = "launch" if bound == LAUNCH_BOUND else what
+            layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(LAYOUTS)) else ""
+            work.sources[what, kernel.format * bool(computes), layout] += seconds
         work.waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
     return work
 
 
-def _spread(source: tuple[str, str], gpu: Gpu) -> float:
+def _group(sources: dict[tuple[str, str, str], float], parts: int) -> Counter:
+    """Seconds by the first parts of what they are uncertain for: the kind of operation, its format, its layout."""
+    grouped = Counter()
+    for source, seconds in sources.items():
+        grouped[source[:parts]] += seconds
+    return grouped
+
+
+def _spread(source: tuple, gpu: Gpu) -> float:
     """The standard deviation of the seconds of a kind of operation in a format, as a share."""
-    kind, format = source
+    kind, format = source[:2]
     by_tensor_cores = kind == PRODUCT and _counted_as(format, gpu) != "fp32"
     return max(SPREAD[kind], gpu.spread) if by_tensor_cores else SPREAD[kind]
 
@@ -299,13 +297,13 @@ def _spread(source: tuple[str, str], gpu: Gpu) -> float:
 def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
     """Expected, least and most seconds."""
     total = sum(work.sources.values()) or 1.0
-    spread = math.hypot(SPREAD_OF_RUNS, *(_spread(source, gpu) * s / total for source, s in work.sources.items()))
+    known = _group(work.sources, 2)
+    spread = math.hypot(SPREAD_OF_RUNS, *(_spread(source, gpu) * s / total for source, s in known.items()))
     off = math.exp(NINE_OF_TEN * spread)
-    launches = 1.0, *LAUNCH_RANGE
-    times = 1.0, 1 / off, off
+    ends = zip((1.0, 1 / off, off), (1.0, *LAUNCH_RANGE))  # of the GPU's time, and of the CPU's
     return tuple(
-        sum(max(seconds * time, calls * gpu.launch * launch) for seconds, calls in work.waits)
-        for time, launch in zip(times, launches)
+        sum(max(seconds * times, calls * gpu.launch * launches) for seconds, calls in work.waits)
+        for times, launches in ends
     )
 
 
@@ -323,15 +321,19 @@ class TimeRatio(NamedTuple):
 def time_ratio(ours: Time, theirs: Time) -> TimeRatio:
     """The ratio of two predicted times, with a range of its own: what is wrong in both of them cancels.
 
-    Raises ValueError for times on two GPUs, whose errors do not cancel.
+    Raises ValueError for times on two GPUs, whose errors do not cancel, and for a step without kernels.
     """
     if ours.gpu != theirs.gpu:
         raise ValueError(f"expected times on one GPU, got {ours.gpu.name} and {theirs.gpu.name}")
-    shares = [{source: s / sum(time.sources.values()) for source, s in time.sources.items()} for time in (ours, theirs)]
-    differences = [
-        _spread(source, ours.gpu) * (shares[0].get(source, 0) - shares[1].get(source, 0))
-        for source in shares[0] | shares[1]
-    ]
+    if not (ours.sources and theirs.sources):
+        raise ValueError("expected times of two steps that run kernels, got one that runs none")
+    totals = [sum(time.sources.values()) for time in (ours, theirs)]
+    differences = []
+    for parts, part in ((2, 1 - OF_LAYOUTS), (3, OF_LAYOUTS)):
+        mine, others = (_group(time.sources, parts) for time in (ours, theirs))
+        for source in mine | others:
+            share = mine[source] / totals[0] - others[source] / totals[1]
+            differences.append(_spread(source, ours.gpu) * share * math.sqrt(part))
     spread = math.hypot(SPREAD_OF_RATIOS, *differences)
     off = math.exp(NINE_OF_TEN * spread)
     slower = [ours.with_launches(times) / theirs.with_launches(times) for times in (1.0, *LAUNCH_RANGE)]
