@@ -171,6 +171,13 @@ def test_numbers_on_published_runs_are_those_of_the_page():
     assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
 
 
+@pytest.mark.parametrize("group", ["transformers", "convolutional networks"])
+def test_numbers_on_published_times_are_those_of_the_page(group):
+    page = re.search(rf"\| {group} \| (\d+) \| ([\d.]+)% \|", (ROOT / "docs" / "predict.md").read_text())
+    told = re.search(rf"([\d.]+)\s%\s+in\s+(\d+)\s+(published\s+runs\s+)?of\s+{group}", README.read_text())
+    assert (told[2], told[1]) == page.groups()
+
+
 @each_page
 def test_every_link_and_picture_exists(page):
     targets = re.findall(r"\]\(([^):]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
