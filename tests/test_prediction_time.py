@@ -325,6 +325,12 @@ def test_a_step_says_what_it_is_bound_by(variant, bound):
     assert bound in repr(time)
 
 
+def test_a_gpu_that_waits_for_the_cpu_is_bound_by_launches():
+    assert made().bound == PRODUCTS_BOUND
+    waiting = made(calls=1e6)
+    assert waiting.bound == LAUNCH_BOUND and waiting.expected > 2 * waiting.table[PRODUCT].seconds
+
+
 def test_the_table_adds_up():
     time = predict(training(**WIDE), "T4").time()
     assert set(time.table) <= set(KINDS) and {PRODUCT, OPTIMIZER, OTHER} <= set(time.table)
