@@ -131,6 +131,30 @@ def test_attention_is_one_kernel_and_half_where_it_is_causal():
     assert attend(True) == attend(False) // 2 == 2 * 2 * 4 * 256**2 * 64
 
 
+def test_attention_computes_as_much_with_fewer_heads_of_keys():
+    def variant(heads):
+        query, key = (torch.randn(2, h, 256, 64, dtype=torch.bfloat16, requires_grad=True) for h in (8, heads))
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=heads < 8)
+        return lambda: attend(query, key, key).sum().backward()
+
+    flops = [predict(partial(variant, heads), "A100 80 GB").time().table[ATTENTION].flops for heads in (8, 2)]
+    assert flops[0] == flops[1] == 4 * 2 * 8 * 256**2 * 64 * 7 // 2  # forward, and two and a half times it backward
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.ops.aten._softmax(self=x, dim=-1, half_to_float=False),
+        lambda x: torch.einsum("ij,kj->ik", x, x) @ x[0],
+        lambda x: F.conv_transpose1d(x[None], torch.randn(16, 4, 3)),
+        lambda x: torch.complex(x, x) @ torch.complex(x, x),
+        lambda x: torch.linalg.qr(x),
+    ],
+)
+def test_rare_operations_are_timed_too(function):
+    assert predict(forward(function, 16, 16), "T4").time().expected > 0
+
+
 def test_a_convolution_is_the_products_that_it_comes_to():
     def variant():
         net, x = nn.Conv2d(32, 64, 3, padding=1), torch.randn(8, 32, 16, 16, requires_grad=True)

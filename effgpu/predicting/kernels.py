@@ -90,12 +90,14 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     if optimizing and not any(tensor.dim() for tensor in tensors):  # an optimizer's counts of steps are on the CPU
         return []
     moved = bytes_touched(func, name, args, kwargs, result)
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    args = tuple(named.get(argument.name) for argument in func._schema.arguments)  # all of them, in their order
     if name in _PRODUCTS:
-        return [_multiply(name, func, args, kwargs, result, moved)]
+        return [_multiply(name, args, moved)]
     if name in ("convolution", "convolution_backward"):
         return _convolve(name, args, results)
     if "scaled_dot_product" in name or "attention_forward" in name or "attention_backward" in name:
-        return [_attend(name, func, args, kwargs, result, moved)]
+        return [_attend(name, func, args, named, result, moved)]
     moved += sum(map(_size, (args[i] for i in _SECOND_READ.get(name, ()))))
     if name in _SOFTMAX:
         moved += _read_again(name, args)
@@ -163,7 +165,7 @@ def _multiplied_as(dtype: torch.dtype, switch) -> str:
     return "tf32" if name == "fp32" and switch.fp32_precision == "tf32" else name
 
 
-def _multiply(name: str, func, args: tuple, kwargs: dict, result, moved: int) -> Kernel:
+def _multiply(name: str, args: tuple, moved: int) -> Kernel:
     matrices = [arg for arg in args if isinstance(arg, torch.Tensor)]
     a, b = matrices[:2] if name in ("mm", "bmm", "mv", "_scaled_mm") else matrices[1:3]
     batch = a.shape[0] if a.dim() == 3 else 1
@@ -179,22 +181,22 @@ def _multiply(name: str, func, args: tuple, kwargs: dict, result, moved: int) ->
 
 def _length(matrix: torch.Tensor) -> int:
     """The elements from one row of a matrix to the next, or from one column to the next, where columns are in order."""
-    strides = matrix.stride()[-2:]
+    strides = matrix.stride()[-2:] if matrix.layout is torch.strided else ()
     return max(strides) if len(strides) == 2 else 8
 
 
-def _attend(name: str, func, args: tuple, kwargs: dict, result, moved: int) -> Kernel:
-    formula = flop_registry.get(func.overloadpacket)
-    flops = formula(*args, **kwargs, out_val=result) if formula else 0
-    causal = [
-        value
-        for argument, value in zip(func._schema.arguments, args)
-        if argument.name == "is_causal" and isinstance(value, bool)
-    ]
-    if any(causal) or kwargs.get("is_causal"):
+def _attend(name: str, func, args: tuple, named: dict, result, moved: int) -> Kernel:
+    backward = "backward" in name
+    if "scaled_dot_product" in name:  # also where fewer heads have keys, which PyTorch's formula refuses
+        query, key, value = args[1:4] if backward else args[:3]
+        batch, heads, length, width = query.shape
+        flops = 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]) * (5 if backward else 2) // 2
+    else:
+        flops = flop_registry[func.overloadpacket](*args, out_val=result) if func.overloadpacket in flop_registry else 0
+    if named.get("is_causal"):
         flops //= 2  # the blocks above the diagonal are left out
     layout = "flash" if "flash" in name or "cudnn" in name else "efficient"
-    layout += " backward" * ("backward" in name)
+    layout += " backward" * backward
     dtype = _multiplied_as(args[0].dtype, torch.backends.cuda.matmul)
     return Kernel(name, ATTENTION, dtype, flops, moved, _LAUNCHES.get(name, 1), None, True, layout)
 
