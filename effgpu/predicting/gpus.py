@@ -1,4 +1,12 @@
-"""The GPUs that a prediction is for: a table of what each has and reaches, with the reader's own lines before it."""
+"""The GPUs that a prediction is for: a table of what each has and reaches, with the reader's own lines before it.
+
+Sources in gpus.csv, by their short names: zzc0721/torch-performance-test-data@9d828276,
+chsasank/device-benchmarks@7ccc8838, mli/transformers-benchmarks@3370b2b3, stas00/ml-engineering@744d01e1 (MAMF),
+RRZE-HPC/gpu-benches@1038c5d0, sitar-lab/NeuSight@6945927d and linkedin/Liger-Kernel@ead96b6 on GitHub.
+Multiprocessors and L2 caches are those of data sheets, memory and contexts those of public error reports.
+`products_spread` is by how much sources of 16-bit rates differ. `launch_us` is ours: litgpt's phi-1.5 asks for 7 µs,
+pytorch-gpu-benchmark's calibration rows for 25 to 40.
+"""
 
 import csv
 import os
