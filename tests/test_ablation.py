@@ -166,7 +166,7 @@ def test_changes_are_per_item_in_time_and_energy_but_not_in_memory(simulated):
 costs_of_three = st.fixed_dictionaries(
     {on: st.sampled_from([-45, -15, -5, 0, 5, 15, 45]) for on in subsets("abc") if on} | {(): st.just(1000)}
 )
-drifts = st.lists(st.floats(0.5, 2), min_size=15, max_size=20)
+drifts = st.lists(st.floats(0.5, 2), min_size=15, max_size=18)
 
 
 @given(costs_of_three, drifts, st.permutations("abc"))

@@ -26,7 +26,8 @@ from effgpu.figures import GREEN, RED, plot
 from effgpu.measuring.intervals import interval_of_blocks
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
-from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
+from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.prediction import OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
@@ -228,10 +229,10 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(known_gpus().values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
-    assert len(cards.texts) == len(cards.lines) == len(GPUS)
+    assert len(cards.texts) == len(cards.lines) == len(known_gpus())
     for verdict, needed in zip(cards.texts, cards.lines):
         assert not verdict.get_window_extent().padded(-1).overlaps(needed.get_window_extent())
     assert_readable(figure)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
-from effgpu.measuring.device import gc_frozen
+from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.variants import Stage, check_variants, run_variant
 
 
@@ -475,3 +475,36 @@ def test_a_step_that_runs_out_of_data_says_so():
     with pytest.raises(RuntimeError, match="the step ran out of data") as caught:
         compare({"a": variant}, seconds=1)
     assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_after_an_illegal_access_the_reader_is_told_to_restart(simulate_gpu, monkeypatch):
+    """The context is dead: setting the random state back fails, too, and must not hide the first error."""
+    gpu = simulate_gpu()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def step():
+        monkeypatch.setattr(torch.cuda, "set_rng_state", fail)
+        fail()
+
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught, random_states_kept():
+        run_variant(lambda: step, lambda step: step())
+    assert any("restart the kernel" in note for note in caught.value.__notes__) and caught.value.__context__ is None
+    assert "state given back" not in gpu.log
+
+
+def test_a_variant_that_changes_the_current_gpu_is_refused(simulate_gpu, monkeypatch):
+    """What it holds would be looked for on the GPU from before."""
+    simulate_gpu()
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: current.__setitem__(0, gpu))
+
+    def variant():
+        torch.cuda.set_device(1)
+        return lambda: None
+
+    with pytest.raises(ValueError, match=r"must not change the current GPU: call torch.cuda.set_device\(1\) before"):
+        run_variant(variant, lambda step: step())

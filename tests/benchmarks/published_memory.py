@@ -222,7 +222,15 @@ class _Gpt(nn.Module):
 
 
 def gpt2(
-    batch=8, vocabulary=50257, stored_mask=False, foreach=False, bf16=False, native=False, fused=False, compiled=False
+    batch=8,
+    vocabulary=50257,
+    stored_mask=False,
+    foreach=False,
+    bf16=False,
+    native=False,
+    fused=False,
+    compiled=False,
+    evaluated=True,
 ):
     model = _Gpt(vocabulary, stored_mask=stored_mask, native=native, fused=fused)
     if compiled:
@@ -242,10 +250,11 @@ def gpt2(
         loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
         loss.backward()
         optimizer.step()
-        model.eval()
-        evaluate()
-        evaluate()
-        model.train()
+        if evaluated:
+            model.eval()
+            evaluate()
+            evaluate()
+            model.train()
 
     return step
 
