@@ -14,6 +14,7 @@ from typing import Literal
 import psutil
 import torch
 
+from effgpu.measuring.torch_internals import clear_workspaces
 from effgpu.units import GiB, check_positive, format_bytes
 
 LARGE_GPU = 36 * GiB  # data-centre cards have more, gaming cards and a T4 have less
@@ -203,9 +204,7 @@ def release_memory() -> None:
     """Collect garbage and return the allocator's cached blocks to the GPU, with cuBLAS's workspaces."""
     gc.collect()
     if torch.cuda.is_available():
-        # Without this, only the first model of a process would pay for the workspaces. There is no public
-        # function: pytorch/pytorch#184084.
-        getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+        clear_workspaces()  # without this, only the first model of a process would pay for them
         torch.cuda.empty_cache()
 
 

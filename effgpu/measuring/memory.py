@@ -253,8 +253,13 @@ class _Profiler:
 def _find_profiler() -> tuple[Callable, Callable, object]:
     """The functions that start and stop the profiler, and its configuration. All of them are private to PyTorch."""
     try:
-        from torch._C._profiler import _ExperimentalConfig
-        from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+        from torch.autograd import ProfilerConfig, ProfilerState
+
+        from effgpu.measuring.torch_internals import (
+            _disable_profiler_legacy,
+            _enable_profiler_legacy,
+            _ExperimentalConfig,
+        )
 
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     except (ImportError, AttributeError, TypeError) as error:

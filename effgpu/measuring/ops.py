@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from effgpu.measuring.device import find_device
 from effgpu.measuring.timing import check_step
+from effgpu.measuring.torch_internals import TorchDispatchMode, tree_leaves
 from effgpu.measuring.variants import check_worked, uncompiled
 
 Key = Callable[[str, list[torch.Tensor]], Hashable | None]

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from effgpu.measuring.device import is_dead, is_out_of_memory, release_memory
+from effgpu.measuring.torch_internals import exchange_compiled_shapes
 from effgpu.measuring.workers import Workers
 
 Step = Callable[[], object]
@@ -113,13 +114,13 @@ class _Settings:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         before = [_read(read) for read, _ in _SWITCHES]
-        shapes = _exchange_compiled_shapes(self.shapes)
+        shapes = exchange_compiled_shapes(self.shapes)
         try:
             for place, value in self.switches.items():
                 _SWITCHES[place][1](value)
             yield
         finally:
-            self.shapes = _exchange_compiled_shapes(shapes)
+            self.shapes = exchange_compiled_shapes(shapes)
             now = [_read(read) for read, _ in _SWITCHES]
             changed = [i for i, was in enumerate(before) if was is not None and now[i] != was]
             self.switches = {i: now[i] for i in changed if now[i] is not None}  # None: PyTorch cannot tell any more
@@ -173,19 +174,6 @@ def _recompiling() -> contextlib.AbstractContextManager:
     dynamo = sys.modules.get("torch._dynamo")
     most = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
     return dynamo.config.patch(most) if dynamo else contextlib.nullcontext()
-
-
-def _exchange_compiled_shapes(shapes: object) -> object:
-    """Give torch.compile what it knew of a variant's shapes, and return what it knew before.
-
-    It turns a size dynamic once it has seen two values of it in one piece of code: the batch of another variant must
-    not count. There is no public way (torch/_dynamo/pgo.py).
-    """
-    pgo = sys.modules.get("torch._dynamo.pgo")
-    if not hasattr(pgo, "_CODE_STATE"):
-        return None
-    before, pgo._CODE_STATE = pgo._CODE_STATE, shapes
-    return before
 
 
 def _read(read: Callable) -> object | None:

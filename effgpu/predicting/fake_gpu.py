@@ -15,11 +15,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.measuring.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    _current_graph_task_id,
+    _disable_current_modes,
+    _ExcludeDispatchKeyGuard,
+    _len_torch_function_stack,
+    _pop_mode_temporarily,
+)
 from effgpu.predicting.allocator import Block, round_size
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Segment, note
 from effgpu.units import GiB, MiB
@@ -346,8 +356,8 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
 def on_real_tensors() -> Iterator[None]:
     """Inside, tensors are real and a GPU is the GPU, also within `as_gpu`."""
     with _disable_current_modes(), contextlib.ExitStack() as stack:
-        for _ in range(torch.overrides._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
         yield
 
 
@@ -391,9 +401,11 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference. A backward pass
     and autocast come to the CPU that stands for the GPU.
     """
-    from torch._dynamo import eval_frame
     from torch.cuda.amp import common
-    from torch.utils.data import DataLoader, dataloader
+    from torch.utils.data import DataLoader
+
+    from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
+    from effgpu.measuring.torch_internals import _SingleProcessDataLoaderIter, eval_frame
 
     def run_eagerly(model=None, **options):
         if model is None:
@@ -410,11 +422,9 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         try:
             if workers:
                 recorder.assumptions["a DataLoader's workers do not run: batches are loaded by the step itself"] = None
-            return dataloader._SingleProcessDataLoaderIter(loader)
+            return _SingleProcessDataLoaderIter(loader)
         finally:
             loader.num_workers = workers
-
-    run_backward = torch.autograd._engine_run_backward
 
     def run_backward_here(*args, **kwargs):
         with _Translator(recorder):  # what checkpointing runs again names a GPU, too
@@ -491,7 +501,7 @@ def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) ->
     return module
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
@@ -527,7 +537,7 @@ def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
             return value.to(wanted) if castable else value
         return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
 
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
@@ -535,14 +545,14 @@ def _with_dtype(func, *args, dtype=None, **kwargs):
     """CastPolicy::fp32_set_opt_dtype: the kernel reads 16 bits and writes fp32."""
     if dtype is None and args[0].dtype in _HALF:
         dtype = torch.float32
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return func(*args, dtype=dtype, **kwargs)
 
 
 def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
     """aten/src/ATen/native/SoftMax.cpp: on a GPU, 16 bits in and fp32 out is one kernel (half_to_float)."""
     to_float = dtype in (None, torch.float32) and tensor.dtype in _HALF
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
         if to_float:
             return getattr(aten, f"_{name}").default(tensor, dim, True)
         if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
@@ -647,7 +657,7 @@ def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
 def _reader() -> tuple[str, str]:

@@ -12,10 +12,9 @@ from functools import partial
 from numbers import Integral
 from typing import Literal
 
-from torch._subclasses import fake_tensor
-
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.memory import trace
+from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by

@@ -1,0 +1,88 @@
+"""The private names of PyTorch that effgpu stands on: all of them, and the version that each was last checked with.
+
+There is no public way to what they do. `from effgpu.measuring.torch_internals import tree_leaves` finds one by the last
+part of its name. A new PyTorch may change any: tests/test_torch_internals.py tries them one by one, and `make floor`
+does so on the oldest PyTorch that `pyproject.toml` admits.
+"""
+
+import importlib
+import sys
+
+import torch
+
+CHECKED = {
+    # to measure: cuBLAS's workspaces, the recorder of allocations, the calls of operations, compiled shapes
+    "torch._C._cuda_clearCublasWorkspaces": "2.14.1",  # pytorch/pytorch#184084
+    "torch._C._profiler._ExperimentalConfig": "2.14.1",
+    "torch.autograd._enable_profiler_legacy": "2.14.1",
+    "torch.autograd._disable_profiler_legacy": "2.14.1",
+    "torch.utils._python_dispatch.TorchDispatchMode": "2.14.1",
+    "torch.utils._pytree.tree_leaves": "2.14.1",
+    "torch._ops.OpOverload._schema": "2.14.1",
+    "torch._dynamo.pgo._CODE_STATE": "2.14.1",
+    # to predict: fake tensors, and what cannot run on them
+    "torch._subclasses.fake_tensor": "2.14.1",
+    "torch._subclasses.fake_tensor.FakeTensor": "2.14.1",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "2.14.1",
+    "torch.utils._python_dispatch._disable_current_modes": "2.14.1",
+    "torch.overrides._len_torch_function_stack": "2.14.1",
+    "torch.overrides._pop_mode_temporarily": "2.14.1",
+    "torch._C.DispatchKey": "2.14.1",
+    "torch._C.DispatchKeySet": "2.14.1",
+    "torch._C._ExcludeDispatchKeyGuard": "2.14.1",
+    "torch._C._current_graph_task_id": "2.14.1",
+    "torch._dynamo.eval_frame": "2.14.1",
+    "torch._dynamo.eval_frame._callback_from_stance": "2.14.1",
+    "torch.autograd._engine_run_backward": "2.14.1",
+    "torch.autocast._enabled": "2.14.1",
+    "torch.autocast._cache_enabled": "2.14.1",
+    "torch.cuda.amp.common.amp_definitely_not_available": "2.14.1",
+    "torch.library.Library._destroy": "2.14.1",
+    "torch.nn.Module._apply": "2.14.1",
+    "torch.nn.Module._buffers": "2.14.1",
+    "torch.nn.Module._parameters": "2.14.1",
+    "torch.optim.optimizer._default_to_fused_or_foreach": "2.14.1",
+    "torch.utils.data.DataLoader._get_iterator": "2.14.1",
+    "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",
+}
+_PATHS = {path.rpartition(".")[2]: path for path in CHECKED}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PATHS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path = _PATHS[name]
+    try:
+        return _find(path)
+    except AttributeError as error:
+        checked = f"expected it as in PyTorch {CHECKED[path]}, with which effgpu was checked"
+        raise ImportError(f"PyTorch {torch.__version__} has no {path}: {checked}") from error
+
+
+def clear_workspaces() -> None:
+    """Give cuBLAS's workspaces back to the GPU's allocator. A PyTorch without CUDA has none."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+
+
+def exchange_compiled_shapes(shapes: object) -> object:
+    """Give torch.compile what it knew of a variant's shapes, and return what it knew before.
+
+    It turns a size dynamic once it has seen two values of it in one piece of code: the batch of another variant must
+    not count (torch/_dynamo/pgo.py).
+    """
+    pgo = sys.modules.get("torch._dynamo.pgo")
+    if not hasattr(pgo, "_CODE_STATE"):
+        return None
+    before, pgo._CODE_STATE = pgo._CODE_STATE, shapes
+    return before
+
+
+def _find(path: str) -> object:
+    """A module, imported where it is not loaded yet, or what is in one. Raises AttributeError where it is not there."""
+    owner, _, name = path.rpartition(".")
+    if owner and hasattr(holder := _find(owner), name):
+        return getattr(holder, name)
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise AttributeError(path) from error
