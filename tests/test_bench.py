@@ -22,6 +22,7 @@ from effgpu.benching import bench as commands
 from effgpu.benching import processes, ticking
 from effgpu.benching.bench import Bench
 from effgpu.measuring import power
+from effgpu.measuring.measurement import Measurement
 
 ROOT = Path(__file__).parent.parent
 LOOP = """
@@ -143,6 +144,8 @@ def test_slower_is_found_and_more_memory(script, tmp_path, capsys):
     row = json.loads(stored.read_text())["comparisons"][0]
     assert json.loads(json.dumps(result.to_dict())) == row and row["bench"]["commands"]["a.py"] == fast
     assert result.judge(slower=100, more_memory=100) == ([], [])
+    assert main([*asked, "--fail-if-slower", "10000%"]) == 0
+    capsys.readouterr()
     assert main([*asked, "--fail-if-slower", "10000%", "--fail-if-more-memory", "10%"]) == 3
     told = capsys.readouterr().err
     assert "effgpu: the peak resident memory of b.py is +" in told and "more than the 10 % allowed" in told
@@ -207,6 +210,30 @@ def test_as_many_first_steps_as_asked_are_not_timed(script, tmp_path):
     assert max(map(max, result.baseline.turns)) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("turns", "allowed", "code"),
+    [
+        ([1.0, 1.02], 0.05, 0),
+        ([1.2, 1.22], 0.05, 3),
+        ([1.04, 1.08], 0.05, 4),  # a part of the interval is above
+        ([0.7, 1.6], 0.05, 4),  # a large regression may hide in a wide interval
+        ([0.7, 1.6], 3.0, 0),
+        ([], 0.05, 4),
+    ],
+)
+def test_a_regression_is_judged_by_the_ends_of_the_interval(turns, allowed, code, cpu):
+    times = [(turns[n % 2],) * 2 for n in range(16)] if turns else []
+    both = Measurement("a", ((1.0, 1.0),) * 16, cpu), Measurement("b", tuple(times), cpu)
+    exceeded, unclear = Bench("bench", both).judge(slower=allowed)
+    assert [bool(exceeded), bool(unclear)] == [code == 3, code == 4]
+
+
+def test_what_cannot_be_told_exits_with_4(script, capsys):
+    command = script()
+    assert main(["bench", "--seconds", "0.5", "--fail-if-slower", "0.001%", command, command]) in (3, 4)
+    assert "than the 0.001 % allowed" in capsys.readouterr().err
+
+
 def test_one_command_is_measured_alone(script, bench):
     result = bench([script(name="only")])
     assert [m.label for m in result] == ["only.py"] and len(result.baseline.turns) >= 15
@@ -236,6 +263,14 @@ def test_commands_that_do_not_fit_together_take_turns_one_at_a_time(script, benc
     assert result.alone and result.verdict("b.py") == "slower" and len(result["b.py"].turns) == 4
     assert result.notes[0].startswith("Measured one at a time: side by side, ") and "out of memory" in result.notes[0]
     assert "One process at a time, 4 times each" in repr(result)
+
+
+def test_a_gpu_that_takes_one_process_only_is_measured_one_at_a_time(script, bench, tmp_path):
+    told = "RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')"
+    before = LOCK.format(path=str(tmp_path / "lock")).replace("MemoryError('no room')", told)
+    before = before.replace('MemoryError("no room")', told)
+    result = bench([script(before=before, name="a"), script(before=before, name="b")])
+    assert result.alone and "refused by the GPU" in result.notes[0] and [len(m.turns) for m in result] == [4, 4]
 
 
 def test_out_of_memory_alone_is_a_result(script, bench):
@@ -579,15 +614,16 @@ device = lambda *_: SimpleNamespace(type="cuda")
 class Event:
     def __init__(self, enable_timing): assert enable_timing
     def record(self): self.at = time.perf_counter()
-    def synchronize(self): time.sleep(0.001 * (os.environ.get("LATE") is None))
+    def synchronize(self): pass
     def elapsed_time(self, later):
         assert cuda.waited_at > later.at, "not finished"
         return 1000 * (later.at - self.at)
 cuda = SimpleNamespace(
     is_initialized=lambda: True, is_available=lambda: True, current_device=lambda: 0, Event=Event,
-    device_count=lambda: 2, max_memory_allocated=lambda gpu=0: 3 * 2**20 * (gpu == int(os.environ.get("USED", 0))),
+    device_count=lambda: 2, max_memory_allocated=lambda gpu=0: 3 * 2**20 * (str(gpu) in os.environ.get("USED", "0")),
     max_memory_reserved=lambda: 4 * 2**20, memory_reserved=lambda: 0,
-    synchronize=lambda: setattr(cuda, "waited_at", time.perf_counter()), is_bf16_supported=lambda **_: True,
+    synchronize=lambda: time.sleep(0.05 * ("LATE" in os.environ)) or setattr(cuda, "waited_at", time.perf_counter()),
+    is_bf16_supported=lambda **_: True,
     mem_get_info=lambda: (1, 2), get_per_process_memory_fraction=lambda: 1.0,
     get_device_properties=lambda *_: SimpleNamespace(
         name="NVIDIA Test", major=9, minor=0, total_memory=2**34, multi_processor_count=132, uuid="0123"),
@@ -619,6 +655,19 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, 
     assert a.sm_clock == 1500 and a.throttled == ("power cap",)
     headings, _ = result.table()
     assert {"peak memory", "reserved", "energy per step"} <= set(headings)
+    monkeypatch.setenv("LATE", "1")
+    late = bench([script(before="import torch", name="g")])
+    assert "leaves work on another CUDA stream" in late.notes[0] and not any("stream" in note for note in result.notes)
+    monkeypatch.delenv("LATE")
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    uncounted = bench([f"USED=none {script(before='import torch', name='h')}"]).baseline
+    assert (uncounted.device.kind, uncounted.peak_allocated, uncounted.device.variables) == (
+        *("cuda", None),
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING")
+    both = bench([f"USED=01 {script(before='import torch', name='i')}"])
+    assert both.baseline.failed and "works on GPUs 0, 1, and effgpu times one" in both.notes[0]
     mixed = bench([script(before="import torch", name="c"), script(name="d")])
     assert mixed["d.py"].peak_allocated is None and "another device" in mixed.notes[-1]
     other = bench([f"USED=1 {script(before='import torch', name='e')}", script(before="import torch", name="f")])

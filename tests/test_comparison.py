@@ -32,7 +32,7 @@ from effgpu.measuring import power
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
-from effgpu.predicting import prediction
+from effgpu.predicting.gpus import known_gpus
 from effgpu.units import GiB
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
@@ -513,7 +513,7 @@ def test_an_expectation_that_is_none_is_named_before_anything_is_built(which, gi
         ({"other_training": ["b", "c"]}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
-        ({"gpu": "Z80"}, f"gpu: expected one of {', '.join(prediction.GPUS)} or a size as \"16 GiB\", got 'Z80'"),
+        ({"gpu": "Z80"}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
         ({"blocks": 14}, "blocks: expected at least 15, as many as a verdict takes, got 14"),
         ({"blocks": np.int64(3)}, "blocks: expected at least 15, as many as a verdict takes, got 3"),
         ({"blocks": 0}, "blocks: expected a positive whole number, got 0"),

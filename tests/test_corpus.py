@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,13 +62,6 @@ def test_text_rows_are_windows_of_the_package_they_are_labelled_with(count, spli
 
 def test_text_is_the_same_again_and_a_larger_count_appends():
     assert corpus.load_text(50)[:] == corpus.load_text(80)[:50]
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"split": "test"}])
-def test_text_of_another_seed_or_split_is_other_text(other):
-    rows, others = corpus.load_text(300)[:], corpus.load_text(300, **other)[:]
-    assert sum(one == two for one, two in zip(rows["label"], others["label"])) < 60  # 21 expected by chance
-    assert sum(one == two for one, two in zip(rows["text"], others["text"])) < 6
 
 
 def test_text_is_the_same_in_another_process_and_no_import_but_torch_is_slow():
@@ -131,12 +123,6 @@ def test_text_labels_can_be_learned():
     assert sum(guess(text) == label for text, label in zip(texts, labels)) > 0.4 * len(texts)
 
 
-def test_a_package_without_source_is_named(monkeypatch):
-    monkeypatch.setattr(corpus, "PACKAGES", ("no_such_package",))
-    with pytest.raises(FileNotFoundError, match="no_such_package"):
-        corpus.load_text(1)
-
-
 # Tokenizer
 
 
@@ -146,13 +132,6 @@ def test_decoding_gives_the_text_back(tokenizer, text):
     tokens = tokenizer(text)["input_ids"]
     assert tokens[0] == tokenizer.cls_token_id and tokens[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(tokens, skip_special_tokens=True) == text
-
-
-def test_decoding_gives_source_back_in_far_fewer_tokens_than_characters(tokenizer):
-    texts = corpus.load_text(50, split="test")[:]["text"]
-    tokens = tokenizer(texts)["input_ids"]
-    assert tokenizer.batch_decode(tokens, skip_special_tokens=True) == texts
-    assert sum(map(len, tokens)) < 0.5 * sum(map(len, texts))
 
 
 def test_tokenizer_pads_and_truncates(tokenizer):
@@ -216,14 +195,6 @@ def test_glyph_labels_are_balanced_and_images_hardly_ever_repeat():
     assert torch.equal(images[7], corpus.Glyphs(8)[7][0]) and labels[7] == corpus.Glyphs(8)[7][1]
 
 
-@pytest.mark.parametrize("size", [16, 48])
-@pytest.mark.parametrize("name", corpus.FONTS["train"] + corpus.FONTS["test"])
-def test_every_font_draws_62_different_characters(name, size):
-    images = [corpus._draw_glyph(character, corpus._find_font(name), size) for character in corpus.Glyphs.classes]
-    assert len({image.numpy().tobytes() for image in images}) == len(set(corpus.Glyphs.classes)) == 62
-    assert all(image.sum() > 0.01 * size**2 for image in images)
-
-
 def test_the_unseen_fonts_draw_what_their_labels_say():
     """The nearest mean of the training fonts names most characters of the test fonts; symbols would leave 1 in 62."""
 
@@ -245,20 +216,6 @@ def test_no_font_and_no_family_is_in_both_splits():
     assert not contents["train"] & contents["test"]
     families = {split: {Path(font).name[:4] for font in names} for split, names in fonts.items()}
     assert not families["train"] & families["test"]
-
-
-def test_fonts_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr(corpus.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="matplotlib"):
-        corpus.Glyphs(1)
-
-
-def test_the_strength_of_the_augmentation_follows_the_size():
-    image, results = torch.rand(1, 64, 64), []
-    for size in (16, 64, 64):
-        torch.manual_seed(0)
-        results.append(corpus.augment(size)(image))
-    assert torch.equal(results[1], results[2]) and not torch.equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("size", [16, 48, 80])
@@ -286,58 +243,20 @@ def test_a_spawned_worker_draws_the_same_glyphs():
 # All of it
 
 
-def test_nothing_opens_a_connection(monkeypatch):
-    asked = []
-
-    def refuse(*arguments, **options):
-        asked.append(arguments)
-        raise OSError("no network in this test")
-
-    for owner, name in ((socket.socket, "connect"), (socket.socket, "connect_ex"), (socket, "getaddrinfo")):
-        monkeypatch.setattr(owner, name, refuse)
-    monkeypatch.setattr(corpus, "TOKENIZER_TEXTS", 300)
-    corpus.load_text(10)
-    corpus.train_tokenizer(vocab_size=300)("a text")
-    corpus.augment()(corpus.load_images(2)[0])
-    assert asked == []
-
-
-@pytest.mark.parametrize("make", [corpus.load_text, corpus.Glyphs, corpus.load_images])
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("count", 0, ValueError),
-        ("count", -3, ValueError),
-        ("count", 2.0, TypeError),
-        ("count", True, TypeError),
-        ("count", "9", TypeError),
-        ("split", "validation", ValueError),
-        ("split", None, ValueError),
-        ("split", ["train"], ValueError),
-        ("seed", 0.5, TypeError),
-        ("seed", None, TypeError),
-    ],
-)
-def test_a_bad_argument_is_named(make, name, value, error):
-    with pytest.raises(error, match=f"^{name}: expected"):
-        make(**{"count": 1, name: value})
-
-
 @pytest.mark.parametrize(
     ("make", "arguments", "error"),
     [
+        (corpus.load_text, {"count": 0}, ValueError),
+        (corpus.load_text, {"count": 2.0}, TypeError),
+        (corpus.load_text, {"split": "validation"}, ValueError),
         (corpus.train_tokenizer, {"vocab_size": corpus.SMALLEST_VOCABULARY - 1}, ValueError),
-        (corpus.train_tokenizer, {"vocab_size": 1e3}, TypeError),
-        (corpus.train_tokenizer, {"seed": "0"}, TypeError),
-        (corpus.Glyphs, {"size": 15}, ValueError),
-        (corpus.Glyphs, {"size": 48.0}, TypeError),
+        (corpus.Glyphs, {"seed": None}, TypeError),
         (corpus.Glyphs, {"transform": 3}, TypeError),
-        (corpus.load_images, {"size": 0}, ValueError),
-        (corpus.augment, {"size": 15}, ValueError),
+        (corpus.load_images, {"size": 15}, ValueError),
         (corpus.augment, {"size": (48, 48)}, TypeError),
     ],
 )
-def test_a_bad_argument_of_one_function_is_named(make, arguments, error):
+def test_a_bad_argument_is_named(make, arguments, error):
     with pytest.raises(error, match=f"^{next(iter(arguments))}: expected"):
         make(**arguments)
 

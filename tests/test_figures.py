@@ -14,8 +14,6 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -25,11 +23,11 @@ from effgpu import figures
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
 from effgpu.figures import GREEN, RED, plot
-from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import interval_of_blocks
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
-from effgpu.predicting.prediction import GPUS, OWNERS, Prediction, Range
+from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.prediction import OWNERS, Prediction, Range
 from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 96 * MiB, "joules": 2.0}
@@ -129,12 +127,6 @@ def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
     assert figure.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
 
 
-def test_what_was_not_measured_is_said_to_be_so_and_not_drawn_as_nothing(make_measurement):
-    rows = make_measurement("counted"), make_measurement("unseen", peak_allocated=None)
-    _, memory = plot(Comparison("test", rows)).axes
-    assert texts(memory) == ["1000 B", "–"]
-
-
 def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
     figure = plot(on_gpu)
     assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
@@ -168,16 +160,6 @@ def test_bars_carry_the_interval_of_their_ratio_and_tell_the_result(on_gpu):
     assert time.patches[1].get_width() == pytest.approx(0.02 * ratio.value, rel=1e-3)
 
 
-@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
-def test_no_rounding_error_puts_an_end_of_an_interval_on_the_wrong_side(theirs, ours):
-    """Matplotlib refuses to draw such an error bar; steps that take the same in each block have no width."""
-    cpu = Device("Test CPU", "cpu", None, 2)
-    rows = tuple(Measurement(label, ((s, s),) * 8, cpu) for label, s in (("theirs", theirs), ("ours", ours)))
-    for m in rows:
-        value, low, high = figures._level(Comparison("steady", rows), m, "time")
-        assert low <= value <= high
-
-
 def test_reserved_memory_is_outlined_over_allocated_and_lies_in_the_panel(on_gpu):
     wide = replace(on_gpu["bf16"], peak_reserved=640 * MiB)
     memory = plot(Comparison("synthetic", (on_gpu["fp32"], wide))).axes[1]
@@ -192,12 +174,6 @@ def test_units_stand_on_the_ticks(on_gpu, on_cpu):
     for ax, unit, scale in ((time, "ms", 1e-3), (memory, "MiB", MiB), (energy, "J", 1)):
         assert 3 <= len(read_ticks(ax.xaxis, unit, scale)) <= 6
     assert 3 <= len(read_ticks(plot(on_cpu).axes[1].xaxis, "MiB", MiB)) <= 6
-
-
-def test_no_energy_no_panel(on_cpu, on_gpu):
-    without, with_energy = plot(on_cpu), plot(on_gpu)
-    assert len(without.axes) == 2 and len(with_energy.axes) == 3
-    assert legend(without) == legend(with_energy) == [], "nothing to explain"
 
 
 @pytest.fixture
@@ -234,18 +210,6 @@ def test_no_mark_covers_the_words(foretold):
             assert box.x0 >= ax.transData.transform((x, row))[0] + radius
 
 
-@pytest.mark.parametrize("quantity", ["memory", "energy"])
-def test_the_legend_explains_a_mark_in_whatever_panel_it_is(on_gpu, quantity):
-    figure = plot(replace(on_gpu, predicted={"bf16": {quantity: 0.5}}))
-    assert legend(figure) == ["predicted"] and len(figure.legends) == 1
-
-
-def test_what_is_foretold_of_a_baseline_that_failed_has_no_place(on_gpu, make_measurement):
-    failed = make_measurement("fp32", failed=True, device=on_gpu.device)
-    figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"]), {"bf16": {"time": 0.5}}))
-    assert not any(marks(ax, "D") for ax in figure.axes) and legend(figure) == []
-
-
 def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
     figure = plot(replace(on_gpu, other_training=("bf16",)))
     assert ticks(figure.axes[0].yaxis) == ["fp32", "bf16\n(not the same training)", "fp8"]
@@ -265,10 +229,10 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
 @pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
-    figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(GPUS.values())))
+    figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(known_gpus().values())))
     figure.draw_without_rendering()
     cards = figure.axes[1]
-    assert len(cards.texts) == len(cards.lines) == len(GPUS)
+    assert len(cards.texts) == len(cards.lines) == len(known_gpus())
     for verdict, needed in zip(cards.texts, cards.lines):
         assert not verdict.get_window_extent().padded(-1).overlaps(needed.get_window_extent())
     assert_readable(figure)
@@ -485,7 +449,7 @@ def make_ablation(cpu, make_gpu):
         found = []
         for label, seconds in SECONDS.items():
             noise = 0.4 if label in noisy else 0.001
-            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(8))
+            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(16))
             fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
             joules = None if device is None else seconds / 5
             ok = Measurement(label, turns, device or cpu, joules=joules, unit="samples", **fields)
@@ -564,21 +528,6 @@ def test_plots_leave_pyplot_as_it_was(on_gpu):
     assert all(isinstance(figure, Figure) for figure in drawn)
 
 
-@pytest.mark.parametrize("label", ["costs $1, not $2", r"$\frac{$", "_loss"])
-def test_a_name_is_shown_as_it_is_written(label, make_measurement, make_gpu, monkeypatch):
-    both = [make_measurement("fp32"), make_measurement(label)]
-    elsewhere = Comparison("synthetic", tuple(replace(m, device=make_gpu(label)) for m in both))
-    monkeypatch.setattr(figures, "stored", lambda name: [elsewhere])
-    bars = plot(Comparison("synthetic", tuple(both)))
-    sweep = plot({label: {1: both[0]}, "b": {1: both[1]}}, xlabel=label, ylabel=label)
-    for figure in (bars, sweep, plot({label: TRACES["plain"]})):
-        figures.to_png(figure)
-        written = [text for text in figure.findobj(Text) if label in text.get_text()]
-        assert written and not any(text.get_parse_math() for text in written)
-    assert [text.get_text().strip() for text in sweep.legends[0].get_texts()] == [label, "b"]
-    assert ticks(bars.axes[0].yaxis) == ["fp32", label]
-
-
 def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
     figure = plot(on_cpu)
     png = figures.to_png(figure)
@@ -588,11 +537,11 @@ def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
 
 
 CELLS = """
-import gc, weakref, torch, effgpu
+import torch, effgpu
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 cpu = effgpu.describe()
-turns = tuple((1 + 0.001 * i,) * 2 for i in range(8))
+turns = tuple((1 + 0.001 * i,) * 2 for i in range(15))
 both = tuple(Measurement(label, turns, cpu, peak_allocated=1) for label in "ab")
 result = Comparison("nothing_is_stored_of_this", both)
 ---
@@ -611,16 +560,18 @@ result
 import matplotlib.pyplot as plt
 print(plt.get_fignums())
 ---
-models = []
 def broken():
     model = torch.nn.Linear(4, 4)
-    models.append(weakref.ref(model))
     def step():
         return model(torch.ones(1, 5))
     return step
 effgpu.compare({"broken": broken})
 ---
-print(len(models), [model() for model in models])
+import sys
+last = sys.last_value.__traceback__
+while last and last.tb_frame.f_code.co_name != "step":
+    last = last.tb_next
+print(last.tb_frame.f_locals["model"])
 """
 
 
@@ -653,9 +604,9 @@ def test_a_notebook_shows_a_result_as_a_table_with_its_data(outputs):
     assert "<table>" in shown.data["text/html"]
 
 
-def test_a_notebook_does_not_keep_the_model_of_a_step_that_failed(outputs):
+def test_a_notebook_shows_the_line_of_a_step_that_failed_and_can_debug_it(outputs):
     error = outputs[7][-1]
     assert error.output_type == "error" and error.ename == "RuntimeError"
-    told = "\n".join(error.traceback)
-    assert "model(torch.ones(1, 5))" in told and "while measuring the variant 'broken'" in told
-    assert "".join(output.text for output in outputs[8]) == "1 [None]\n"  # print may come in pieces
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert "model(torch.ones(1, 5))" in text and "while measuring the variant 'broken'" in text
+    assert "".join(output.text for output in outputs[8]) == "Linear(in_features=4, out_features=4, bias=True)\n"

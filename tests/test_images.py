@@ -17,20 +17,8 @@ def drawn(tmp_path_factory) -> Path:
     return folder
 
 
-def shapes(path: Path) -> list[str]:
-    """Title, words, outlines and fills of a drawing; not its glyphs, in which versions of matplotlib differ."""
-    text = re.sub(r"url\(#\w+\)", "url()", path.read_text())
-    return re.findall(r"<title>.*?</title>|<!-- .*? -->|<path d=\"[^\"]*\"[^>]* style=\"[^\"]*\"", text, re.DOTALL)
-
-
 def test_every_drawing_is_committed_and_no_other(drawn):
     assert [path.name for path in sorted(drawn.glob("*.svg"))] == [path.name for path in DRAWINGS]
-
-
-@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
-def test_drawing_is_up_to_date(path, drawn):
-    assert len(shapes(path)) > 10
-    assert shapes(path) == shapes(drawn / path.name), "python images/draw.py draws it anew"
 
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)

@@ -31,7 +31,7 @@ def test_interval_cuts_as_many_averages_as_the_signed_ranks_allow(confidence, n=
     values = random.Random(n).sample([2**i for i in range(n)], n)
     averages = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     middle = statistics.median(averages)
-    wider = [middle + 1.15 * (end - middle) for end in (averages[k - 1], averages[-k])]
+    wider = [middle + 1.25 * (end - middle) for end in (averages[k - 1], averages[-k])]
     assert interval_of_blocks(values, confidence) == pytest.approx((middle, *wider))
 
 
@@ -70,7 +70,7 @@ def test_interval_covers_the_centre_and_is_hardly_wider_than_that_takes(n, rho, 
     if not outliers:
         student = {15: 2.977, 40: 2.708}[n] / math.sqrt(n)
         width = statistics.median((high - low) / 2 for _, low, high in found)
-        assert 0.95 < width / (1.15 * student) < 1.15
+        assert 0.95 < width / (1.25 * student) < 1.15
 
 
 def test_one_block_that_was_held_up_does_no_harm():
@@ -101,7 +101,7 @@ def test_ends_of_a_narrower_interval_are_one_sided_bounds():
     assert low < one_low < one_high < high
 
 
-@pytest.mark.parametrize("sigma", [0.001, 0.05, 0.07, 1.0])
+@pytest.mark.parametrize("sigma", [0.001, 0.04, 0.05, 1.0])
 def test_as_many_blocks_as_the_first_ones_ask_for(sigma):
     """Two stages: with the number that 15 blocks give, the interval comes out as wide as was asked for, or narrower."""
     generator, widths, counts = random.Random(f"{sigma}"), [], []
@@ -120,7 +120,7 @@ def test_as_many_blocks_as_the_first_ones_ask_for(sigma):
 
 def test_a_wider_or_narrower_factor_would_be_noticed(monkeypatch):
     """The tests above fail where the width is doubled or halved."""
-    for factor in (2.3, 0.575):
+    for factor in (2.5, 0.625):
         monkeypatch.setattr(intervals, "_DEPENDENCE", factor)
         intervals._hodges_lehmann.cache_clear()
         with pytest.raises(AssertionError):

@@ -118,7 +118,7 @@ def test_seconds_cap_every_measurement_of_a_run(here):
 
 def test_the_page_of_a_partial_run_keeps_this_machines_other_lessons(tmp_path):
     def compared(name, where):
-        return Comparison(name, tuple(Measurement(label, ((1.0, 1.0),) * 8, where) for label in ("slow", "fast")))
+        return Comparison(name, tuple(Measurement(label, ((1.0, 1.0),) * 15, where) for label in ("slow", "fast")))
 
     here = device.describe()
     runner.prepare(tmp_path)

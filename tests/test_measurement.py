@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -305,7 +306,7 @@ def test_the_seconds_are_the_most_that_a_variant_is_timed_but_for_fifteen_blocks
         return lambda: clock.spend(milliseconds / 1000 * noise.uniform(0, 2))
 
     found = measure_all({"a": variant, "b": clock.step(milliseconds / 1000)}, seconds=2)
-    assert [len(m.turns) for m in found] == [pytest.approx(blocks, abs=4)] * 2
+    assert [len(m.turns) for m in found] == [pytest.approx(blocks, abs=6)] * 2
 
 
 def test_a_quiet_machine_needs_fifteen_blocks(clock, only_turns):
@@ -627,22 +628,18 @@ def test_above_the_limit_is_out_of_memory_and_what_comes_next_is_not(tiny, no_co
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_any_other_error_comes_through_frees_everything_and_names_its_variant(place, error, clock):
+def test_any_other_error_comes_through_and_names_its_variant(place, error, clock):
     sound, faulty = Faulty(cyclic=True, clock=clock), Faulty(*PLACES[place], error, cyclic=True, clock=clock)
     with pytest.raises(error, match="a fault") as caught:
         measure_all({"sound": sound, "broken one": faulty}, **QUICK)
     assert "raised while measuring the variant 'broken one'" in caught.value.__notes__
-    assert any("in step" in note or "in __call__" in note for note in caught.value.__notes__), "the line that failed"
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in step" in text or "in __call__" in text, "the line that failed"
+    if error is not KeyboardInterrupt:
+        assert faulty.alive, "a debugger looks at it"
+        del caught
+        gc.collect()
     assert sound.models and faulty.models and not sound.alive and not faulty.alive
-    held = {id(frame.f_code) for frame in frames_of(caught.value)}
-    assert id(Faulty.__call__.__code__) not in held
-
-
-def frames_of(error):
-    at = error.__traceback__
-    while at:
-        yield at.tb_frame
-        at = at.tb_next
 
 
 def test_an_interrupt_between_two_turns_frees_everything(clock, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from effgpu.ablation import Ablation
 from effgpu.comparison import FASTER, INCONCLUSIVE, Comparison, FullSize
 from effgpu.course.runner import Outcome, read_lessons
-from effgpu.results import STORED, load, save, stored
+from effgpu.results import stored
 from effgpu.units import GiB
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,8 @@ QUESTIONS = {
 }
 NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
-MOST_LINES = 120
+
+
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
@@ -109,14 +110,6 @@ def picture() -> tuple[bytes, str]:
     return base64.b64decode(png), f'<p align="center">{image}</p>\n'
 
 
-def of_another_run(lessons: list[Outcome], folder: Path) -> list[str]:
-    """The names of the results in a folder that are of a lesson's device, and not what the lesson holds."""
-    held = {comparison.name: comparison for lesson in lessons for comparison in lesson.comparisons}
-    paths = {folder / f"{comparison.device.slug}.json" for comparison in held.values()}
-    stored = [comparison for path in paths if path.exists() for comparison in load(path)]
-    return [comparison.name for comparison in stored if comparison != held.get(comparison.name)]
-
-
 def test_lines_on_the_lessons_are_what_the_notebooks_hold():
     assert LESSONS.search(README.read_text())[0] == lists(), "make readme brings it up to date"
 
@@ -182,22 +175,6 @@ def test_numbers_on_published_runs_are_those_of_the_page():
     assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
 
 
-def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= MOST_LINES
-
-
-def test_lessons_and_stored_results_of_their_device_are_of_one_run(make_measurement, make_gpu, tmp_path):
-    first, second = (
-        Comparison(name, tuple(make_measurement(label, device=make_gpu()) for label in "ab"))
-        for name in ("first", "second")
-    )
-    save([first, second], tmp_path / "nvidia-test.json")
-    assert of_another_run([Outcome("00", "00", (first, second))], tmp_path) == []
-    changed = Comparison("first", second.measurements[::-1])
-    assert of_another_run([Outcome("00", "00", (changed,))], tmp_path) == ["first", "second"]
-    assert of_another_run(lessons(), STORED) == []
-
-
 @each_page
 def test_every_link_and_picture_exists(page):
     targets = re.findall(r"\]\(([^):]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
@@ -214,37 +191,6 @@ def anchors(text: str) -> list[str]:
     headings = re.findall(r"^#+ (.+)", FENCED.sub("", text), re.MULTILINE)
     shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
     return [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in shown]
-
-
-def test_anchors_are_githubs():
-    text = "# `effgpu bench`: one, two\n```\n# no heading\n```\n## A [page](https://a.b/c)'s end\n"
-    assert anchors(text) == ["effgpu-bench-one-two", "a-pages-end"]
-
-
-def test_ci_runs_what_make_test_leaves_out():
-    rules = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert "not slow" in rules["test"] and "slow" not in rules["test-all"]
-    assert rules["test"].replace(" and not slow", "") == rules["test-all"], "else the same"
-    assert re.search(r"^make test-all$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-
-
-@each_page
-def test_every_make_target_named_exists(page):
-    makefile = (ROOT / "Makefile").read_text()
-    for target in named_targets(page.read_text()):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def named_targets(text: str) -> list[str]:
-    """The targets of make in code: in blocks, fenced or indented, and between backticks."""
-    code = [*FENCED.findall(text), *re.findall(r"^    .*", text, re.MULTILINE)]
-    code += re.findall(r"`([^`]+)`", FENCED.sub("", text))
-    return [target for part in code for target in re.findall(r"(?:^|&&|;) *make ([a-z-]+)", part, re.MULTILINE)]
-
-
-def test_targets_are_read_from_code_alone():
-    text = "We make sense: `make test-all`.\n```\nmake run # make it\ncd a && make lab\n```\n\n    make floor  # all\n"
-    assert sorted(named_targets(text)) == ["floor", "lab", "run", "test-all"]
 
 
 def test_the_examples_run(no_collecting):

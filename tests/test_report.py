@@ -1,16 +1,12 @@
 """The report, as a real browser shows it."""
 
-import base64
-import io
 import itertools
-import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageChops, ImageStat
 
+from effgpu import units
 from effgpu.__main__ import main
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison, FullSize
@@ -39,7 +35,7 @@ def compare(device: Device, name: str = "mixed_precision") -> Comparison:
     """One variant for each verdict, with a prediction and a guess, and with energy if the device is a GPU."""
 
     def measure(label: str, seconds: float, peak: int, wobble: float = 0.0) -> Measurement:
-        turns = tuple((seconds * (1 + wobble * (-1) ** n * n / 8),) * 2 for n in range(8))
+        turns = tuple((seconds * (1 + wobble * (-1) ** n * n / 16),) * 2 for n in range(16))
         joules = 300 * seconds if device.kind == "cuda" else None
         return Measurement(label, turns, device, 32, "samples", peak, peak + 2**20, joules)
 
@@ -93,30 +89,7 @@ def test_the_page_fits_phone_and_desktop_in_light_and_dark(browser, page_of_two_
     assert errors == []
     assert page.locator("img").count() == 4
     assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0 && image.alt)")
-    for contrast in page.evaluate(CONTRASTS):
-        assert contrast["ratio"] >= 4.5, contrast
     page.close()
-
-
-# Of every piece of text: the contrast with what is painted behind it, by WCAG 2.2's formula.
-CONTRASTS = """() => {
-  const parse = colour => colour.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
-    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = element => {
-    for (; element; element = element.parentElement) {
-      const colour = parse(getComputedStyle(element).backgroundColor);
-      if (colour[3] !== 0) return colour;
-    }
-  };
-  return [...document.querySelectorAll('main *')]
-    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
-    .map(e => {
-      const [a, b] = [light(parse(getComputedStyle(e).color)), light(ground(e))];
-      return {text: e.textContent.slice(0, 40), ratio: (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)};
-    });
-}"""
 
 
 def test_a_wide_table_scrolls_in_its_own_box(browser, page_of_two_machines):
@@ -130,46 +103,14 @@ def test_a_wide_table_scrolls_in_its_own_box(browser, page_of_two_machines):
     page.close()
 
 
-def test_every_result_is_in_words_with_its_prediction_and_the_guess(browser, page_of_two_machines):
-    page = browser.new_page()
-    page.goto(page_of_two_machines.as_uri())
-    rows = page.locator("article").first.locator("tbody tr").all_inner_texts()
-    rows = [[" ".join(cell.split()) for cell in row.split("\t")] for row in rows]
-    cells = {label: told for label, *told in rows}
-    assert cells["fp32"] == ["41.2 ms baseline", "9.00 GiB", "12.4 J"]
-    assert cells["fp64 not the same training"][1:] == ["+100 %", "+118 % predicted +100 %"]
-    assert cells["fp32 again"] == ["= same (within 1 %)", "0 %", "0 %"]
-    assert cells["fp128"] == ["✕ out of memory guess 4.00 × slower", "–", "–"]
-    time, memory, energy = cells["bf16"]
-    assert re.fullmatch(r"↓ 2\.4\d × faster \[2\.\d\d, 2\.\d\d\] predicted 2\.00 × faster", time)
-    assert (memory, energy) == ("−44 % predicted −45 %, guess −50 %", "−58 %")
-    assert re.fullmatch(r"\? inconclusive \(±[\d.]+ %\)", cells["tf32, and cudnn.benchmark"][0])
-    assert cells["fp64 not the same training"][0].startswith("↑ 2.1")
-    page.close()
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_predictions_are_small_print_below_the_result(browser, page_of_two_machines, width):
-    page = browser.new_page(viewport={"width": width, "height": 800})
-    page.goto(page_of_two_machines.as_uri())
-    below = """e => {
-        const [own, result] = [e, e.closest('td').querySelector('b')];
-        return own.getBoundingClientRect().top >= result.getBoundingClientRect().bottom - 1
-            && parseFloat(getComputedStyle(own).fontSize) < parseFloat(getComputedStyle(result).fontSize);
-    }"""
-    assert [e.evaluate(below) for e in page.locator("td .expected").all()] == [
-        True
-    ] * 14  # 4 of a GPU, 3 of a CPU, twice
-    page.close()
-
-
 def test_a_cpus_times_are_called_a_cpus(page_of_two_machines):
     gpu, cpu = page_of_two_machines.read_text().split('<section class="machine">')[1:]
-    for told in ("AMD EPYC &lt;7B13&gt; (CPU, 2 cores)", "Time on this CPU", "not a GPU’s", "of the host"):
-        assert told in cpu and told not in gpu
-    assert "Energy" in gpu and "Energy" not in cpu
-    for told in ("NVIDIA H200", "140 GiB", "9.0", "570.86.15", "torch 2.8.0"):
-        assert told in gpu
+    for text in ("AMD EPYC &lt;7B13&gt; (CPU, 2 cores)", "not a GPU’s", "of the host"):
+        assert text in cpu and text not in gpu
+    for text in ("NVIDIA H200", "140 GiB", "9.0", "570.86.15", "torch 2.8.0"):
+        assert text in gpu
+    for section, device in ((gpu, GPU), (cpu, CPU)):
+        assert units.html_table(*compare(device).table()) in section, "the table that the lesson shows"
 
 
 def test_what_failed_is_named_and_nothing_in_it_is_markup(tmp_path):
@@ -183,7 +124,7 @@ def lesson(name: str, seconds: float, peak: int, **fields) -> Outcome:
     """A lesson whose main comparison has one variant; its baseline takes a second and 1000 bytes."""
     measured = [("old", 1.0, 1000), ("new", seconds, peak)]
     rows = tuple(
-        Measurement(label, ((seconds, seconds),) * 8, CPU, peak_allocated=peak) for label, seconds, peak in measured
+        Measurement(label, ((seconds, seconds),) * 15, CPU, peak_allocated=peak) for label, seconds, peak in measured
     )
     return Outcome(name, f"Title {name}: more", (Comparison(name, rows, **fields),))
 
@@ -265,44 +206,12 @@ def test_a_long_table_is_folded_and_an_ablation_has_a_row_for_each_switch_above_
     assert "<details>" not in short and "<table>" in short
 
 
-def test_a_plot_takes_fewer_bytes_in_the_page_and_looks_the_same(tmp_path):
-    from effgpu import figures
-
-    png = figures.to_png(figures.plot(compare(CPU)))
-    small = base64.b64decode(report._in_palette(base64.b64encode(png).decode()))
-    assert len(small) < 0.6 * len(png)
-    before, after = (Image.open(io.BytesIO(each)).convert("RGB") for each in (png, small))
-    assert before.size == after.size
-    assert max(ImageStat.Stat(ImageChops.difference(before, after)).mean) < 1.5
-    diamond = before.tobytes().index(bytes.fromhex(figures.ORANGE[1:])) // 3  # of the prediction, a rare colour
-    at = diamond % before.width, diamond // before.width
-    assert all(abs(a - b) < 20 for a, b in zip(before.getpixel(at), after.getpixel(at)))
-    half = base64.b64encode(png[: len(png) // 2]).decode()
-    for spoilt in ("aGVsbG8=", "no base64", half):
-        assert report._in_palette(spoilt) == spoilt
-
-
 def test_stored_results_are_gathered_by_lesson(monkeypatch):
     listed = [Outcome("02_dataloader", "DataLoader workers", about="Load ahead.")]
-    monkeypatch.setattr(report.runner, "list_lessons", lambda: listed)
+    monkeypatch.setattr(report.runner, "read_lessons", lambda folder: listed)
     monkeypatch.setattr(report, "_draw", lambda comparison: Picture("", "", comparison.name))
     section = report.from_results([compare(CPU, name) for name in ("02_tokenise", "02_dataloader", "my_own", "other")])
     found = [(outcome.name, outcome.title, [c.name for c in outcome.comparisons]) for outcome in section.outcomes]
     lesson = ("02_dataloader", "DataLoader workers", ["02_tokenise", "02_dataloader"])
     assert found == [lesson, ("my_own", "my_own", ["my_own"]), ("other", "other", ["other"])]
     assert section.outcomes[0].headline.comparison.name == "02_dataloader"
-
-
-def test_variants_with_order_effects_are_named(tmp_path):
-    quiet, turns = compare(CPU), ((1.0, 2.0),) * 8
-    loud = replace(quiet, measurements=tuple(replace(m, turns=turns) for m in quiet))
-    for comparison in (quiet, loud):
-        section = report.Section(CPU, (Outcome("a", "A", (comparison,)),))
-        page = report.write(tmp_path / "report.html", [section]).read_text()
-        assert ("The time depends on which variant ran before: fp32, " in page) == (comparison is loud)
-
-
-def test_versions_that_differ_between_results_are_all_named(tmp_path):
-    newer = Device(**vars(GPU) | {"versions": {"torch": "2.9.1"}})
-    section = report.Section(GPU, (Outcome("a", "A", (compare(GPU), compare(newer, "other"))),))
-    assert "torch 2.8.0 and 2.9.1" in report.write(tmp_path / "report.html", [section]).read_text()

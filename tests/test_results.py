@@ -1,17 +1,14 @@
 """Tests of effgpu.results: files that hold all or nothing, and are refused by name when they are something else."""
 
-import io
 import json
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from effgpu import results
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
-from effgpu.results import FORMAT, load, save, stored, write_atomic
+from effgpu.results import FORMAT, load, save, stored
 
 
 @pytest.fixture
@@ -44,61 +41,6 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, result, make_measurement):
     assert path.read_text().endswith("}\n")
 
 
-def test_saving_again_replaces(tmp_path, result):
-    path = save([result, result], tmp_path / "results.json")
-    assert load(save([], path)) == []
-    assert os.listdir(tmp_path) == ["results.json"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
-def test_a_file_has_the_permissions_that_the_user_wants(tmp_path):
-    before = os.umask(0o027)
-    try:
-        path = write_atomic(tmp_path / "page.html", "new")
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o640
-
-
-class FullDisk:
-    """A file on a disk that has room for ten more letters."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-    def write(self, text):
-        self.file.write(text[:10])
-        self.file.flush()
-        raise OSError("no space left on device")
-
-
-@pytest.mark.parametrize("before", [None, "old"])
-def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch, before):
-    path = tmp_path / "results.json"
-    if before:
-        path.write_text(before)
-    full = io.open
-    with monkeypatch.context() as patched:
-        patched.setattr(io, "open", lambda *given, **options: FullDisk(full(*given, **options)))
-        with pytest.raises(OSError, match=r"results\.json: .* can be written \(no space left on device\)"):
-            write_atomic(path, "new " * 100)
-    assert os.listdir(tmp_path) == ["results.json"] * bool(before)
-    assert not before or path.read_text() == before
-
-
-def test_a_file_is_never_seen_half_written(tmp_path, monkeypatch):
-    path, seen, replace = write_atomic(tmp_path / "page.html", "old"), [], os.replace
-    monkeypatch.setattr(os, "replace", lambda *files: (seen.append(path.read_text()), replace(*files)))
-    write_atomic(path, "new")
-    assert seen == ["old"] and path.read_text() == "new"
-
-
 @pytest.mark.parametrize("fault", [OSError("no space left on device"), KeyboardInterrupt()])
 def test_a_write_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path, result, monkeypatch, fault):
     path = save([result], tmp_path / "results.json")
@@ -113,26 +55,15 @@ def test_a_write_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["results.json"]
 
 
-def test_text_that_cannot_be_written_leaves_the_old_file(tmp_path):
-    path = write_atomic(tmp_path / "page.html", "old")
-    with pytest.raises(OSError, match=r"page\.html: expected a file that can be written"):
-        write_atomic(path, "new \ud800")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["page.html"]
-
-
 FOREIGN = {
     "empty": "",
     "no JSON": "<html></html>",
-    "no text": b"\xff\xfe\x00",
-    "a list": "[]",
     "another format": json.dumps({"format": "pytest results", "version": 1, "comparisons": []}),
     "too deep": "[" * 100_000,
     "another version": json.dumps({"format": "effgpu results", "version": 4, "comparisons": []}),
     "no version": json.dumps({"format": "effgpu results", "comparisons": []}),
     "no comparisons": json.dumps(FORMAT),
     "comparisons of nothing": json.dumps(FORMAT | {"comparisons": [{}]}),
-    "comparisons that are none": json.dumps(FORMAT | {"comparisons": ["a"]}),
-    "null comparisons": json.dumps(FORMAT | {"comparisons": None}),
 }
 
 
@@ -144,14 +75,9 @@ FOREIGN = {
         {"unit": None},
         {"items": -1},
         {"turns": [[1.0, float("nan")]] * 8},
-        {"turns": [[float("inf"), 1.0]] * 8},
-        {"turns": [[10**400, 1.0]] * 8},
         {"turns": [1.0] * 8},
         {"times": [1.0] * 8},
-        {"joules": -1.0},
         {"joules": [1.0]},
-        {"throttled": "power"},
-        {"items": 10**400},
         {"peak_allocated": 10**400},
     ],
 )
@@ -162,26 +88,6 @@ def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, resu
     path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"some file\.json: expected"):
         load(path)
-
-
-FIRST_EDITION = {
-    "name": "bf16",
-    "device": {"name": "Test CPU", "kind": "cpu", "memory": None, "cores": 2},
-    "measurements": [{"label": "fp32", "times": [0.02] * 8, "energies": [], "peak_allocated": 1000}],
-}
-
-
-def test_a_file_of_the_first_edition_is_told_by_its_version(tmp_path):
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"format": "effgpu results", "version": 1, "comparisons": [FIRST_EDITION]}))
-    told = r"old\.json: expected version 3 of the results format, got 1: another edition .* so measure again$"
-    with pytest.raises(ValueError, match=told):
-        load(path)
-
-
-def test_a_file_says_its_format_and_its_version(tmp_path, result):
-    written = json.loads(save([result], tmp_path / "results.json").read_text())
-    assert written.pop("comparisons") and written == {"format": "effgpu results", "version": 3}
 
 
 def test_a_wrong_field_is_named_with_its_variant(tmp_path, result):
@@ -215,34 +121,12 @@ def test_results_of_two_machines_in_one_file_are_refused_by_name(tmp_path, make_
         load(path)
 
 
-def test_one_comparison_in_place_of_a_list_is_refused(tmp_path, result):
-    with pytest.raises(TypeError, match=r"comparisons: expected a list of comparisons, got one: pass \[comparison\]"):
-        save(result, tmp_path / "results.json")
-
-
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_anything_else_is_refused_by_name(tmp_path, kind):
     path, text = tmp_path / "some file.json", FOREIGN[kind]
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text)
     with pytest.raises(ValueError, match=r"some file\.json: expected"):
         load(path)
-
-
-def test_a_missing_file_or_a_folder_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"absent\.json: expected a results file that can be read"):
-        load(tmp_path / "absent.json")
-    with pytest.raises(ValueError, match="expected a results file that can be read"):
-        load(tmp_path)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.floats(0, 1))
-def test_a_truncated_file_is_refused_by_name(tmp_path, result, share):
-    text = save([result], tmp_path / "whole.json").read_text().rstrip()
-    cut = tmp_path / "cut.json"
-    cut.write_text(text[: int(share * (len(text) - 1))])
-    with pytest.raises(ValueError, match=r"cut\.json: expected"):
-        load(cut)
 
 
 def test_stored_finds_gpus_by_the_name_of_the_comparison(make_stored, cpu):
@@ -252,17 +136,6 @@ def test_stored_finds_gpus_by_the_name_of_the_comparison(make_stored, cpu):
     assert [c.device.name for c in stored("one")] == ["a-gpu", "b-gpu"]
     assert [c.device.name for c in stored("two")] == ["b-gpu"]
     assert stored("three") == [] and {c.name for c in stored("one")} == {"one"}
-
-
-def test_stored_says_which_file_is_broken(make_stored, tmp_path):
-    make_stored("a-gpu", "one")
-    (tmp_path / "b-gpu.json").write_text("{")
-    with pytest.raises(ValueError, match=r"b-gpu\.json: expected"):
-        stored("one")
-
-
-def test_nothing_stored_is_nothing(make_stored):
-    assert stored("one") == []
 
 
 @pytest.mark.parametrize("path", sorted(results.STORED.glob("*.json")), ids=lambda path: path.stem)

@@ -1,7 +1,6 @@
 """Tiny notebooks run in real kernels."""
 
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import nbformat
 import pytest
 
 from effgpu import results
-from effgpu.ablation import Ablation
 from effgpu.comparison import MIME_TYPE, Comparison, FullSize
 from effgpu.course import runner
 from effgpu.measuring.device import Device
@@ -41,8 +39,8 @@ def write_lesson(folder: Path, name: str, *sources: str) -> Path:
 
 def compares(name: str, seconds: float = 0.1) -> str:
     """The source of a cell that shows a comparison, without importing torch in its kernel."""
-    slow = Measurement("slow", ((0.2, 0.2),) * 8, CALCULATOR, peak_allocated=2000)
-    fast = Measurement("fast", ((seconds, seconds),) * 8, CALCULATOR, peak_allocated=1000)
+    slow = Measurement("slow", ((0.2, 0.2),) * 15, CALCULATOR, peak_allocated=2000)
+    fast = Measurement("fast", ((seconds, seconds),) * 15, CALCULATOR, peak_allocated=1000)
     shown = {MIME_TYPE: Comparison(name, (slow, fast)).to_dict(), "text/plain": ""}
     return f"from IPython.display import display\ndisplay({shown}, raw=True)"
 
@@ -79,12 +77,6 @@ def test_all_lessons_in_reading_order_unless_some_are_named(lessons):
 def test_the_error_for_an_unknown_lesson_lists_the_known_ones(lessons):
     with pytest.raises(ValueError, match=r"'02_dataloder'.*01_anatomy, 02_dataloader, 03_pinned_memory"):
         runner.find_lessons(["02_dataloder"])
-
-
-def test_two_lessons_of_one_name_are_refused(lessons, tmp_path):
-    other = write_lesson(tmp_path / "other", "02_dataloader")
-    with pytest.raises(ValueError, match=r"expected lessons with different names, .* got two '02_dataloader'"):
-        runner.find_lessons(["02", str(other)])
 
 
 def test_lessons_beside_the_package_are_found_from_anywhere(lessons, tmp_path, monkeypatch):
@@ -125,25 +117,6 @@ def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, o
     assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
-def test_an_ablation_stays_one_beside_its_stack(tmp_path, make_measurement):
-    ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    shown = [{MIME_TYPE: comparison.to_dict()} for comparison in (ablation, ablation.stack)]
-    cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("display_data", data=data) for data in shown])
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "16_all.ipynb")
-    assert [outcome.comparisons for outcome in runner.read_lessons(tmp_path)] == [(ablation, ablation.stack)]
-
-
-def test_a_lesson_that_cannot_be_written_has_its_results_all_the_same(tmp_path, out, monkeypatch):
-    def fail(path, text):
-        raise OSError("no space left on device")
-
-    lesson = write_lesson(tmp_path, "05_good", compares("good"))
-    monkeypatch.setattr(results, "write_atomic", fail)
-    outcome = runner.run_lesson(lesson, out / "notebooks")
-    assert outcome.failure == "could not be written: no space left on device"
-    assert [comparison.name for comparison in outcome.comparisons] == ["good"]
-
-
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
     after_words = "print('words')\n" + WIPED_BAR.replace("stderr", "stdout")
     lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, after_words)
@@ -180,17 +153,13 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
 FIRST_SCREEN = "# A title: and more\n\n**One *bold* `sentence`.** Another.\n\n| | |\n|---|---|\n| **Buys** | time |"
 
 
-def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path, monkeypatch):
+def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path):
     for name, first in {"01_new": FIRST_SCREEN, "02_old": "# Old\n\n**The claim.** Words.", "my_own": "# Mine"}.items():
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(first)])
         nbformat.write(notebook, tmp_path / f"{name}.ipynb")
     expected = [("01_new", "A title: and more", "One bold sentence."), ("02_old", "Old", "")]
     found = runner.read_lessons(tmp_path)
     assert [(lesson.name, lesson.title, lesson.about) for lesson in found] == [*expected, ("my_own", "Mine", "")]
-    (tmp_path / "03_foreign.ipynb").write_text("[]")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "LESSONS", tmp_path)
-    assert [(lesson.name, lesson.title, lesson.about) for lesson in runner.list_lessons()] == expected
 
 
 def test_a_plot_belongs_to_the_comparison_that_its_cell_names(tmp_path, make_measurement):
@@ -217,7 +186,7 @@ def make_headline(make_measurement):
         old = make_measurement("old", 1.0, failed=old_failed)
         new = make_measurement("new", seconds or 1, peak_allocated=peak, failed=seconds is None)
         if noise:
-            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(8)))
+            new = replace(new, turns=tuple((seconds * (0.5 if n % 2 else 1.6),) * 2 for n in range(16)))
         return runner.Outcome("01_some", "Some", (Comparison("01_some", (old, new), **fields),)).headline
 
     return make
@@ -308,15 +277,6 @@ def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
-def test_each_lesson_runs_in_its_own_folder_and_kernel(tmp_path, out):
-    first = write_lesson(tmp_path / "a", "first", "import os\nleft = 1\nprint(os.getcwd())")
-    second = write_lesson(tmp_path / "b", "second", "import os\nassert 'left' not in globals()\nprint(os.getcwd())")
-    assert [outcome.failure for outcome in runner.run([first, second], out)] == [None, None]
-    for folder, lesson in {"a": first, "b": second}.items():
-        executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
-        assert executed.cells[1].outputs[0].text.strip() == str(tmp_path / folder)
-
-
 def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch):
     lesson = write_lesson(tmp_path / "course" / "notebooks", "drawn", "1 + 1")
     notebook = nbformat.read(lesson, as_version=4)
@@ -327,16 +287,6 @@ def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch
     executed = nbformat.read(out / "notebooks" / lesson.name, as_version=4)
     assert "](../../course/images/a.svg)" in executed.cells[0].source
     assert "](../images/a.svg)" in lesson.read_text()
-
-
-def test_a_folder_may_be_called_anything(tmp_path):
-    folder = tmp_path / 'my "best" course'
-    lesson = write_lesson(folder / "notebooks", "drawn", "1 + 1")
-    notebook = nbformat.read(lesson, as_version=4)
-    notebook.cells[0].source += "\n![a drawing](../images/a.svg)"
-    runner._write(notebook, lesson, tmp_path / "out" / "notebooks", inplace=False)
-    executed = nbformat.read(tmp_path / "out" / "notebooks" / lesson.name, as_version=4)
-    assert "](../../my%20%22best%22%20course/images/a.svg)" in executed.cells[0].source
 
 
 @pytest.fixture
@@ -389,13 +339,4 @@ def test_a_run_prepares_before_it_runs(tmp_path):
         runner.prepare(tmp_path / "out", tmp_path / "file")
     (tmp_path / "out" / "results" / "foreign.json").write_text("{}")
     with pytest.raises(ValueError, match=r"foreign\.json"):
-        runner.prepare(tmp_path / "out")
-
-
-def test_a_run_needs_folders_that_it_can_write_to(tmp_path, monkeypatch):
-    def refuse(dir):
-        raise PermissionError(f"permission denied: {dir}")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(PermissionError):
         runner.prepare(tmp_path / "out")

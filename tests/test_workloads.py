@@ -80,14 +80,6 @@ def test_on_a_cpu_the_default_sizes_are_fixed(name, monkeypatch):
     assert len(inputs) == sizes["batch"] and inputs.shape[-1] == sizes.get("length", sizes.get("size"))
 
 
-def test_sizes_can_be_chosen():
-    model, texts, _ = workloads.text_classifier(batch=5, length=7, layers=3, width=12, heads=3, vocabulary=50)
-    assert texts.shape == (5, 7) and len(model.blocks) == 3 and model.width == 12
-    assert model.embed.tokens.weight.shape == (50, 12) and model.blocks[0].attention.heads == 3
-    model, _, _ = workloads.text_classifier(**SMALL, dropout=0.25)
-    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
-
-
 # The model can be opened
 
 
@@ -112,21 +104,6 @@ def test_attention_is_the_textbooks():
     assert_close(attention(x), attention.out(mixed.transpose(1, 2).reshape(2, 5, 16)))
 
 
-def test_a_block_adds_to_its_input():
-    """Where its two last layers give 0, a block changes nothing: the residual path is open."""
-    model, texts, _ = workloads.text_classifier(**SMALL)
-    block, x = model.blocks[0], model.embed(texts)
-    for layer in (block.attention.out, block.mlp[-1]):
-        torch.nn.init.zeros_(layer.weight)
-        torch.nn.init.zeros_(layer.bias)
-    assert torch.equal(block(x), x)
-
-
-def test_a_text_may_be_shorter_than_the_model_allows():
-    model, texts, _ = workloads.text_classifier(**SMALL)
-    assert model(texts[:, :4]).shape == (3, len(corpus.PACKAGES))
-
-
 # The same again
 
 
@@ -140,13 +117,6 @@ def test_the_same_arguments_give_the_same_weights_and_batch(make, sizes):
 
 
 @each_workload
-def test_another_seed_gives_other_weights_and_another_batch(make, sizes):
-    (one, *batch), (two, *other) = make(**sizes), make(**sizes, seed=1)
-    assert not torch.equal(next(one.parameters()), next(two.parameters()))
-    assert not torch.equal(batch[0], other[0]) and not torch.equal(batch[1], other[1])
-
-
-@each_workload
 def test_the_callers_random_state_and_default_device_stay(make, sizes):
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -157,19 +127,6 @@ def test_the_callers_random_state_and_default_device_stay(make, sizes):
         model, inputs, _ = make(**sizes, device="cpu")
         assert torch.empty(0).device.type == "meta"
     assert {inputs.device.type, *(p.device.type for p in model.parameters())} == {"cpu"}
-
-
-@each_workload
-def test_the_device_can_be_chosen(make, sizes):
-    model, inputs, labels = make(**sizes, device="meta")
-    assert {t.device.type for t in (inputs, labels, *model.parameters(), *model.buffers())} == {"meta"}
-
-
-@each_transformer
-def test_the_text_is_drawn_once_however_often_a_variant_builds(make, monkeypatch):
-    make()
-    monkeypatch.setattr(corpus, "draw_texts", lambda *_: pytest.fail("drawn again"))
-    make()
 
 
 # Text
@@ -196,19 +153,7 @@ def test_a_token_is_a_frequent_word_and_all_others_are_unknown():
     assert (workloads.load_texts(500)[0] == workloads.UNKNOWN).float().mean() < 0.05
 
 
-def test_test_texts_are_other_texts():
-    train, test = (workloads.load_texts(50, split=split)[0] for split in ("train", "test"))
-    assert not torch.equal(train, test)
-
-
 # Learning
-
-
-@each_workload
-def test_a_fixed_batch_is_learned(make, sizes):
-    model, inputs, labels = make(**sizes)
-    losses = train(model, [(inputs, labels)] * 40, lr=3e-3)
-    assert losses[-1] < losses[0] / 2
 
 
 def test_held_out_texts_are_named_far_better_than_by_chance():
@@ -241,11 +186,7 @@ def simulate(seconds_per_item, bytes_per_item, overhead=0.0):
     ("milliseconds_per_item", "expected"),
     [
         (10, 4),
-        (7.6, 4),
-        (7.4, 4),
         (1, 32),
-        (0.2, 128),
-        (0.25, 128),
         (0.02, 2048),
         (0.022, 1024),
         (1e-4, 4096),
@@ -259,10 +200,6 @@ def test_the_batch_fills_thirty_milliseconds(milliseconds_per_item, expected):
     seconds = milliseconds_per_item / 1000 * expected
     if 2 < expected < 4096:
         assert 1 / math.sqrt(2) <= seconds / workloads.STEP_SECONDS <= math.sqrt(2)
-
-
-def test_a_step_that_grows_faster_than_the_batch_stays_below_twice_thirty_milliseconds():
-    assert workloads.choose_batch(lambda batch: (0.001 * batch**2, 0), memory=1e12) == 4  # 16 ms, and 64 ms for 8
 
 
 def test_the_batch_takes_at_most_a_third_of_the_memory():
@@ -354,49 +291,19 @@ def test_a_default_step_fills_a_gpu_and_fits(name):
 # Errors
 
 
-@each_workload
 @pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [("batch", 0, ValueError), ("batch", 2.5, TypeError), ("batch", True, TypeError), ("seed", "0", TypeError)],
-)
-def test_a_bad_argument_is_named(make, sizes, name, value, error):
-    with pytest.raises(error, match=f"^{name}: expected"):
-        make(**sizes | {name: value})
-
-
-@each_transformer
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
+    ("make", "arguments", "error"),
     [
-        ("length", 0, ValueError),
-        ("layers", -1, ValueError),
-        ("width", 8.0, TypeError),
-        ("heads", 3, ValueError),
-        ("vocabulary", 2, ValueError),
-        ("dropout", 1.0, ValueError),
-        ("dropout", -0.1, ValueError),
-        ("dropout", None, TypeError),
+        (workloads.text_classifier, {"batch": 0}, ValueError),
+        (workloads.text_classifier, {"width": 8.0}, TypeError),
+        (workloads.text_classifier, {"heads": 3, "width": 16}, ValueError),
+        (workloads.language_model, {"dropout": 1.0}, ValueError),
+        (workloads.language_model, {"vocabulary": 2}, ValueError),
+        (workloads.image_classifier, {"size": 15}, ValueError),
+        (workloads.image_classifier, {"seed": "0"}, TypeError),
+        (workloads.load_texts, {"count": 0}, ValueError),
     ],
 )
-def test_a_bad_argument_of_a_transformer_is_named(make, name, value, error):
-    with pytest.raises(error, match=f"^{name}: expected"):
-        make(**SMALL | {name: value})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"count": 0}, ValueError),
-        ({"split": "dev"}, ValueError),
-        ({"length": 0}, ValueError),
-        ({"seed": 0.5}, TypeError),
-    ],
-)
-def test_a_bad_argument_of_load_texts_is_named(arguments, error):
+def test_a_bad_argument_is_named(make, arguments, error):
     with pytest.raises(error, match=f"^{next(iter(arguments))}: expected"):
-        workloads.load_texts(**{"count": 1} | arguments)
-
-
-def test_an_image_has_sixteen_pixels_or_more():
-    with pytest.raises(ValueError, match="size: expected at least 16, got 15"):
-        workloads.image_classifier(size=15)
+        make(**arguments)

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import io
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,22 +9,13 @@ from pathlib import Path
 
 from effgpu import results, units
 from effgpu.ablation import Ablation
-from effgpu.comparison import BASELINE, FASTER, INCONCLUSIVE, SAME, SLOWER, Comparison
+from effgpu.comparison import INCONCLUSIVE, SAME, Comparison
 from effgpu.course import runner
 from effgpu.course.runner import COSTS, NO_DIFFERENCE, PAYS, TRADE, UNCLEAR, Headline, Outcome, Picture
 from effgpu.measuring.device import Device
-from effgpu.measuring.measurement import Measurement
 
 STYLE = Path(__file__).with_name("report.css")
 MOST_ROWS = 12  # of a table that is not folded
-_COLORS = 128  # of a plot's palette: fewer bytes than true colour, and no visible difference
-_MARKS = {  # of a verdict: a sign and a class of the style sheet
-    FASTER: ("↓", "faster"),
-    SLOWER: ("↑", "slower"),
-    SAME: ("=", "same"),
-    INCONCLUSIVE: ("?", "same"),
-    BASELINE: ("·", "same"),
-}
 _GROUPS = {  # of the headlines, in their order: heading, explanation, sign and class of the style sheet
     PAYS: ("Pays", "less time or less memory, and more of neither", "✓", "faster"),
     TRADE: ("A trade", "less of one, more of the other", "⇄", "trade"),
@@ -33,10 +23,6 @@ _GROUPS = {  # of the headlines, in their order: heading, explanation, sign and 
     UNCLEAR: ("Cannot tell", "memory is the same, and the time is inconclusive", "?", "same"),
     COSTS: ("Does not pay", "more time or more memory, and less of neither", "✕", "slower"),
 }
-_ICON = (
-    "%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
-    "%3Cpath fill='%230072b2' d='M2 14V2h3v12zm5 0V8h3v6zm5 0v-3h2v3z'/%3E%3C/svg%3E"
-)
 
 
 @dataclass(frozen=True)
@@ -52,20 +38,23 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
 
     Comparisons whose names start with the number of a lesson, as "02_" in "02_tokenise", are results of that lesson.
     """
-    lessons = {lesson.name[:3]: lesson for lesson in runner.list_lessons()}
-    found: dict[Outcome, list[Comparison]] = {}
+    lessons = {
+        lesson.name[:3]: Outcome(lesson.name, lesson.title, about=lesson.about)
+        for lesson in runner.read_lessons(runner.LESSONS)
+    }
+    groups: dict[Outcome, list[Comparison]] = {}
     for comparison in comparisons:
         lesson = lessons.get(comparison.name[:3], Outcome(comparison.name, comparison.name))
-        found.setdefault(lesson, []).append(comparison)
+        groups.setdefault(lesson, []).append(comparison)
     outcomes = [
-        replace(lesson, comparisons=tuple(group), pictures=tuple(map(_draw, group))) for lesson, group in found.items()
+        replace(lesson, comparisons=tuple(group), pictures=tuple(map(_draw, group))) for lesson, group in groups.items()
     ]
     return Section(comparisons[0].device, tuple(outcomes))
 
 
 def write(path: str | Path, sections: Iterable[Section]) -> Path:
     """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written."""
-    return results.write_atomic(path, _page([_shrink(section) for section in sections]))
+    return results.write_atomic(path, _page(list(sections)))
 
 
 def _page(sections: Sequence[Section]) -> str:
@@ -78,7 +67,6 @@ def _page(sections: Sequence[Section]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>effgpu: {title.lower()}</title>
-<link rel="icon" href="data:image/svg+xml,{_ICON}">
 <style>
 {STYLE.read_text(encoding="utf-8")}</style>
 </head>
@@ -109,22 +97,12 @@ def _machine(section: Section) -> str:
         "Compute capability": ".".join(map(str, device.capability or ())),
         "Driver": device.driver,
         "CPU cores": str(device.cores),
-        "Versions": ", ".join(f"{name} {version}" for name, version in _versions(section).items()),
+        "Versions": ", ".join(f"{name} {version}" for name, version in device.versions.items()),
     }
     rows = "".join(f"<div><dt>{name}</dt><dd>{html.escape(fact)}</dd></div>\n" for name, fact in facts.items() if fact)
     note = '<p class="note">All times are this CPU’s, not a GPU’s.</p>\n' * (device.kind == "cpu")
     folded = f"<details>\n<summary>About this machine</summary>\n<dl>\n{rows}</dl>\n</details>\n"
     return f"<h2>{html.escape(device.label)}</h2>\n{note}{folded}"
-
-
-def _versions(section: Section) -> dict[str, str]:
-    """The versions of all comparisons. Merged results can come from several versions of a library."""
-    devices = [comparison.device for outcome in section.outcomes for comparison in outcome.comparisons]
-    seen: dict[str, dict[str, None]] = {}
-    for device in devices or [section.device]:
-        for name, version in device.versions.items():
-            seen.setdefault(name, {})[version] = None
-    return {name: " and ".join(versions) for name, versions in seen.items()}
 
 
 def _failures(outcomes: Iterable[Outcome]) -> str:
@@ -140,20 +118,20 @@ def _failures(outcomes: Iterable[Outcome]) -> str:
 
 
 def _overview(section: Section, anchors: dict[str, str]) -> str:
-    told = [(outcome, outcome.headline) for outcome in section.outcomes if outcome.headline]
+    headlines = [(outcome, outcome.headline) for outcome in section.outcomes if outcome.headline]
     groups = [
-        _group(verdict, sorted((pair for pair in told if pair[1].verdict == verdict), key=_rank), anchors)
+        _group(verdict, sorted((pair for pair in headlines if pair[1].verdict == verdict), key=_rank), anchors)
         for verdict in _GROUPS
     ]
     silent = [outcome for outcome in section.outcomes if not outcome.headline and not outcome.failure]
     why = "They need a GPU, or compare nothing." if section.device.kind == "cpu" else "They compare nothing here."
     links = ", ".join(_link(outcome, anchors) for outcome in silent)
     rest = f'<p class="silent">Without a result: {links}. {why}</p>\n' if silent else ""
-    return (_legend(told) + "".join(groups) if told else "<p>There are no comparisons.</p>\n") + rest
+    return (_legend(headlines) + "".join(groups) if headlines else "<p>There are no comparisons.</p>\n") + rest
 
 
-def _legend(told: Sequence[tuple[Outcome, Headline]]) -> str:
-    given = [headline.comparison for _, headline in told]
+def _legend(headlines: Sequence[tuple[Outcome, Headline]]) -> str:
+    given = [headline.comparison for _, headline in headlines]
     marks = '<span><i class="predicted"></i> predicted</span> ' * any(comparison.predicted for comparison in given)
     marks += '<span><i class="guess"></i> guessed</span>' * any(comparison.guess for comparison in given)
     return (
@@ -169,11 +147,11 @@ def _rank(pair: tuple[Outcome, Headline]) -> float:
     return max(ratios) if headline.verdict == COSTS else min(ratios)
 
 
-def _group(verdict: str, told: Sequence[tuple[Outcome, Headline]], anchors: dict[str, str]) -> str:
-    if not told:
+def _group(verdict: str, headlines: Sequence[tuple[Outcome, Headline]], anchors: dict[str, str]) -> str:
+    if not headlines:
         return ""
     name, explained, sign, kind = _GROUPS[verdict]
-    lines = "".join(_line(outcome, headline, anchors) for outcome, headline in told)
+    lines = "".join(_line(outcome, headline, anchors) for outcome, headline in headlines)
     mark = f'<span class="{kind}" aria-hidden="true">{sign}</span>'
     columns = '<div class="columns" aria-hidden="true"><span></span><span>Time</span><span>Peak memory</span></div>\n'
     heading = f'<h3 class="verdict">{mark} {name} <small>{explained}</small></h3>\n'
@@ -206,12 +184,12 @@ def _measure(headline: Headline, quantity: str) -> str:
     words = headline.time if quantity == "time" else comparison.tell(label, "memory")
     words = "not measured" if words == units.NOT_MEASURED else words
     value, _, interval = html.escape(words).partition(" [")
-    told = f"<b>{value}</b>" + (f" <small>[{interval}</small>" if interval else "")
-    told += _expected(comparison, label, quantity)
+    text = f"<b>{value}</b>" + (f" <small>[{interval}</small>" if interval else "")
+    text += _expected(comparison, label, quantity)
     if quantity == "memory" and headline.full_size:
-        told += f' <small class="expected">{html.escape(headline.full_size)}</small>'
+        text += f' <small class="expected">{html.escape(headline.full_size)}</small>'
     bar = _bar(comparison, label, quantity)
-    return f'<div class="measure"><span class="name">{name}</span>{bar}<p>{told}</p></div>'
+    return f'<div class="measure"><span class="name">{name}</span>{bar}<p>{text}</p></div>'
 
 
 def _bar(comparison: Comparison, label: str, quantity: str) -> str:
@@ -265,65 +243,28 @@ def _lesson(outcome: Outcome, anchor: str) -> str:
 
 
 def _comparison(comparison: Comparison) -> str:
-    """The table of a comparison; a long one is folded. An ablation's has a row for each switch above it."""
-    table = _results(comparison)
+    """Its table as the lesson shows it; a long one is folded. An ablation's has a row for each switch above it."""
+    switches = ""
+    if isinstance(comparison, Ablation):
+        switches = _table(f"Switches of {comparison.name}", *comparison.table())
+    table = _table(f"Results of {comparison.name}", *Comparison.table(comparison))
     if len(comparison) > MOST_ROWS:
         table = f"<details>\n<summary>All {len(comparison)} variants</summary>\n{table}</details>\n"
-    return (_switches(comparison) if isinstance(comparison, Ablation) else "") + table
+    return switches + table
 
 
-def _switches(ablation: Ablation) -> str:
-    """What each switch of an ablation changes alone, in the stack and on top of the rest."""
-    return _scrolling(f"Switches of {ablation.name}", units.html_table(*ablation.table()))
-
-
-def _results(comparison: Comparison) -> str:
-    columns = {"time": "Time" if comparison.device.kind == "cuda" else "Time on this CPU", "memory": "Peak memory"}
-    if any(measurement.joules is not None for measurement in comparison):
-        columns["energy"] = "Energy"
-    headings = ["Variant", *columns.values(), *filter(None, [comparison.full_size_heading()])]
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headings)
-    rows = "".join(_row(comparison, measurement, list(columns)) for measurement in comparison)
-    table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n"
-    return _scrolling(f"Results of {comparison.name} on {comparison.device.label}", table)
-
-
-def _scrolling(label: str, table: str) -> str:
+def _table(label: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in a box of its own, which scrolls where it is too wide."""
     box = f'<div class="scroll" role="region" tabindex="0" aria-label="{html.escape(label)}">'
-    return f"{box}\n<table>\n{table}</table>\n</div>\n"
-
-
-def _row(comparison: Comparison, measurement: Measurement, quantities: Sequence[str]) -> str:
-    label = html.escape(measurement.label)
-    if measurement.label in comparison.other_training:
-        label += " <small>not the same training</small>"
-    cells = [_cell(comparison, measurement, quantity) for quantity in quantities]
-    if comparison.full_size:
-        cells.append(html.escape(str(comparison.full_size.get(measurement.label, units.NOT_MEASURED))))
-    return f'<tr><th scope="row">{label}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>\n'
-
-
-def _cell(comparison: Comparison, measurement: Measurement, quantity: str) -> str:
-    """The value of the baseline; of another variant the change, with what was predicted and guessed."""
-    label = measurement.label
-    if label == comparison.baseline.label and not measurement.failed:
-        value = units.FORMATS[quantity](comparison.value(label, quantity))
-        return f"{value} <small>baseline</small>" if quantity == "time" else value
-    value, _, interval = html.escape(comparison.tell(label, quantity)).partition(" [")
-    cell = f"<b>{value}</b>" + (f" <small>[{interval}</small>" if interval else "")
-    if quantity == "time":
-        mark, kind = _MARKS.get(comparison.verdict(label), ("✕", "broken"))
-        cell = f'<span class="{kind}"><span aria-hidden="true">{mark}</span> {cell}</span>'
-    return cell + _expected(comparison, label, quantity)
+    return f"{box}\n<table>\n{units.html_table(headings, rows)}</table>\n</div>\n"
 
 
 def _expected(comparison: Comparison, label: str, quantity: str) -> str:
     """What the lesson predicted and what the reader guessed, in small print."""
     ratios = {"predicted": comparison.predicted, "guess": comparison.guess}
     given = {name: of[label][quantity] for name, of in ratios.items() if quantity in of.get(label, {})}
-    told = [f"{name} {html.escape(comparison.tell_ratio(ratio, quantity))}" for name, ratio in given.items()]
-    text = ", ".join(f"<span>{each}</span>" for each in told)
+    parts = [f"{name} {html.escape(comparison.tell_ratio(ratio, quantity))}" for name, ratio in given.items()]
+    text = ", ".join(f"<span>{each}</span>" for each in parts)
     return f' <small class="expected">{text}</small>' if text else ""
 
 
@@ -347,25 +288,3 @@ def _draw(comparison: Comparison) -> Picture:
 
     png = base64.b64encode(figures.to_png(figures.plot(comparison))).decode()
     return Picture(png, comparison.alt_text(), comparison.name)
-
-
-def _shrink(section: Section) -> Section:
-    """The section with its plots in a palette of few colours, which takes about a third of the bytes."""
-    outcomes = [
-        replace(outcome, pictures=tuple(replace(picture, png=_in_palette(picture.png)) for picture in outcome.pictures))
-        for outcome in section.outcomes
-    ]
-    return replace(section, outcomes=tuple(outcomes))
-
-
-def _in_palette(png: str) -> str:
-    from PIL import Image
-
-    try:
-        image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    except (ValueError, OSError):  # a lesson may show anything under this name
-        return png
-    file = io.BytesIO()
-    image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-    small = base64.b64encode(file.getvalue()).decode()
-    return min(small, png, key=len)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import os
 import re
 import sys
@@ -70,8 +69,8 @@ class Headline:
         measured, baseline = self.comparison[self.label], self.comparison.baseline
         if baseline.failed and not measured.failed:
             return f"runs where {baseline.label} does not ({baseline.failed})"
-        told = self.comparison.tell(self.label)
-        return told.replace(SAME, f"{SAME} time", 1) if told.startswith(f"{SAME} (") else told
+        text = self.comparison.tell(self.label)
+        return text.replace(SAME, f"{SAME} time", 1) if text.startswith(f"{SAME} (") else text
 
     @property
     def memory(self) -> str:
@@ -146,25 +145,11 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
     if not names and not here:
         raise ValueError(f"no lessons in ./notebooks nor in {LESSONS}: run effgpu in a clone of it, or name a path")
-    found = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
-    stems = [path.stem for path in found]
+    paths = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
+    stems = [path.stem for path in paths]
     if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
         raise ValueError(f"expected lessons with different names, as results are stored by name, got two {twice!r}")
-    return found
-
-
-def list_lessons() -> list[Outcome]:
-    """Return the lessons that `find_lessons` finds by number, with title and first sentence, but without results."""
-    listed = []
-    for path in _at_hand():
-        try:
-            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-        except (KeyError, TypeError, ValueError):  # not a notebook
-            continue
-        if re.match(r"\d\d_", path.stem):
-            listed.append(Outcome(path.stem, _title(prose) or path.stem, about=_about(prose)))
-    return listed
+    return paths
 
 
 def _at_hand() -> list[Path]:

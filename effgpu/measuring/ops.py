@@ -16,7 +16,7 @@ Key = Callable[[str, list[torch.Tensor]], Hashable | None]
 
 _LAUNCH = re.compile(r"(cuda|cu|hip)(Ext)?(Module)?(Launch(Cooperative)?Kernel|GraphLaunch)")
 _RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")  # a call of the driver: the wait at the end is one
-_NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size"}
 _OVERWRITE = {"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"}  # these do not read what they change
 
 
@@ -73,28 +73,35 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
-        name = operation.overloadpacket.__name__
-        if operation.namespace != "profiler" and not operation.is_view and name not in _NO_KERNEL:
+        if runs_kernel(operation):
+            name = operation.overloadpacket.__name__
             name = name if operation.namespace == "aten" else f"{operation.namespace}::{name}"
-            if (kind := self.key(name, _tensors((args, kwargs)))) is not None:
+            if (kind := self.key(name, tensors_of((args, kwargs)))) is not None:
                 self.ops[kind] += 1
-                self.ops.bytes[kind] += _bytes_touched(operation, name, args, kwargs, result)
+                self.ops.bytes[kind] += bytes_touched(operation, name, args, kwargs, result)
         return result
 
 
-def _bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: object) -> int:
+def runs_kernel(operation) -> bool:
+    """Whether an operation runs a kernel: views, empty tensors and notes to the profiler do not."""
+    name = operation.overloadpacket.__name__
+    return operation.namespace not in ("profiler", "prim") and not operation.is_view and name not in _NO_KERNEL
+
+
+def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: object) -> int:
     """Bytes that a call reads and writes. An argument that it changes in place counts as both."""
     touched = 0
     given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     for argument in operation._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         reads = not (argument.is_out or (writes and name in _OVERWRITE))
-        touched += (reads + writes) * sum(map(_size, _tensors(given.get(argument.name))))
-    inputs = {id(tensor) for tensor in _tensors((args, kwargs))}
-    return touched + sum(_size(tensor) for tensor in _tensors(result) if id(tensor) not in inputs)
+        touched += (reads + writes) * sum(map(_size, tensors_of(given.get(argument.name))))
+    inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
+    return touched + sum(_size(tensor) for tensor in tensors_of(result) if id(tensor) not in inputs)
 
 
-def _tensors(tree: object) -> list[torch.Tensor]:
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    """The tensors among arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

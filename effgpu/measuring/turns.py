@@ -39,9 +39,9 @@ def take_blocks(
             take_turn(label)
         done += 1
         if done == FEWEST_BLOCKS and not blocks and (order := alive()):
-            affordable = int(seconds / ((time.perf_counter() - began) / done / len(order)))
+            block = max(time.perf_counter() - began, 1e-9) / done / len(order)  # seconds of each one's time
             needed = max((count_blocks(logs, target) for logs in ratios()), default=done)
-            wanted = max(done, min(needed, affordable, MOST_BLOCKS))
+            wanted = max(done, int(min(needed, MOST_BLOCKS, seconds / block)))
 
 
 def take_builds(alive: Alive, take_turn: Turn, say: Say = lambda done, total, left: None) -> None:

@@ -11,13 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from effgpu.measuring.device import is_dead, release_memory
+from effgpu.measuring.device import is_dead, is_out_of_memory, release_memory
 from effgpu.measuring.workers import Workers
 
 Step = Callable[[], object]
 Variant = Callable[[], Step]
 Result = TypeVar("Result")
-_COMPILER_SETTINGS = ("torch._dynamo.config", "torch._inductor.config")
 _NOT_RUN = (AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType, partial)
 
 
@@ -33,12 +32,12 @@ def run_variant(variant: Variant, action: Callable[[Step], Result]) -> Result:
 class Stage:
     """Variants that are built at present and take turns: all of them, or with `keep=False` one at a time.
 
-    A turn starts with the process-wide switches (TF32, cuDNN's, threads, anomaly mode, ...) that its own variant has
-    set, and ends with those from before. So one variant's switches never reach the next, and neither do the shapes
-    that torch.compile has seen. Worker processes of variants that are kept are frozen between their turns. A variant is
-    built in its first turn and then passed, with its label, to `prepare`. All are freed at the end of the `with` block,
-    whatever happens. Errors carry the text of their traceback in place of its frames: these would keep models and
-    DataLoader workers alive as long as a notebook keeps the error.
+    A turn starts with the switches of `_SWITCHES` that its own variant has set, and ends with those from before. So
+    one variant's switches never reach the next, and neither do the shapes that torch.compile has seen. Worker processes
+    of variants that are kept are frozen between their turns. A variant is built in its first turn and then passed, with
+    its label, to `prepare`. All are freed at the end of the `with` block, whatever happens. An out-of-memory error or
+    an interrupt carries the text of its traceback in place of its frames: they would hold models and DataLoader workers
+    as long as a notebook keeps the error. Others can be debugged.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Stage:
         self.variants, self.keep, self.prepare = variants, keep, prepare
         self.workers = Workers()
         self._built: dict[str, Step] = {}
-        self._own: dict[str, _Own] = {}
+        self._settings: dict[str, _Settings] = {}
 
     def __enter__(self) -> "Stage":
         return self
@@ -67,27 +66,25 @@ class Stage:
             self.clear()
         try:
             awake = self.workers.awake(label) if self.keep and len(self.variants) > 1 else contextlib.nullcontext()
-            with _recompiling(), self._own.setdefault(label, _Own()).applied(), awake:
-                if label in self._built:
-                    return action(self._built[label])
-                with _compiler_settings_kept():
+            with _recompiling(), self._settings.setdefault(label, _Settings()).applied(), awake:
+                if label not in self._built:
                     self._built[label] = _build(self.variants[label])
                     if (now := _current_gpu()) != gpu:
                         told = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
                         raise ValueError(f"{told} before effgpu's function")
                     self.prepare(label, self._built[label])
-                    return action(self._built[label])
+                return action(self._built[label])
         except BaseException as error:
-            if ended := next((e for e in (error, error.__cause__) if isinstance(e, StopIteration)), None):
-                told = "the step ran out of data: a measurement calls it often, so let its loader start anew"
-                error = RuntimeError(told)
-                error.__cause__ = ended
             if is_dead(error):
                 error.add_note("The GPU cannot be used in this process any more: restart the kernel, or the script.")
-            _drop_frames(error, handled)
+            if is_out_of_memory(error) or isinstance(error, KeyboardInterrupt):
+                _drop_frames(error, handled)
             with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
                 self._free()
-            raise error
+            if isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
+                message = "the step ran out of data: a measurement calls it often, so let its loader start anew"
+                raise RuntimeError(message) from error
+            raise
 
     def clear(self) -> None:
         """Free all that is built, with its compiled graphs. What is built again starts with no switches set."""
@@ -97,7 +94,7 @@ class Stage:
     def _free(self) -> None:
         self.workers.release()
         self._built.clear()
-        self._own.clear()
+        self._settings.clear()
         forget_compiled()
         release_memory()
 
@@ -106,7 +103,7 @@ def _current_gpu() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_available() else None
 
 
-class _Own:
+class _Settings:
     """What a variant has set for the whole process, and what torch.compile has learned of its shapes."""
 
     def __init__(self):
@@ -115,7 +112,7 @@ class _Own:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        before = [_ask(read) for read, _ in _SWITCHES]
+        before = [_read(read) for read, _ in _SWITCHES]
         shapes = _exchange_compiled_shapes(self.shapes)
         try:
             for place, value in self.switches.items():
@@ -123,12 +120,12 @@ class _Own:
             yield
         finally:
             self.shapes = _exchange_compiled_shapes(shapes)
-            now = [_ask(read) for read, _ in _SWITCHES]
+            now = [_read(read) for read, _ in _SWITCHES]
             changed = [i for i, was in enumerate(before) if was is not None and now[i] != was]
             self.switches = {i: now[i] for i in changed if now[i] is not None}  # None: PyTorch cannot tell any more
-            if changed:  # one may write another, as the older way to ask for TF32 does: ask each again
+            if changed:  # one may write another, as the older way to ask for TF32 does: read each again
                 for (read, write), was in zip(_SWITCHES, before):
-                    if was is not None and _ask(read) != was:
+                    if was is not None and _read(read) != was:
                         write(was)
 
 
@@ -178,32 +175,6 @@ def _recompiling() -> contextlib.AbstractContextManager:
     return dynamo.config.patch(most) if dynamo else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _compiler_settings_kept() -> Iterator[None]:
-    """Set the compiler's settings back after a variant was built. They matter when it compiles, in its first steps."""
-    before = {n: sys.modules[n].get_config_copy() if n in sys.modules else None for n in _COMPILER_SETTINGS}
-    try:
-        yield
-    finally:
-        for config, settings in ((sys.modules[n], was) for n, was in before.items() if n in sys.modules):
-            for name, value in config.get_config_copy().items():
-                was = _find_initial(config, name, value) if settings is None else settings[name]
-                if value != was:
-                    setattr(config, name, was)
-
-
-def _find_initial(config: object, name: str, value: object) -> object:
-    """A setting of a compiler that was loaded while the variant was built, and could not be asked before.
-
-    There is no public way (torch/utils/_config_module.py). What the environment sets is left as it is.
-    """
-    entry = getattr(config, "_config", {}).get(name)
-    if not hasattr(config, "_is_default") or config._is_default(name):
-        return value
-    by_environment = (getattr(entry, f"env_value_{way}", None) for way in ("force", "default"))
-    return value if any(isinstance(set_to, bool | str) for set_to in by_environment) else entry.default
-
-
 def _exchange_compiled_shapes(shapes: object) -> object:
     """Give torch.compile what it knew of a variant's shapes, and return what it knew before.
 
@@ -217,47 +188,38 @@ def _exchange_compiled_shapes(shapes: object) -> object:
     return before
 
 
-def _ask(read: Callable) -> object | None:
+def _read(read: Callable) -> object | None:
     """What a switch is set to; None where PyTorch cannot tell: by the older way to ask for TF32 once the newer one has
     been used.
     """
-    with warnings.catch_warnings(), contextlib.suppress(RuntimeError, AttributeError):
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):
         warnings.simplefilter("ignore")
         return read()
 
 
-def _default_device() -> tuple[torch.device, int]:
-    """The default device, and how many modes look at every call: one more where a default device was ever set."""
-    return torch.empty(0).device, torch.overrides._len_torch_function_stack()
-
-
-def _set_default_device(wanted: tuple[torch.device, int]) -> None:
-    torch.set_default_device(None)
-    if _default_device() != wanted:
-        torch.set_default_device(wanted[0])
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)  # None also removes the mode, which takes time
 
 
 def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
+# What training code sets for the whole process: how to read it, and how to write it. Not everything that PyTorch has:
+# another switch belongs into the step, or the variants into processes of their own (`effgpu bench`).
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_default_device, _set_default_device),
+    (torch.get_default_device, _set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    # which torch.use_deterministic_algorithms sets as well, but the mode does not set back
     (
-        lambda: getattr(sys.modules.get("torch._inductor.config"), "deterministic", False),
-        lambda on: setattr(sys.modules["torch._inductor.config"], "deterministic", on),
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
     ),
-    _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda on: torch.autograd.set_detect_anomaly(*on),
     ),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     *(
         (partial(read, kind), partial(write, kind))
         for kind in ("cpu", "cuda")
@@ -272,36 +234,26 @@ _SWITCHES = (
     _flag(torch.backends, "fp32_precision"),
     _flag(torch.backends.cudnn, "fp32_precision"),
     _flag(torch.backends.cuda.matmul, "fp32_precision"),
-    _flag(torch.backends.cudnn.conv, "fp32_precision"),
-    _flag(torch.backends.cudnn.rnn, "fp32_precision"),
     _flag(torch.backends.mkldnn.matmul, "fp32_precision"),
-    _flag(torch.backends.mkldnn.conv, "fp32_precision"),
-    _flag(torch.backends.mkldnn.rnn, "fp32_precision"),
-    (torch.backends.cuda.preferred_blas_library,) * 2,
-    (torch.backends.cuda.preferred_linalg_library,) * 2,
-    _flag(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-    _flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-    _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
-    (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    *(
+        _flag(holder, "fp32_precision")
+        for backend in (torch.backends.cudnn, torch.backends.mkldnn)
+        for holder in (backend.conv, backend.rnn)
+    ),
+    _flag(torch.backends.cudnn, "enabled"),
+    _flag(torch.backends.cudnn, "benchmark"),
+    _flag(torch.backends.cudnn, "deterministic"),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     *(
         (lambda read=read: read() if torch.cuda.is_available() else None, write)
         for read, write in (
             (torch.cuda.current_device, torch.cuda.set_device),
             (torch.cuda.current_stream, torch.cuda.set_stream),
-            (torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode),
         )
     ),
-    _flag(torch.backends.mkldnn, "enabled"),
-    _flag(torch.backends.mkldnn, "deterministic"),
-    _flag(torch.backends.cudnn, "enabled"),
-    _flag(torch.backends.cudnn, "benchmark"),
-    _flag(torch.backends.cudnn, "benchmark_limit"),
-    _flag(torch.backends.cudnn, "deterministic"),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
 )
 
 
@@ -333,4 +285,4 @@ def _drop_frames(error: BaseException, handled: BaseException | None) -> None:
         if not any(error is other for other in dropped):
             error.__traceback__ = None
             dropped.append(error)
-            linked += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+            linked += [error.__cause__, error.__context__]

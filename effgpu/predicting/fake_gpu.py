@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.predicting.allocator import Block, round_size
+from effgpu.predicting.kernels import Segment, note
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -44,6 +45,8 @@ cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replic
 replication_pad3d"""
 _PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
 _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
+# What the CPU takes for a view, and for each tensor of a list that a foreach operation gets, in calls of an operation.
+_VIEW, _LISTED = 0.3, 0.05
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 
@@ -74,6 +77,8 @@ class Recorder(TorchDispatchMode):
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
+        self.segments: list[Segment] = []  # of the last step
+        self.compiled = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,6 +89,10 @@ class Recorder(TorchDispatchMode):
         """The variant is built: count from here on."""
         self.name_owners()
         self.first, self._started = self._events, True
+
+    def begin_step(self) -> None:
+        """Note the kernels of the step that follows, in place of those of the one before."""
+        self.segments = [Segment()]
 
     def stop(self) -> None:
         """The step has run: let go of what lives on."""
@@ -116,6 +125,8 @@ class Recorder(TorchDispatchMode):
         if name in _EXTRA and self.capability:
             self._take_for_a_moment(_EXTRA[name](self, args, result))
         self._see(result)
+        if self.segments and self.capability:
+            self._note(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self._truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self._truths]
             if truths:
@@ -127,6 +138,13 @@ class Recorder(TorchDispatchMode):
         elif name in ("mm", "bmm", "addmm", "baddbmm"):
             self._multiplied = True
         return result
+
+    def _note(self, func, args, kwargs, result) -> None:
+        segment = self.segments[-1]
+        kernels = note(func, args, kwargs, result, bool(self.optimizing))
+        segment.kernels.update(kernels)
+        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+        segment.calls += (1 if kernels else _VIEW) + _LISTED * sum(map(len, lists))
 
     def _see(self, value: object) -> None:
         if isinstance(value, torch.Tensor):
@@ -169,7 +187,7 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(
                     "predict: the step uses parameters from outside of the variant: build the model inside of it"
                 )
-            if value.dim():
+            if value.dim() and value.numel():
                 self._add(value)
                 self.assumptions["tensors from outside of the variant are on the GPU, too"] = None
 
@@ -186,6 +204,8 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
+        if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
+            self.segments.append(Segment())
         where, inside = _reader()
         quiet = any(part in inside for part in _READS_WITHOUT_EFFECT)
         if tensor.dtype is torch.bool:
@@ -218,6 +238,7 @@ class Recorder(TorchDispatchMode):
 
     def note_compiled(self) -> None:
         """Say that compiled code ran without its compiler."""
+        self.compiled = True
         self.unknown["compiled code: it was counted as it runs without torch.compile"] = None
 
     def note_module(self, module: torch.nn.Module, *_: object) -> None:

@@ -1,16 +1,15 @@
-"""Will a training step fit a GPU? Counted on fake tensors: no GPU, no memory, a few seconds.
+"""Will a training step fit a GPU, and how long will it take? Counted on fake tensors: no GPU, no memory, a few seconds.
 
 The variant's step runs as it is, but no kernel does: PyTorch's FakeTensorMode knows each result's shape and dtype. A
-dispatch mode adds up the storages. The tensors say that they are on the CPU, which works on every machine; where a GPU
-keeps something else than a CPU, the rules in effgpu/fake_gpu.py answer as the GPU would.
+dispatch mode adds up the storages and notes the kernels. The tensors say that they are on the CPU, which works on every
+machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py answer as the GPU would.
 """
 
 import html
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Literal
 
 from torch._subclasses import fake_tensor
@@ -20,51 +19,19 @@ from effgpu.measuring.memory import trace
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by
-from effgpu.units import GiB, MiB, align, check_positive, format_bytes, html_table, with_article
+from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
+from effgpu.predicting.kernels import Segment
+from effgpu.predicting.time import Time, step_time
+from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html_table, with_article
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
+_RANGE = "times: in brackets the range for 9 of 10 runs; without loading data, on one GPU, at its usual clock"
+_COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
 # How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.
 LESS, MORE = 0.06, 0.08
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's memory in bytes, its compute capability, and the range of bytes that a CUDA context takes on it.
-
-    `memory` is what PyTorch's messages call the total capacity. Cards of one name differ by drivers and ECC by up to
-    2 %: this is the least that public error reports show. A context's size depends on the driver, the CUDA version and
-    the kernels that a step loads.
-    """
-
-    name: str
-    memory: int
-    capability: tuple[int, int]
-    context: tuple[int, int]
-
-
-def _gpu(name: str, memory: float, capability: tuple[int, int], context: tuple[int, int]) -> Gpu:
-    return Gpu(name, int(memory * GiB), capability, (context[0] * MiB, context[1] * MiB))
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("T4", 14.56, (7, 5), (100, 450)),
-        _gpu("L4", 21.95, (8, 9), (150, 600)),
-        _gpu("RTX 3090", 23.57, (8, 6), (200, 600)),
-        _gpu("RTX 4090", 23.51, (8, 9), (300, 700)),
-        _gpu("RTX 5090", 31.34, (12, 0), (400, 900)),
-        _gpu("V100", 15.77, (7, 0), (250, 700)),
-        _gpu("A100 40 GB", 39.38, (8, 0), (350, 750)),
-        _gpu("A100 80 GB", 79.14, (8, 0), (350, 750)),
-        _gpu("H100", 79.09, (9, 0), (400, 900)),
-        _gpu("H200", 139.70, (9, 0), (400, 900)),
-    )
-}
-_UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
 
 
 @dataclass(frozen=True)
@@ -89,7 +56,9 @@ class Prediction:
     `assumptions` says what was taken for granted, such as the values that the step read. `unknown` says what could not
     be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
-    `measured` divides the peak that was measured on this device in the same way, if that was asked for.
+    `measured` divides the peak that was measured on this device in the same way, if that was asked for. `segments` are
+    the kernels of the last step, from which `time` follows; `compiled` says that the step uses torch.compile. `older`
+    is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
     """
 
     allocated: int
@@ -102,6 +71,9 @@ class Prediction:
     resting: int = 0
     holds_from: tuple[int, int] = (0, 0)
     measured: Mapping[str, int] | None = None
+    segments: tuple[Segment, ...] = ()
+    compiled: bool = False
+    older: "Prediction | None" = None
 
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context.
@@ -109,6 +81,8 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        if self.older and gpu.capability < self.holds_from:
+            return self.older.total(gpu)
         certain = self.allocated if self._is_known(gpu) else self.resting
         low = int(certain * (1 - LESS)) + self.workspaces.low + gpu.context[0]
         high = int(max(self.reserved, self.allocated) * (1 + MORE)) + self.workspaces.high + gpu.context[1]
@@ -120,18 +94,39 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        if self.older and gpu.capability < self.holds_from:
+            return self.older.verdict(gpu)
         total = self.total(gpu)
         if total.low > gpu.memory:
             return DOES_NOT_FIT
         return FITS if self._is_known(gpu) and total.high <= gpu.memory else TOO_CLOSE
+
+    def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
+        """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
+
+        Raises ValueError for a GPU whose speed is not known, as for one that is given as a size, and for a prediction
+        by a CPU's rules.
+        """
+        gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        if self.older and gpu.capability < self.holds_from:
+            return self.older.time(gpu)
+        if not self.segments:
+            raise ValueError('expected a prediction by a GPU\'s rules, to predict a time, got one with rules="cpu"')
+        return step_time(self.segments, gpu, compiled=self.compiled)
 
     def _is_known(self, gpu: Gpu) -> bool:
         return not self.unknown and gpu.capability >= self.holds_from
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each GPU."""
+        headings = ["GPU", "memory", "needed", "verdict"]
         rows = [[gpu.name, format_bytes(gpu.memory), str(self.total(gpu)), self.verdict(gpu)] for gpu in self.gpus]
-        return ["GPU", "memory", "needed", "verdict"], rows
+        if self.segments and any(gpu.bandwidth for gpu in self.gpus):
+            headings += ["time per step", "bound by"]
+            for row, gpu in zip(rows, self.gpus):
+                time = self.time(gpu) if gpu.bandwidth else None
+                row += [str(time), time.bound] if time else [NOT_MEASURED] * 2
+        return headings, rows
 
     def _summary(self) -> list[tuple[str, str]]:
         measured = self.measured or {}
@@ -157,49 +152,80 @@ class Prediction:
         return Range(self.allocated, max(self.allocated, self.reserved))
 
     def _notes(self) -> list[str]:
-        older = [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]
-        another = f"the step takes other kernels or formats on {' and '.join(older)}: ask for that GPU by name"
-        return [f"not known: {why}" for why in (*self.unknown, *[another] * bool(older))] + [
-            f"assumed: {what}" for what in self.assumptions
-        ]
+        notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
+        if older := [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]:
+            notes.append(
+                f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
+            )
+        if self.segments:
+            notes.append(_RANGE)
+            notes += [_COMPILED] * self.compiled
+        return notes
+
+    def _kinds(self) -> tuple[list[str], list[list[str]]]:
+        """What kinds of operation take the time, where one GPU was asked for."""
+        alone = self.segments and len(self.gpus) == 1 and self.gpus[0].bandwidth
+        return self.time().rows() if alone else ([], [])
 
     def __repr__(self) -> str:
         headings, rows = self.table()
-        return "\n".join([*align(self._summary()), "", *align([headings, *rows]), "", *self._notes(), _TRUST])
+        kinds, shares = self._kinds()
+        told = [*align(self._summary()), "", *align([headings, *rows]), ""]
+        told += [*align([kinds, *shares]), ""] if kinds else []
+        return "\n".join([*told, *self._notes(), _TRUST])
 
     def _repr_html_(self) -> str:
         summary = html_table([], [(name.replace("  ", "– ", 1), value) for name, value in self._summary()])
         notes = "".join(f"<br>{html.escape(note)}" for note in self._notes())
         verdicts = html_table(*self.table())
-        return f"<table>{summary}</table><table>{verdicts}</table><small>{_TRUST}{notes}</small>"
+        kinds = f"<table>{html_table(*self._kinds())}</table>" if self._kinds()[0] else ""
+        return f"<table>{summary}</table><table>{verdicts}</table>{kinds}<small>{_TRUST}{notes}</small>"
 
 
 def predict(
     variant: Variant,
-    gpu: "str | float | Gpu | None" = None,
+    gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
     *,
     steps: int = STEPS,
     rules: Literal["gpu", "cpu"] = "gpu",
     measured: bool = False,
 ) -> Prediction:
-    """Predict the memory that a variant's training step needs on a GPU, and whether a GPU has it.
+    """Predict what a variant's training step takes on a GPU, memory and time, and whether it fits, without a GPU.
 
-    `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes) or None for all
-    known GPUs. `steps` steps are counted after building. They run on fake tensors, without values. Everything that the
-    variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a CPU, where kernels
-    keep other things (not what oneDNN's convolutions copy): with it, any machine can check the counting. `measured`
-    also runs the variant on this device and says who owned its peak, which takes the memory and the time that the
-    prediction saves.
+    `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them,
+    or None for all known GPUs. `steps` steps are counted after building. They run on fake tensors, without values.
+    Everything that the variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a
+    CPU, where kernels keep other things (not what oneDNN's convolutions copy): with it, any machine can check the
+    counting. `measured` also runs the variant on this device and says who owned its peak, which takes the memory and
+    the time that the prediction saves.
 
     Raises ValueError for an unknown GPU. Raises RuntimeError, with the reason, for a step that cannot run without
     values: a result's shape depends on them, or an operation is not known to fake tensors.
     """
     check_positive(Integral, steps=steps)
-    gpus = tuple(GPUS.values()) if gpu is None else (find_gpu(gpu),)
-    capability = _UNKNOWN_CAPABILITY if gpu is None else gpus[0].capability
     if rules not in ("gpu", "cpu"):
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
-    recorder = Recorder(capability if rules == "gpu" else None)
+    gpus = _find_gpus(gpu)
+    newest = (8, 0) if gpu is None else max(gpu.capability for gpu in gpus)
+    predicted = _walk(variant, gpus, newest if rules == "gpu" else None, steps)
+    if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
+        predicted = replace(predicted, older=_walk(variant, gpus, max(older), steps))
+    return replace(predicted, measured=_measure_owners(variant, steps)) if measured else predicted
+
+
+def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
+    if gpu is None:
+        return tuple(known_gpus().values())
+    several = isinstance(gpu, Iterable) and not isinstance(gpu, str)
+    gpus = tuple(map(find_gpu, gpu)) if several else (find_gpu(gpu),)
+    if not gpus:
+        raise ValueError("gpu: expected at least one GPU, got none")
+    return gpus
+
+
+def _walk(variant: Variant, gpus: tuple[Gpu, ...], capability: tuple[int, int] | None, steps: int) -> Prediction:
+    """The prediction for these GPUs, with the kernels that a GPU of this capability takes; None: by a CPU's rules."""
+    recorder = Recorder(capability)
     try:
         with gc_frozen(), random_states_kept(), as_gpu(recorder):
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
@@ -210,7 +236,7 @@ def predict(
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
-    if recorder.holds_from > (0, 0) and gpu is not None and gpus[0].context == _UNKNOWN_CONTEXT:  # given as a size
+    if recorder.holds_from > (0, 0) and any(gpu.context == UNKNOWN_CONTEXT for gpu in gpus):  # given as a size
         least = ".".join(map(str, recorder.holds_from))
         told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.assumptions[told] = None
@@ -225,7 +251,8 @@ def predict(
         tuple(recorder.unknown),
         resting,
         recorder.holds_from,
-        _measure_owners(variant, steps) if measured else None,
+        segments=tuple(recorder.segments) if capability else (),
+        compiled=recorder.compiled,
     )
 
 
@@ -290,39 +317,10 @@ def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, m
     return Largest(gpu, fits, may_fit, dict(sorted(tried.items())))
 
 
-def find_gpu(gpu: "str | float | Gpu") -> Gpu:
-    """The GPU of a name or a size: "T4", "a100-80", "16 GiB", 16 * GiB. Raises ValueError for any other."""
-    if isinstance(gpu, Gpu):
-        return gpu
-    if isinstance(gpu, Real):
-        check_positive(gpu=gpu)
-        return Gpu(format_bytes(gpu), int(gpu), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
-    if isinstance(gpu, str):
-        if size := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", gpu, re.IGNORECASE):
-            unit = {"gib": GiB, "gb": 10**9, "mib": MiB, "mb": 10**6}[size[2].lower()]
-            memory = float(size[1]) * unit
-            check_positive(gpu=memory)
-            return Gpu(gpu.strip(), int(memory), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
-        wanted = _simplify(gpu)
-        for known in GPUS.values():
-            name = _simplify(known.name)
-            if wanted == name or (wanted.startswith(name) and _is_of_size(known, wanted.removeprefix(name))):
-                return known
-    raise ValueError(f'gpu: expected one of {", ".join(GPUS)} or a size as "16 GiB", got {gpu!r}')
-
-
-def _is_of_size(gpu: Gpu, size: str) -> bool:
-    """Whether a GPU is sold with so many GB. What PyTorch calls its capacity is up to a tenth less."""
-    return size.isdecimal() and 0.9 * int(size) <= gpu.memory / GiB <= int(size)
-
-
-def _simplify(name: str) -> str:
-    return re.sub(r"(?<=\d)\s*gb|nvidia|geforce|tesla|rtx|sxm\d?|pcie|hbm\d?|[^a-z0-9]", "", name.lower())
-
-
 def _run(step: Step, recorder: Recorder, steps: int) -> None:
     recorder.start()
     for _ in range(steps):
+        recorder.begin_step()
         check_worked(step())
         recorder.name_owners()
 

@@ -3,10 +3,11 @@
 Usage: python tests/benchmarks/aa.py [PART ...] [--comparisons N] [--slower N]
 
 The parts, all of them by default:
+  coverage    simulated: how often the interval holds the truth, how wide it is, and how many blocks it takes
   intervals   for steps of 1.3, 16 and 100 ms, the interval's half width and the seconds of a comparison in all
+  loaded      the same for 16 ms, beside a process that uses one core all the time
   quiet       A/A comparisons: how many verdicts of faster and slower
   bursts      the same, beside a process that loads one core in bursts
-  simulated   the same, with simulated noise that leans on the block before (AR(1), 0.6) and no real clock
   slower      how often a step that is 3 % slower is found, on a quiet machine
   hidden      the same, beside the bursts
 
@@ -29,15 +30,15 @@ import torch
 import effgpu
 from effgpu.comparison import Comparison
 from effgpu.measuring.device import pick_sizes
-from effgpu.measuring.measurement import Measurement
+from effgpu.measuring.intervals import interval_of_blocks
 from effgpu.measuring.timing import time_fastest
+from effgpu.measuring.turns import take_blocks
 from effgpu.units import format_seconds
 
-STEPS = {1.3: 1.2, 16: 1.5, 100: 2.0}  # milliseconds of a step, and seconds per variant
+STEPS = {1.3: 2.5, 16: 2.5, 100: 2.5}  # milliseconds of a step, and the most seconds per variant
 PARTS = 100  # of a step, so that one that is 3 % slower has 103
-RHO, SPREAD, BLOCKS = 0.6, 0.03, 60  # of the simulated noise
-LIMITS = {"quiet": 1 / 200, "bursts": 2 / 200, "simulated": 4 / 200}  # verdicts of faster or slower, at most
-FOUND = 0.95  # of the steps that are 3 % slower, at least
+PRECISION = 0.01  # the half width that the comparisons below aim at
+FALSE, FOUND, COVERED = 1 / 200, 99 / 100, 0.985  # false verdicts at most, slower steps found and coverage at least
 BURSTS = """
 import os, random, time
 parent = os.getppid()
@@ -46,6 +47,13 @@ while os.getppid() == parent:
     while time.perf_counter() < end:
         pass
     time.sleep(random.uniform(0.02, 0.3))
+"""
+LOAD = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
 """
 
 
@@ -82,9 +90,9 @@ def width_of_a_part(milliseconds: float) -> int:
 
 
 @contextlib.contextmanager
-def load_in_bursts(wanted: bool) -> Iterator[None]:
-    """Another process that keeps one core busy for a while, and then not, for a while."""
-    other = subprocess.Popen([sys.executable, "-c", BURSTS]) if wanted else None
+def load(code: str | None) -> Iterator[None]:
+    """Beside what is inside, another process that runs this code; none with None."""
+    other = subprocess.Popen([sys.executable, "-c", code]) if code else None
     try:
         yield
     finally:
@@ -99,13 +107,13 @@ def half_width(result: Comparison) -> float:
     return math.sqrt(ratio.high / ratio.low) - 1
 
 
-def show_intervals() -> None:
+def show_intervals(steps: dict[float, float]) -> None:
     """Print half widths and seconds, the median of five comparisons each."""
-    for milliseconds, seconds in STEPS.items():
+    for milliseconds, seconds in steps.items():
         variant, widths, taken = step_of(milliseconds), [], []
         for _ in range(5):
             start = time.perf_counter()
-            result = effgpu.compare({"A": variant, "B": variant}, seconds=seconds, energy=False)
+            result = effgpu.compare({"A": variant, "B": variant}, seconds=seconds, precision=PRECISION, energy=False)
             taken.append(time.perf_counter() - start)
             widths.append(half_width(result))
         blocks = len(result["A"].turns)
@@ -124,50 +132,71 @@ def run(count: int, slower: bool, bursts: bool) -> tuple[list[Comparison], float
     """So many comparisons of a step of about 16 ms with itself, or with one that is 3 % slower; the seconds of each."""
     width = width_of_a_part(16)
     variants = {"A": training(width, PARTS), "B": training(width, PARTS + 3 * slower)}
-    with load_in_bursts(bursts):
+    options = {"seconds": 2.5, "precision": PRECISION, "energy": False}
+    with load(BURSTS if bursts else None):
         start = time.perf_counter()
-        results = [effgpu.compare(variants, seconds=1.7, energy=False) for _ in range(count)]
+        results = [effgpu.compare(variants, **options) for _ in range(count)]
         return results, (time.perf_counter() - start) / count
 
 
-def simulate(count: int) -> list[Comparison]:
-    """Comparisons of which each block's ratio leans on the one before, though both variants are the same."""
-    generator, device = random.Random(0), effgpu.describe()
+class SimulatedBlocks:
+    """Turns of A and B that take no time, and the log ratio of each block: noise around 0.
 
-    def compare() -> Comparison:
-        noise = generator.gauss(0, SPREAD)
-        turns = []
-        for _ in range(BLOCKS):
-            turns.append((0.016 * math.exp(noise),) * 2)
-            noise = RHO * noise + math.sqrt(1 - RHO**2) * generator.gauss(0, SPREAD)
-        plain = Measurement("A", ((0.016, 0.016),) * BLOCKS, device)
-        return Comparison("simulated", (plain, Measurement("B", tuple(turns), device)))
+    Each ratio resembles the one before (ρ). An outlier is a block that was held up, by 10 to 40 %.
+    """
 
-    return [compare() for _ in range(count)]
+    def __init__(self, generator: random.Random, spread: float, rho: float, outliers: float):
+        self.generator, self.spread, self.rho, self.outliers = generator, spread, rho, outliers
+        self.turns, self.logs, self.noise = 0, [], generator.gauss(0, spread)
+
+    def take_turn(self, label: str) -> None:
+        self.turns += 1
+        if self.turns % 4 == 0:  # the block is over
+            held_up = self.generator.choice([-1, 1]) * self.generator.uniform(0.1, 0.4)
+            self.logs.append(self.noise + held_up * (self.generator.random() < self.outliers))
+            self.noise *= self.rho
+            self.noise += math.sqrt(1 - self.rho**2) * self.generator.gauss(0, self.spread)
+
+
+def show_coverage(count: int, target: float = 0.03) -> None:
+    """Print how often the interval of simulated blocks holds the truth, at the numbers of blocks that really occur."""
+    for noise in [(0.03, 0.2, 0), (0.05, 0, 0), (0.05, 0.2, 0), (0.05, 0, 0.05), (0.05, 0.2, 0.05), (0.2, 0.2, 0)]:
+        generator, covered, widths, counts = random.Random(str(noise)), 0, [], []
+        for _ in range(count):
+            blocks = SimulatedBlocks(generator, *noise)
+            take_blocks(
+                lambda: ["A", "B"], blocks.take_turn, lambda of=blocks: [of.logs], target=target, seconds=math.inf
+            )
+            _, low, high = interval_of_blocks(blocks.logs)
+            covered += low <= 0 <= high
+            widths.append(math.expm1((high - low) / 2))
+            counts.append(len(blocks.logs))
+        told = "spread {:.0%}, ρ {}, outliers {:.0%}".format(*noise)
+        told += f": covers {covered / count:.4f}, wanted {COVERED}; ±{median(widths):.2%}, {median(counts):.0f} blocks"
+        print(told, flush=True)
 
 
 def main() -> None:
     """Run the parts that are asked for."""
-    parts = ["intervals", "quiet", "bursts", "simulated", "slower", "hidden"]
+    parts = ["coverage", "intervals", "loaded", "quiet", "bursts", "slower", "hidden"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--comparisons", type=int, default=200, help="of a step with itself, in each part")
     parser.add_argument("--slower", type=int, default=100, help="comparisons with a slower step, in each part")
+    parser.add_argument("--simulated", type=int, default=2000, help="comparisons of each kind of simulated noise")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
         parser.error(f"expected parts out of {parts}, got {sorted(unknown)}")
     torch.set_num_threads(1)
     print(f"on {effgpu.describe().label}, one thread", flush=True)
     for part in args.parts or parts:
-        if part == "intervals":
-            show_intervals()
-        elif part == "simulated":
-            start = time.perf_counter()
-            results = simulate(args.comparisons)
-            limit = f"at most {LIMITS[part] * args.comparisons:g} faster or slower"
-            show_verdicts(part, results, (time.perf_counter() - start) / args.comparisons, limit)
-        elif part in LIMITS:
-            limit = f"at most {LIMITS[part] * args.comparisons:g} faster or slower"
+        if part == "coverage":
+            show_coverage(args.simulated)
+        elif part in ("intervals", "loaded"):
+            with load(LOAD if part == "loaded" else None):
+                show_intervals(STEPS if part == "intervals" else {16: STEPS[16]})
+        elif part in ("quiet", "bursts"):
+            limit = f"at most {FALSE * args.comparisons:g} faster or slower"
             show_verdicts(part, *run(args.comparisons, slower=False, bursts=part == "bursts"), limit)
         else:
             limit = f"at least {FOUND * args.slower:g} slower"

@@ -222,7 +222,15 @@ class _Gpt(nn.Module):
 
 
 def gpt2(
-    batch=8, vocabulary=50257, stored_mask=False, foreach=False, bf16=False, native=False, fused=False, compiled=False
+    batch=8,
+    vocabulary=50257,
+    stored_mask=False,
+    foreach=False,
+    bf16=False,
+    native=False,
+    fused=False,
+    compiled=False,
+    evaluated=True,
 ):
     model = _Gpt(vocabulary, stored_mask=stored_mask, native=native, fused=fused)
     if compiled:
@@ -242,10 +250,11 @@ def gpt2(
         loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
         loss.backward()
         optimizer.step()
-        model.eval()
-        evaluate()
-        evaluate()
-        model.train()
+        if evaluated:
+            model.eval()
+            evaluate()
+            evaluate()
+            model.train()
 
     return step
 
@@ -471,10 +480,10 @@ def write_page(outcomes: list[Outcome]) -> None:
         "",
         f"{summarize(outcomes)}. `make predictions` writes this page.",
         "",
-        "Each run was rebuilt from its publication as a variant, in `tests/benchmarks/published_memory.py`. It was",
-        f"predicted with PyTorch {torch.__version__.partition('+')[0]}, without a GPU. The prediction is reserved memory",
-        "with cuBLAS's workspace. (torchtune shows active bytes: there it is allocated memory.) It leaves out CUDA's",
-        "context: 1,343 MiB were taken off the numbers of 2022, which are NVML's. GiB are 2^30 bytes.",
+        "Each run was rebuilt from its publication as a variant, in `tests/benchmarks/published_memory.py`, and",
+        f"predicted with PyTorch {torch.__version__.partition('+')[0]}, without a GPU. The prediction is reserved",
+        "memory with cuBLAS's workspace. (torchtune shows active bytes: there it is allocated memory.) It leaves out",
+        "CUDA's context: 1,343 MiB were taken off the numbers of 2022, which are NVML's. GiB are 2^30 bytes.",
         "",
         "A false *fits* would be a published run that needs more than the high end of the prediction. There is "
         + ("none." if not any(o.is_false_fit for o in outcomes) else "at least one: see the table."),

@@ -1,0 +1,133 @@
+"""The GPUs that a prediction is for: a table of what each has and reaches, with the reader's own lines before it."""
+
+import csv
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
+from pathlib import Path
+
+from effgpu.units import GiB, MiB, check_positive, format_bytes
+
+TABLE = Path(__file__).with_name("gpus.csv")
+_RATES = {"fp32": "fp32_TFLOPS", "tf32": "tf32_TFLOPS", "fp16": "fp16_TFLOPS", "bf16": "bf16_TFLOPS"}
+_UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's memory in bytes, its compute capability, the range of bytes that a CUDA context takes, and its speed.
+
+    `memory` is what PyTorch's messages call the total capacity. Cards of one name differ by drivers and ECC by up to
+    2 %: this is the least that public error reports show. A context's size depends on the driver, the CUDA version and
+    the kernels that a step loads.
+
+    `rates` are the FLOP/s that large matrix products reach, by format ("fp32", "tf32", "fp16", "bf16"); `bandwidth`
+    the bytes per second that a large copy reaches. `cache` is the size of the L2 cache in bytes. `kernel` is the least
+    number of seconds that a kernel takes in a stream of them, `launch` what the CPU usually takes to call an
+    operation. A GPU that is given as a size has none of these: None.
+    """
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    context: tuple[int, int]
+    multiprocessors: int | None = None
+    rates: tuple[tuple[str, float], ...] | None = None
+    bandwidth: float | None = None
+    cache: int = 0
+    kernel: float = 0.0
+    launch: float = 0.0
+
+    def rate(self, format: str) -> float:
+        """FLOP/s of large matrix products. TF32 is fp32 on a GPU that has none."""
+        rates = dict(self.rates)
+        return rates.get(format) or rates["fp32"]
+
+
+def read_table(path: Path) -> dict[str, Gpu]:
+    """The GPUs of a table such as gpus.csv, by name. Raises ValueError, with the line, for one that cannot be read."""
+    gpus = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                gpu = _read(row)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: expected a GPU as in {TABLE.name}, got {error}") from error
+            gpus[gpu.name] = gpu
+    return gpus
+
+
+def _read(row: dict[str, str]) -> Gpu:
+    number = lambda column: float(row[column])
+    least, most = (int(size) * MiB for size in row["context_MiB"].split("-"))
+    major, minor = row["capability"].split(".")
+    gpu = Gpu(
+        row["name"],
+        int(number("memory_GiB") * GiB),
+        (int(major), int(minor)),
+        (least, most),
+        int(row["multiprocessors"]),
+        tuple((format, float(row[column]) * 1e12) for format, column in _RATES.items() if row[column]),
+        number("bandwidth_GBps") * 1e9,
+        int(number("l2_MiB") * MiB),
+        number("kernel_us") * 1e-6,
+        number("launch_us") * 1e-6,
+    )
+    numbers = {"memory": gpu.memory, "multiprocessors": gpu.multiprocessors, "bandwidth": gpu.bandwidth}
+    check_positive(**numbers, fp32=gpu.rate("fp32"))
+    return gpu
+
+
+def own_table() -> Path:
+    """Where `effgpu calibrate` keeps the lines of the reader's own GPUs."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "effgpu" / "gpus.csv"
+
+
+@cache
+def _shipped() -> dict[str, Gpu]:
+    return read_table(TABLE)
+
+
+def known_gpus() -> dict[str, Gpu]:
+    """The GPUs by name: those of the package's table, and the reader's own, which win over lines of the same name."""
+    own = own_table()
+    return _shipped() | (read_table(own) if own.is_file() else {})
+
+
+def find_gpu(gpu: "str | float | Gpu") -> Gpu:
+    """The GPU of a name or a size: "T4", "a100-80", "16 GiB", 16 * GiB. Raises ValueError for any other."""
+    if isinstance(gpu, Gpu):
+        return gpu
+    if isinstance(gpu, Real):
+        check_positive(gpu=gpu)
+        return Gpu(format_bytes(gpu), int(gpu), _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT)
+    known = known_gpus()
+    if isinstance(gpu, str):
+        if size := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", gpu, re.IGNORECASE):
+            unit = {"gib": GiB, "gb": 10**9, "mib": MiB, "mb": 10**6}[size[2].lower()]
+            memory = float(size[1]) * unit
+            check_positive(gpu=memory)
+            return Gpu(gpu.strip(), int(memory), _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT)
+        for pattern in (_MAKER, f"{_MAKER}|{_FORM}"):  # a card's form counts where the table has a line for it
+            wanted = _simplify(gpu, pattern)
+            for entry in known.values():
+                name = _simplify(entry.name, pattern)
+                if wanted == name or (wanted.startswith(name) and _is_of_size(entry, wanted.removeprefix(name))):
+                    return entry
+    raise ValueError(f'gpu: expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')
+
+
+_MAKER = r"(?<=\d)\s*gb|nvidia|geforce|tesla|rtx"
+_FORM = r"sxm\d?|pcie|hbm\d?"
+
+
+def _is_of_size(gpu: Gpu, size: str) -> bool:
+    """Whether a GPU is sold with so many GB. What PyTorch calls its capacity is up to a tenth less."""
+    return size.isdecimal() and 0.9 * int(size) <= gpu.memory / GiB <= int(size)
+
+
+def _simplify(name: str, pattern: str) -> str:
+    return re.sub(rf"{pattern}|[^a-z0-9]", "", name.lower())

@@ -1,0 +1,223 @@
+"""The kernels that a GPU would run for a step: what each computes and moves, noted while the step is walked."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from effgpu.measuring.ops import bytes_touched, runs_kernel, tensors_of
+
+PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
+NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
+KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER)
+FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "_scaled_mm")
+# Passes over memory that a kernel makes beyond reading its arguments and writing its results once.
+_SECOND_READ = {  # the arguments that are read twice
+    "native_layer_norm_backward": (0, 1),  # once for the input's gradient, once for the weight's
+    "_fused_rms_norm_backward": (0, 1),
+    "native_batch_norm": (0,),  # statistics first, then the result
+    "_native_batch_norm_legit": (0,),
+    "cudnn_batch_norm": (0,),
+    "native_batch_norm_backward": (0, 1),
+    "cudnn_batch_norm_backward": (0, 1),
+    "native_group_norm": (0,),
+    "native_group_norm_backward": (0, 1),
+}
+_SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
+_NORMS = (*_SECOND_READ, *_SOFTMAX, "native_layer_norm", "_fused_rms_norm")
+_SHORT_ROW = 1024  # elements of a softmax's row that registers hold: PersistentSoftmax.cuh reads them once
+_LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu reads them three times
+_LAUNCHES = {  # kernels of an operation, where it is more than one
+    "native_layer_norm_backward": 3,
+    "native_batch_norm_backward": 2,
+    "convolution_backward": 2,
+    "embedding_dense_backward": 10,  # the indices are sorted first
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_scaled_dot_product_efficient_attention_backward": 2,
+    "nll_loss_backward": 2,
+    "native_group_norm_backward": 3,
+}
+# ATen/native/cuda/MultiTensorApply.cuh: tensors and chunks of 65,536 elements that one launch of a list's kernel takes
+_TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+_CHUNK, _CHUNKS_A_LAUNCH = 65536, 320
+
+
+class Kernel(NamedTuple):
+    """What a GPU runs for one operation.
+
+    `flops` counts a multiplication and an addition as two. `bytes` are read and written in memory. `format` is that of
+    the numbers that are multiplied: "fp32", "tf32", "fp16", "bf16". `product` is (batch, rows, columns, depth) of the
+    matrix product that the operation is, or that a convolution comes to. `even` says that it walks over its tensors in
+    their order in memory, without casting; of a product, that tensor cores can load its rows as they lie. `layout` is a
+    convolution's, a batch norm's or a pooling's: "nchw" or "nhwc". A convolution has "depthwise", "grouped" or "wide"
+    (a kernel of more than one pixel) before it.
+    """
+
+    name: str
+    kind: str
+    format: str
+    flops: int
+    bytes: int
+    launches: int = 1
+    product: tuple[int, int, int, int] | None = None
+    even: bool = True
+    layout: str = ""
+
+
+@dataclass
+class Segment:
+    """What runs between two moments at which the CPU waits for the GPU: kernels, and operations that the CPU calls."""
+
+    kernels: Counter = field(default_factory=Counter)
+    calls: float = 0.0
+
+
+def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> list[Kernel]:
+    """The kernels that a GPU runs for a call of an operation; none for views, empty tensors and a CPU's scalars."""
+    if not runs_kernel(func):
+        return []
+    results, given = tensors_of(result), tensors_of((args, kwargs))
+    tensors = results + given
+    name = func.overloadpacket.__name__
+    if not any(tensor.numel() for tensor in results or given) or name in ("_local_scalar_dense", "lift_fresh"):
+        return []
+    if optimizing and not any(tensor.dim() for tensor in tensors):  # an optimizer's counts of steps are on the CPU
+        return []
+    moved = bytes_touched(func, name, args, kwargs, result)
+    if name in _PRODUCTS:
+        return [_multiply(name, func, args, kwargs, result, moved)]
+    if name in ("convolution", "convolution_backward"):
+        return _convolve(name, args, results)
+    if "scaled_dot_product" in name or "attention_forward" in name or "attention_backward" in name:
+        return [_attend(name, func, args, kwargs, result, moved)]
+    moved += sum(map(_size, (args[i] for i in _SECOND_READ.get(name, ()))))
+    if name in _SOFTMAX:
+        moved += _read_again(name, args)
+    kind = NORM if name in _NORMS else OPTIMIZER if optimizing else OTHER
+    layout = _layout(given) if "batch_norm" in name or "pool" in name else ""
+    launches = _count_launches(name, args)
+    return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _read_again(name: str, args: tuple) -> int:
+    """The bytes of the passes that a softmax makes beyond the first, by the length of its rows."""
+    backward = name.endswith("backward_data")
+    row = args[0].shape[args[2 if backward else 1]] if args[0].dim() else 1
+    if backward:
+        return 0 if row <= _SHORT_ROW else _size(args[0]) * (1 if name.startswith("_log") else 2)
+    return 2 * _size(args[0]) if row > _LONG_ROW else 0
+
+
+def _layout(tensors: list[torch.Tensor]) -> str:
+    """Where the channels of images lie: "nhwc" if they are last."""
+    images = [tensor for tensor in tensors if tensor.dim() == 4]
+    last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in images]
+    return "nhwc" if any(last) else "nchw"
+
+
+def _format(tensors: list[torch.Tensor]) -> str:
+    return FORMATS.get(tensors[0].dtype, "fp32") if tensors else "fp32"
+
+
+def _is_even(tensors: list[torch.Tensor]) -> bool:
+    """Whether TensorIterator's vectorised kernel can walk over all tensors; else a slower one does."""
+    large = max(tensor.numel() for tensor in tensors)
+    walked = [tensor for tensor in tensors if tensor.dim() and tensor.numel() > large // 64]
+    if len({tensor.dtype for tensor in walked if tensor.dtype is not torch.bool}) > 1:
+        return False
+    return all(tensor.numel() == walked[0].numel() and _is_dense(tensor) for tensor in walked)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return True
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _count_launches(name: str, args: tuple) -> int:
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+    if lists and name.startswith(("_foreach", "_fused", "_amp_foreach")):
+        chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
+        tensors = _TENSORS_A_LAUNCH[min(len(lists) + (name.startswith("_foreach") and not name.endswith("_")), 5)]
+        return max(math.ceil(len(lists[0]) / tensors), math.ceil(chunks / _CHUNKS_A_LAUNCH))
+    return _LAUNCHES.get(name, 1)
+
+
+def _multiplied_as(dtype: torch.dtype, switch) -> str:
+    """The format in which a product of these numbers is computed, by torch's switch at this moment."""
+    name = FORMATS.get(dtype, "fp32")
+    return "tf32" if name == "fp32" and switch.fp32_precision == "tf32" else name
+
+
+def _multiply(name: str, func, args: tuple, kwargs: dict, result, moved: int) -> Kernel:
+    matrices = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    a, b = matrices[:2] if name in ("mm", "bmm", "mv", "_scaled_mm") else matrices[1:3]
+    batch = a.shape[0] if a.dim() == 3 else 1
+    rows, depth = a.shape[-2:]
+    columns = b.shape[-1] if b.dim() > 1 else 1
+    kind = _multiplied_as(a.dtype, torch.backends.cuda.matmul)
+    # Tensor cores load 16 bytes at a time, where the rows of both matrices and of the result begin at such steps.
+    lengths = [_length(tensor) for tensor in (a, b)] + [columns]
+    even = all(length * a.element_size() % 16 == 0 for length in lengths)
+    flops = 2 * batch * rows * columns * depth
+    return Kernel(name, PRODUCT, kind, flops, moved, 1, (batch, rows, columns, depth), even)
+
+
+def _length(matrix: torch.Tensor) -> int:
+    """The elements from one row of a matrix to the next, or from one column to the next, where columns are in order."""
+    strides = matrix.stride()[-2:]
+    return max(strides) if len(strides) == 2 else 8
+
+
+def _attend(name: str, func, args: tuple, kwargs: dict, result, moved: int) -> Kernel:
+    formula = flop_registry.get(func.overloadpacket)
+    flops = formula(*args, **kwargs, out_val=result) if formula else 0
+    causal = [
+        value
+        for argument, value in zip(func._schema.arguments, args)
+        if argument.name == "is_causal" and isinstance(value, bool)
+    ]
+    if any(causal) or kwargs.get("is_causal"):
+        flops //= 2  # the blocks above the diagonal are left out
+    layout = "flash" if "flash" in name or "cudnn" in name else "efficient"
+    layout += " backward" * ("backward" in name)
+    dtype = _multiplied_as(args[0].dtype, torch.backends.cuda.matmul)
+    return Kernel(name, ATTENTION, dtype, flops, moved, _LAUNCHES.get(name, 1), None, True, layout)
+
+
+def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kernel]:
+    """A convolution as the matrix products that it comes to: forward, for its input's and for its weight's gradient."""
+    backward = name == "convolution_backward"
+    grad, image, weight = args[:3] if backward else (None, *args[:2])
+    groups, transposed = (args[9], args[7]) if backward else (args[8], args[6])
+    out = grad if backward else results[0]
+    if transposed:
+        image, out = out, image
+    outputs, inputs = out.shape[1] // groups, image.shape[1] // groups
+    taps, points, pixels = math.prod(weight.shape[2:]), out.shape[0] * math.prod(out.shape[2:]), _size(image)
+    dtype = _multiplied_as(weight.dtype, torch.backends.cudnn.conv)
+    shape = "depthwise " if groups > 1 and inputs == 1 else "grouped " if groups > 1 else "wide " if taps > 1 else ""
+    layout = shape + _layout([image, out])
+    flops = 2 * points * groups * outputs * inputs * taps
+    moved = pixels + _size(out) + _size(weight)
+    even = (inputs * weight.element_size()) % 16 == 0 and (outputs * weight.element_size()) % 16 == 0
+    shapes = {
+        "": (groups, points, outputs, inputs * taps),
+        " (input)": (groups, image.shape[0] * math.prod(image.shape[2:]), inputs, outputs * taps),
+        " (weight)": (groups, outputs, inputs * taps, points),
+    }
+    wanted = [""] if not backward else [part for part, asked in zip((" (input)", " (weight)"), args[10]) if asked]
+    made = [Kernel(name + part, CONVOLUTION, dtype, flops, moved, 1, shapes[part], even, layout) for part in wanted]
+    bias = args[10][2] if backward else args[2] is not None
+    if bias:  # a kernel of its own: added in place, or summed
+        made.append(Kernel(name + " (bias)", OTHER, dtype, 0, _size(out) * (1 if backward else 2)))
+    return made

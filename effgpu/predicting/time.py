@@ -1,0 +1,306 @@
+"""The time of a step on a GPU that is not there, from its kernels and from what the GPU reaches.
+
+A kernel takes the larger of its arithmetic and its traffic, and at least what any kernel takes. The GPU runs one kernel
+after another while the CPU calls the operations that follow. Between two moments at which the CPU waits for the GPU,
+the slower of the two decides.
+
+Every constant is fitted on rows of docs/predict.md that are marked as calibration, or has its source beside it. No row
+of the audit was used.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from effgpu import units
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
+
+PRODUCTS_BOUND, MEMORY_BOUND, LAUNCH_BOUND = "matrix products", "memory bandwidth", "launching operations"
+
+# Of the rate of a large product. NeuSight's linear layers in fp32; in 16 bits Liger-Kernel's SwiGLU on an A100.
+PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}
+# Rows and columns of the tile that a multiprocessor computes at a time, and the share of its rate. NeuSight, fp32.
+TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 64, 0.8), (64, 32, 0.6), (32, 32, 0.45))
+FILL = 32  # what filling and draining a tile costs, as depth
+SPLITS, LEAST_DEPTH = (1, 2, 4, 8, 16, 32), 128  # parts of the depth that are computed side by side, and their least
+MISALIGNED = 0.5  # efficient-dl-systems: width 8191 takes 1.93 times as long as 8192
+# Of the rate of products. Dao 2023, FlashAttention-2, figures 4 to 6, A100: about 180 and 140 TFLOP/s of 257.
+ATTENTION_SHARE = {"flash": 0.7, "flash backward": 0.55, "efficient": 0.45, "efficient backward": 0.33}
+# Of the bandwidth of a copy. NeuSight: 0.93 to 1.0 for operations that walk over memory in order, 0.60 to 0.67 for
+# norms and softmax. Liger-Kernel: 0.6 to 0.75 where a tensor is broadcast, cast or strided.
+EVEN, UNEVEN, NORMS, LISTS = 0.95, 0.75, 0.65, 0.9
+CACHED = 0.6  # of the time that goes, where all fits into the L2 cache: NeuSight's L4, 572 GB/s instead of 235
+
+
+class _Layout(NamedTuple):
+    """Shares that convolutional networks reach in a layout: of the rate, by kernel size, and of the bandwidth."""
+
+    wide: float  # kernels of more than one pixel
+    pointwise: float
+    grouped: float
+    traffic: float
+    depthwise: float
+    batch_norm: float
+    pooling: float
+
+
+# timm's calibration rows: RTX 3090, fp16.
+LAYOUTS = {
+    "nchw": _Layout(0.82, 1.0, 0.48, 0.54, 0.53, 0.43, 0.41),
+    "nhwc": _Layout(1.0, 0.83, 0.1, 0.68, 0.67, 0.71, 0.53),
+}
+NARROW, NARROW_SHARE = 8, 1.0  # channels of a group from which on groups are slow
+# NeuSight's convolutions in fp32, 3 × 3: Winograd's algorithm saves products, most on Turing.
+WINOGRAD = {(7, 5): 1.35}
+WINOGRAD_ELSEWHERE = 1.05
+SIMPLE = 0.9
+
+# Standard deviations of what is not known, as shares: fitted on calibration rows, so that 9 of 10 lie in the range.
+SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.18, NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1, "launch": 0.3}
+SPREAD_OF_RUNS = 0.07  # two publications of one configuration differ by about 10 %
+SPREAD_OF_RATIOS = 0.03
+NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side
+LAUNCH_RANGE = 0.6, 2.2  # times the usual launch cost: 5 to 20 µs for an operation
+
+
+# Perfect fusion: of a chain of operations on one tensor, one reads and one writes. Not measured: the range says so.
+FUSED, FUSED_CALLS = 1 / 3, 0.2
+
+
+class Row(NamedTuple):
+    """What one kind of operation takes in a step: seconds on the GPU, FLOPs, bytes moved, number of kernels."""
+
+    seconds: float
+    flops: int
+    bytes: int
+    number: int
+
+
+@lru_cache(maxsize=100_000)
+def kernel_seconds(kernel: Kernel, gpu: Gpu) -> tuple[float, float]:
+    """Seconds that a kernel's arithmetic takes on a GPU, and seconds that its traffic takes."""
+    return _arithmetic(kernel, gpu), _traffic(kernel, gpu)
+
+
+def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
+    rate = gpu.rate(kernel.format)
+    if kernel.kind == ATTENTION:
+        return kernel.flops / (rate * ATTENTION_SHARE[kernel.layout])
+    if not kernel.product or kernel.layout.startswith("depthwise"):
+        return 0.0
+    if kernel.kind == CONVOLUTION:
+        return _multiply(kernel.product, rate * _convolution_share(kernel, gpu), gpu)
+    share = PRODUCT_SHARE[_counted_as(kernel.format, gpu)]
+    if not kernel.even and _counted_as(kernel.format, gpu) != "fp32":
+        share *= MISALIGNED
+    return _multiply(kernel.product, rate * share, gpu)
+
+
+def _counted_as(format: str, gpu: Gpu) -> str:
+    """The format, with fp32 for a TF32 that the GPU does not have."""
+    return format if format in dict(gpu.rates) else "fp32"
+
+
+def _multiply(product: tuple[int, int, int, int], rate: float, gpu: Gpu) -> float:
+    """Seconds of a matrix product: tiles are computed in waves, one on each multiprocessor at a time."""
+    batch, rows, columns, depth = product
+    least = math.inf
+    for height, width, share in TILES:
+        for tall, wide in {(height, width), (width, height)}:
+            tiles = batch * -(-rows // tall) * -(-columns // wide)
+            for parts in SPLITS:
+                if parts > 1 and depth < LEAST_DEPTH * parts:
+                    break
+                waves = tiles * parts / gpu.multiprocessors
+                waves = (max(waves, 1) + math.ceil(waves)) / 2  # the last wave has its multiprocessors' clock higher
+                work = waves * gpu.multiprocessors * 2 * tall * wide * (depth / parts + FILL)
+                summed = 8 * parts * batch * rows * columns / gpu.bandwidth if parts > 1 else 0
+                least = min(least, work / (rate * share) + summed)
+    return least
+
+
+def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
+    layout = kernel.layout.split()
+    if _counted_as(kernel.format, gpu) == "fp32":
+        return WINOGRAD.get(gpu.capability, WINOGRAD_ELSEWHERE) if "wide" in layout else SIMPLE
+    shares = LAYOUTS["nhwc" if "nhwc" in layout else "nchw"]
+    if "grouped" in layout:
+        return NARROW_SHARE if min(kernel.product[1:]) < NARROW else shares.grouped
+    return shares.wide if "wide" in layout else shares.pointwise
+
+
+def _traffic(kernel: Kernel, gpu: Gpu) -> float:
+    hits = max(0.0, 1 - kernel.bytes / gpu.cache) if gpu.cache else 0.0
+    return kernel.bytes / (gpu.bandwidth * _bandwidth_share(kernel)) * (1 - CACHED * hits)
+
+
+def _bandwidth_share(kernel: Kernel) -> float:
+    shares = LAYOUTS.get(kernel.layout.split()[-1]) if kernel.layout else None
+    if kernel.kind == CONVOLUTION:
+        return shares.depthwise if kernel.layout.startswith("depthwise") else shares.traffic
+    if shares:
+        return shares.batch_norm if kernel.kind == NORM else shares.pooling
+    if kernel.kind == NORM:
+        return NORMS
+    if kernel.name.startswith(("_foreach", "_fused", "_amp_foreach")):
+        return LISTS
+    return EVEN if kernel.even else UNEVEN
+
+
+@dataclass(frozen=True, repr=False)
+class Time:
+    """The predicted seconds of a step on a GPU: `expected`, and the range from `low` to `high` for 9 of 10 runs.
+
+    `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth" or "launching
+    operations". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of operation. Their sum is
+    what the GPU works; `expected` is more where the GPU waits for the CPU. Loading data is not in it.
+    """
+
+    gpu: Gpu
+    expected: float
+    low: float
+    high: float
+    bound: str
+    table: dict[str, Row]
+    compiled: bool = False
+    waits: tuple[tuple[float, float], ...] = field(default=(), compare=False)  # of each segment: the GPU's, the CPU's
+    sources: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
+
+    def with_launches(self, times: float) -> float:
+        """Expected seconds on a CPU that takes so many times as long to launch an operation."""
+        return sum(max(gpu, times * cpu) for gpu, cpu in self.waits)
+
+    def __str__(self) -> str:
+        expected, low, high = map(units.format_seconds, (self.expected, self.low, self.high))
+        return f"{expected} [{low}, {high}]"
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and a row of strings for each kind of operation, the longest first."""
+        rows = sorted(self.table.items(), key=lambda item: -item[1].seconds)
+        return ["kind", "time", "FLOPs", "bytes", "kernels"], [
+            [
+                kind,
+                units.format_seconds(row.seconds),
+                units.format_count(row.flops, "FLOP") if row.flops else units.NOT_MEASURED,
+                units.format_bytes(row.bytes),
+                f"{row.number:,}",
+            ]
+            for kind, row in rows
+        ]
+
+    def __repr__(self) -> str:
+        headings, rows = self.rows()
+        told = f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)"
+        return "\n".join([told, *units.align([headings, *rows])])
+
+    def _repr_html_(self) -> str:
+        import html
+
+        told = html.escape(f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)")
+        return f"<table><caption>{told}</caption>{units.html_table(*self.rows())}</table>"
+
+
+def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) -> Time:
+    """Predict a step's time on a GPU from its kernels.
+
+    `compiled` gives a range from perfect fusion to eager. Raises ValueError for a GPU whose speed is not known.
+    """
+    if gpu.bandwidth is None:
+        raise ValueError(f"gpu: expected a GPU whose speed is known, to predict a time, got {gpu.name}")
+    work = _add_up(segments, gpu)
+    expected, low, high = _range(work, gpu)
+    if compiled:
+        fused = _add_up(segments, gpu, fused=True)
+        expected, low = math.sqrt(expected * _range(fused, gpu)[0]), _range(fused, gpu)[1]
+    cpu = sum(calls for _, calls in work.waits) * gpu.launch
+    bound = max(work.bounds, key=work.bounds.get) if work.bounds else LAUNCH_BOUND
+    if cpu > sum(work.seconds.values()):
+        bound = LAUNCH_BOUND
+    table = {kind: Row(work.seconds[kind], *work.counts[kind]) for kind in KINDS if kind in work.counts}
+    waits = tuple((seconds, calls * gpu.launch) for seconds, calls in work.waits)
+    return Time(gpu, expected, low, high, bound, table, compiled, waits, dict(work.sources))
+
+
+@dataclass
+class _Work:
+    seconds: Counter = field(default_factory=Counter)  # by kind
+    counts: dict = field(default_factory=lambda: defaultdict(lambda: (0, 0, 0)))  # by kind: FLOPs, bytes, kernels
+    sources: Counter = field(default_factory=Counter)  # seconds by what they are uncertain for: kind and format
+    bounds: Counter = field(default_factory=Counter)
+    waits: list = field(default_factory=list)
+
+
+def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work:
+    work = _Work()
+    for segment in segments:
+        together = 0.0
+        for kernel, number in segment.kernels.items():
+            computes, moves = kernel_seconds(kernel, gpu)
+            least = gpu.kernel * kernel.launches
+            if fused and kernel.kind in (NORM, OTHER):
+                moves, least = moves * FUSED, least * FUSED
+            seconds = number * max(computes, moves, least)
+            together += seconds
+            work.seconds[kernel.kind] += seconds
+            flops, moved, kernels = work.counts[kernel.kind]
+            launches = number * kernel.launches
+            work.counts[kernel.kind] = (
+                flops + number * kernel.flops,
+                moved + number * kernel.bytes,
+                kernels + launches,
+            )
+            bound = PRODUCTS_BOUND if computes > max(moves, least) else MEMORY_BOUND if moves > least else LAUNCH_BOUND
+            work.bounds[bound] += seconds
+            work.sources["launch" if bound == LAUNCH_BOUND else kernel.kind, kernel.format * bool(computes)] += seconds
+        work.waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
+    return work
+
+
+def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
+    """Expected, least and most seconds."""
+    total = sum(work.sources.values()) or 1.0
+    spread = math.hypot(SPREAD_OF_RUNS, *(SPREAD[kind] * s / total for (kind, _), s in work.sources.items()))
+    off = math.exp(NINE_OF_TEN * spread)
+    launches = 1.0, *LAUNCH_RANGE
+    times = 1.0, 1 / off, off
+    return tuple(
+        sum(max(seconds * time, calls * gpu.launch * launch) for seconds, calls in work.waits)
+        for time, launch in zip(times, launches)
+    )
+
+
+class TimeRatio(NamedTuple):
+    """How many times as long one step takes as another on the same GPU, and the range for 9 of 10 runs."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return units.format_speed(*self)
+
+
+def time_ratio(ours: Time, theirs: Time) -> TimeRatio:
+    """The ratio of two predicted times, with a range of its own: what is wrong in both of them cancels.
+
+    Raises ValueError for times on two GPUs, whose errors do not cancel.
+    """
+    if ours.gpu != theirs.gpu:
+        raise ValueError(f"expected times on one GPU, got {ours.gpu.name} and {theirs.gpu.name}")
+    shares = [{source: s / sum(time.sources.values()) for source, s in time.sources.items()} for time in (ours, theirs)]
+    differences = [
+        SPREAD[source[0]] * (shares[0].get(source, 0) - shares[1].get(source, 0)) for source in shares[0] | shares[1]
+    ]
+    spread = math.hypot(SPREAD_OF_RATIOS, *differences)
+    off = math.exp(NINE_OF_TEN * spread)
+    slower = [ours.with_launches(times) / theirs.with_launches(times) for times in (1.0, *LAUNCH_RANGE)]
+    value = ours.expected / theirs.expected
+    low, high = min(*slower, value), max(*slower, value)
+    if ours.compiled != theirs.compiled:
+        low = min(low, ours.low / theirs.low if ours.compiled else value)
+        high = max(high, ours.high / theirs.high)
+    return TimeRatio(value, low / off, high * off)

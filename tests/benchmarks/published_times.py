@@ -1,0 +1,311 @@
+"""Published times of training steps beside predicted ones, and how the prediction was calibrated.
+
+    python tests/benchmarks/published_times.py [--calibration] [WORD ...]
+
+With words, only the rows with one of them in their source or name are run. `--calibration` shows the rows that constants
+were fitted on, in place of those of the audit. `make predictions` writes docs/predict.md from the audit.
+"""
+
+import argparse
+import csv
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import published_memory
+import torch
+from torch.nn import functional as F
+
+from effgpu.predicting.prediction import predict
+from effgpu.predicting.time import Time
+
+TABLE = Path(__file__).with_name("published_times.csv")
+HF22, R2, TT = published_memory.HF22, published_memory.R2, published_memory.TT
+TIMM, RYU = "timm, results/benchmark-train-amp", "pytorch-gpu-benchmark, results/dgx-a100"
+LINKS = published_memory.LINKS | {
+    TIMM: "https://github.com/huggingface/pytorch-image-models/tree/aa4b585/results",
+    RYU: "https://github.com/ryujaehun/pytorch-gpu-benchmark/tree/3f47a9e/results/dgx-a100",
+}
+OPEN = {  # what the publications leave open
+    TIMM: "the card's power limit; cuDNN's version",
+    RYU: "the CPU's load: eight workers load data beside the step",
+    HF22: "PyTorch's and CUDA's versions; the CPU",
+    R2: "which of the two A100s; its power limit",
+    TT: "the kernel of attention; the optimizer's settings",
+}
+# Data sheets: TFLOP/s in fp32, TF32 and 16 bits (tensor cores, fp32 accumulation), and GB/s.
+DATA_SHEETS = {
+    "V100": (15.7, 15.7, 125, 900),
+    "RTX 3090": (35.6, 35.6, 71, 936),
+    "A100 40 GB": (19.5, 156, 312, 1555),
+    "A100 80 GB": (19.5, 156, 312, 2039),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published time in seconds per step, the variant that repeats the run, and the GPU that it ran on."""
+
+    source: str
+    name: str
+    published: float
+    variant: Callable
+    gpu: str
+    format: str
+    convolutional: bool = False
+    calibrates: bool = False
+    matmul: str = "highest"
+    besides: tuple[Callable, float] | None = None  # a variant with more in a step, and how often a step has it
+
+    @property
+    def group(self) -> str:
+        """What the audit sums up."""
+        return "convolutional networks" if self.convolutional else "transformers"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case, its prediction, and what the two baselines say, in seconds."""
+
+    case: Case
+    time: Time
+    expected: float
+    data_sheet: float
+
+    @property
+    def error(self) -> float:
+        """The prediction's error, as a share of what was published."""
+        return self.expected / self.case.published - 1
+
+    @property
+    def low(self) -> float:
+        """The low end of the range, in seconds."""
+        return self.time.low * self.expected / self.time.expected
+
+    @property
+    def high(self) -> float:
+        """The high end of the range, in seconds."""
+        return self.time.high * self.expected / self.time.expected
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the published time lies in the range."""
+        return self.low <= self.case.published <= self.high
+
+    @property
+    def width(self) -> float:
+        """Half the range's width, as a share."""
+        return math.sqrt(self.high / self.low) - 1
+
+
+def _regnet(kind: str, name: str):
+    """A RegNet of torchvision. Its sizes are computed with tensors, so before the step is walked."""
+    from torchvision.models import regnet
+
+    found = getattr(regnet, f"regnet_{kind}_{name}")
+    sizes = {}
+
+    def take(params, *args, **kwargs):
+        sizes["params"] = params
+
+    build, regnet._regnet = regnet._regnet, take
+    try:
+        found()
+    finally:
+        regnet._regnet = build
+    return partial(regnet.RegNet, sizes["params"])
+
+
+_VIT = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+_VIT |= {"huge": (1280, 32, 16), "giant": (1408, 40, 16)}
+_SWIN = {"tiny": (96, 6, 3), "small": (96, 18, 3), "base": (128, 18, 4), "large": (192, 18, 6)}
+_REGNET = {"004": "400mf", "008": "800mf", "016": "1_6gf", "032": "3_2gf", "080": "8gf", "160": "16gf", "320": "32gf"}
+_MNASNET = {"050": "0_5", "075": "0_75", "100": "1_0"}
+
+
+def _vit(size: str, patch: int, pixels: int):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    width, layers, heads = _VIT[size]
+    inner = 6144 if size == "giant" else 4 * width
+    sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner)
+    config = ViTConfig(**sizes, patch_size=patch, image_size=pixels, num_labels=1000, attn_implementation="eager")
+    return ViTForImageClassification(config)
+
+
+def _swin(size: str, window: int):
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    width, middle, heads = _SWIN[size]
+    all_heads = [heads * 2**stage for stage in range(4)]
+    return SwinTransformer([4, 4], width, [2, 2, middle, 2], all_heads, [window, window], stochastic_depth_prob=0.0)
+
+
+def _find_model(name: str, pixels: int) -> Callable:
+    """The function that builds a model that timm or torchvision calls so."""
+    from torchvision import models
+
+    if found := re.fullmatch(r"vit_(\w+)_patch(\d+)_\d+", name):
+        return partial(_vit, found[1], int(found[2]), pixels)
+    if found := re.fullmatch(r"swin_(\w+)_patch4_window(\d+)_\d+", name):
+        return partial(_swin, found[1], int(found[2]))
+    if found := re.fullmatch(r"regnet([xy])_(\d+)", name):
+        return _regnet(found[1], _REGNET[found[2]])
+    if name == "resnext101_32x4d":
+        bottleneck = models.resnet.Bottleneck
+        return partial(models.resnet.ResNet, bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4)
+    if name == "inception_v3":
+        return partial(models.inception_v3, aux_logits=False, init_weights=False)
+    undropped = {}
+    if name.startswith(("efficientnet", "convnext")):
+        name, undropped = name.replace("netv2_", "net_v2_"), {"stochastic_depth_prob": 0.0}
+    name = re.sub(r"mobilenet(v\d)(_?\w*)_100", r"mobilenet_\1\2", name)
+    name = re.sub(r"mnasnet_(\d+)", lambda found: f"mnasnet{_MNASNET[found[1]]}", name)
+    return partial(getattr(models, name), **undropped)
+
+
+def images(model: str, batch: int, size: int, layout: str, format: str, optimized: bool):
+    """A step of an image classifier: with `optimized` as timm's benchmark, else without an update of the weights."""
+    network = _find_model(model, size)
+
+    def variant():
+        net = network().train()
+        pixels = torch.randn(batch, 3, size, size)
+        if layout == "nhwc":
+            net, pixels = (
+                net.to(memory_format=torch.channels_last),
+                pixels.contiguous(memory_format=torch.channels_last),
+            )
+        if format == "fp16":
+            net, pixels = net.half(), pixels.half()
+        labels = torch.zeros(batch, dtype=torch.long)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+
+        def step():
+            sgd.zero_grad(set_to_none=optimized)
+            with torch.autocast("cuda", torch.float16, enabled="autocast" in format):
+                output = net(pixels)
+                F.cross_entropy(getattr(output, "logits", output), labels).backward()
+            if optimized:
+                sgd.step()
+
+        return step
+
+    return variant
+
+
+def _read_images() -> list[Case]:
+    cases = []
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            source = TIMM if row["source"] == "timm" else RYU
+            name, sizes = row["model"], (int(row["batch"]), int(row["size"]))
+            variant = partial(_images_later, name, *sizes, row["layout"], row["format"], source == TIMM)
+            told = f"{name}, {row['layout'].upper()}, {sizes[0]} × {sizes[1]}²"
+            convolutional = not name.startswith(("vit", "swin"))
+            calibrates, format = row["role"] == "calibrate", row["format"].split()[0]
+            seconds = float(row["milliseconds"]) / 1000
+            matmul = "high" if format == "TF32" else "highest"
+            cases.append(Case(source, told, seconds, variant, row["gpu"], format, convolutional, calibrates, matmul))
+    return cases
+
+
+def _images_later(*args):
+    """The variant, with its model looked up only when it is run."""
+    return images(*args)()
+
+
+def _hf(name: str, samples_per_second: float, **options) -> Case:
+    format = "fp16" if options.get("fp16") else "fp32"
+    variant = partial(published_memory.bert_large, **options)
+    return Case(HF22, f"BERT-large, {name}", 4 / samples_per_second, variant, "V100", format)
+
+
+def _gpt(name: str, tokens_per_second: float, tf32: bool = True, **options) -> Case:
+    """A rung of the ladder. Each of its measurements takes 15 steps of training and two batches of evaluation."""
+    format = "bf16" if options.get("bf16") else "TF32" if tf32 else "fp32"
+    variant = partial(published_memory.gpt2, **options, evaluated=False)
+    seconds = options.get("batch", 8) * 1024 / tokens_per_second
+    besides = partial(published_memory.gpt2, **options), 1 / 15
+    matmul = "high" if tf32 else "highest"
+    return Case(R2, f"GPT-2, {name}", seconds, variant, "A100 40 GB", format, matmul=matmul, besides=besides)
+
+
+_ALL, _FAST, _COMPILED = published_memory._ALL, published_memory._FAST, published_memory._COMPILED
+_ADAFACTOR = published_memory._adafactor
+CASES = [
+    _hf("plain", 8.86),
+    _hf("accumulation 4 × 1", 7.75, batch=1, accumulate=4),
+    _hf("accumulation, checkpointing", 5.99, batch=1, accumulate=4, checkpoint=True),
+    _hf("fp16", 18.64, fp16=True),
+    _hf("accumulation, checkpointing, fp16", 10.09, **_ALL),
+    _hf("Adafactor", 7.96, optimizer=_ADAFACTOR),
+    _hf("all with Adafactor", 9.06, **_ALL, optimizer=_ADAFACTOR),
+    _gpt("baseline", 12525, tf32=False, stored_mask=True, foreach=True),
+    _gpt("mask on the fly", 12526, tf32=False, foreach=True),
+    _gpt("TF32", 27648, foreach=True),
+    _gpt("fused AdamW", 28399),
+    _gpt("bf16", 45486, bf16=True),
+    _gpt("native layers", 55256, bf16=True, native=True),
+    _gpt("fused attention", 91901, **_FAST),
+    _gpt("compiled", 112046, **_COMPILED),
+    _gpt("vocabulary of 50,304", 127345, **_COMPILED, vocabulary=50304),
+    _gpt("batch 32", 142156, **_COMPILED, vocabulary=50304, batch=32),
+    Case(TT, "Llama-3.2-3B, packed", 2 * 4096 / 7075, published_memory.llama_3b, "A100 80 GB", "bf16"),
+    *_read_images(),
+]
+
+
+def run(case: Case) -> Outcome:
+    """Predict a case."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(case.matmul)
+    try:
+        predicted = predict(case.variant, case.gpu)
+        time, sheet = predicted.time(), _data_sheet(predicted.segments, case.gpu)
+        expected = time.expected
+        if case.besides:
+            more = predict(case.besides[0], case.gpu)
+            expected += case.besides[1] * (more.time().expected - time.expected)
+            sheet += case.besides[1] * (_data_sheet(more.segments, case.gpu) - sheet)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return Outcome(case, time, expected, sheet)
+
+
+def _data_sheet(segments: Iterable, gpu: str) -> float:
+    """The first baseline: for each kernel the larger of its FLOPs and bytes, at the rates of the data sheet."""
+    fp32, tf32, half, bandwidth = DATA_SHEETS[gpu]
+    rates = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half}
+    return sum(
+        number * max(kernel.flops / rates[kernel.format] / 1e12, kernel.bytes / bandwidth / 1e9)
+        for segment in segments
+        for kernel, number in segment.kernels.items()
+    )
+
+
+def main() -> int:
+    """Run the cases and print them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--calibration", action="store_true")
+    parser.add_argument("words", nargs="*")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    outcomes = []
+    for case in CASES:
+        named = not chosen.words or any(word in f"{case.source} {case.name}" for word in chosen.words)
+        if named and case.calibrates == chosen.calibration:
+            outcomes.append(o := run(case))
+            times = f"{case.published * 1e3:8.1f}{o.expected * 1e3:8.1f} ms [{o.low * 1e3:6.0f} {o.high * 1e3:6.0f}]"
+            told = "" if o.is_inside else "  outside"
+            print(f"{case.name:50}{case.gpu:11}{case.format:5}{times} {o.error:+6.1%} {o.time.bound}{told}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
