@@ -28,7 +28,7 @@ test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in o
 	$(TEST) -m "not gpu"
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks  # which serves their pictures, in images/, too
 
 lint: $(INSTALLED)  ## ruff
 	$(BIN)/ruff check $(SOURCES)
