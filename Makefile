@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := effgpu tests images notebooks
 ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
-NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 3600
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 600
 GPU := $(shell nvidia-smi -L 2>/dev/null)
 # Two lessons at once may not fit on one GPU.
 AT_ONCE := $(if $(GPU),1,2)
@@ -28,7 +28,7 @@ test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in o
 	$(TEST) -m "not gpu"
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks  # which serves their pictures, in images/, too
 
 lint: $(INSTALLED)  ## ruff
 	$(BIN)/ruff check $(SOURCES)

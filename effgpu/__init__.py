@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's log lines, unless set before torch starts
 
+_OPTIONAL = ("matplotlib", "transformers")  # installed where they are used: see pyproject.toml
 _MODULES = {  # of each public name; loaded on first use, so that importing effgpu costs next to nothing
     "compare": "comparison",
     "ablate": "ablation",
@@ -45,7 +46,14 @@ if TYPE_CHECKING:  # what editors and type checkers see
 def __getattr__(name: str):
     if name not in _MODULES:
         raise AttributeError(f"module 'effgpu' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"effgpu.{_MODULES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"effgpu.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _OPTIONAL:
+            raise
+        told = f"effgpu.{name} needs {library}: pip install {library}"
+        raise ModuleNotFoundError(told, name=error.name) from error
     if name == "tick":  # called once per step: from now on read without this function
         globals()[name] = value
     return value

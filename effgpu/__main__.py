@@ -131,7 +131,8 @@ def _run(chosen: argparse.Namespace) -> int:
     from effgpu.course import runner
     from effgpu.measuring import timing
 
-    if missing := [name for name in ("nbclient", "nbformat", "ipykernel") if not find_spec(name)]:
+    needed = ("nbclient", "ipykernel", "matplotlib", "torchvision", "transformers", "datasets", "accelerate")
+    if missing := [name for name in needed if not find_spec(name)]:
         return _refuse(f"running lessons needs more: pip install {' '.join(missing)}")
     try:
         if chosen.seconds is not None:
@@ -192,6 +193,8 @@ def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
 
 
 def _report(chosen: argparse.Namespace) -> int:
+    if not find_spec("matplotlib"):
+        return _refuse("a report needs more: pip install matplotlib")
     from effgpu import results
     from effgpu.course import report
 
@@ -265,6 +268,8 @@ def _calibrate(chosen: argparse.Namespace) -> int:
 
 
 def _bench(chosen: argparse.Namespace) -> int:
+    if chosen.plot and not find_spec("matplotlib"):
+        return _refuse("--plot needs more: pip install matplotlib")
     if not (chosen.commands or chosen.name):
         return _refuse("bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
     for name in ("SIGTERM", "SIGHUP"):  # `kill` and a closed terminal stop a bench as Ctrl-C does

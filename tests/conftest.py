@@ -1,8 +1,11 @@
 """What the tests share: one thread, the skip of `gpu` tests, a simulated GPU, results made by hand."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two torch processes on two cores are 40 times slower
+if isa := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch.compile would reuse code for other instructions, and crash
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{isa}"))
 
 import effgpu  # isort: skip  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
 

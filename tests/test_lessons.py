@@ -159,6 +159,7 @@ def test_lesson_alone_installs_effgpu_and_leaves_torch_alone(tmp_path):
     notebook.cells = [*notebook.cells[:3], nbformat.v4.new_code_cell("print(effgpu.__file__, torch.__file__)")]
     nbformat.write(notebook, alone / "lesson.ipynb")
     environment = os.environ | {
+        "PYTHONPATH": "",  # which could lead to this effgpu
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf",
         "GIT_CONFIG_VALUE_0": ADDRESS[1],

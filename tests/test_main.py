@@ -267,10 +267,18 @@ def test_a_report_does_not_overwrite_the_results(tmp_path, monkeypatch, capsys, 
     assert "--out: expected a file for the report" in capsys.readouterr().err and path.read_bytes() == before
 
 
-def test_a_missing_runner_is_refused_with_what_installs_it(monkeypatch, capsys):
-    monkeypatch.setattr("effgpu.__main__.find_spec", lambda name: None if name == "nbclient" else object())
-    assert main(["run"]) == 2
-    assert capsys.readouterr().err == "effgpu: error: running lessons needs more: pip install nbclient\n"
+@pytest.mark.parametrize(
+    ("arguments", "missing", "expected"),
+    [
+        (["run"], ("nbclient", "matplotlib"), "running lessons needs more: pip install nbclient matplotlib"),
+        (["report", "some.json"], ("matplotlib",), "a report needs more: pip install matplotlib"),
+        (["bench", "true", "--plot", "some.png"], ("matplotlib",), "--plot needs more: pip install matplotlib"),
+    ],
+)
+def test_a_missing_library_is_refused_with_what_installs_it(arguments, missing, expected, monkeypatch, capsys):
+    monkeypatch.setattr("effgpu.__main__.find_spec", lambda name: None if name in missing else object())
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"effgpu: error: {expected}\n"
 
 
 @pytest.mark.parametrize("content", ["", "{}", json.dumps(results.FORMAT | {"comparisons": [{}]}), None])

@@ -3,10 +3,13 @@
 import ast
 import importlib
 import inspect
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -124,13 +127,43 @@ def required(lines):
 
 
 def test_what_the_package_imports_is_declared_or_comes_with_what_is(project):
-    lab = project["project"]["optional-dependencies"]["lab"]
-    declared = required([*project["project"]["dependencies"], *lab])
+    extras = project["project"]["optional-dependencies"]
+    declared = required([*project["project"]["dependencies"], *extras["plot"], *extras["course"]]) - {"effgpu"}
     declared |= {name for one in declared for name in required(metadata.requires(one))}
     used = {name.split(".")[0] for module in MODULES for name in imported(module)}
     owners = metadata.packages_distributions()
     for name in used - set(sys.stdlib_module_names) - {"effgpu"}:
         assert required(owners[name]) & declared, f"{name} is imported, but nothing declared brings it"
+
+
+def test_the_package_measures_and_predicts_without_its_extras(project):
+    extras = project["project"]["optional-dependencies"]
+    absent = required([*extras["plot"], *extras["course"]]) | {"numpy"}
+    absent -= {"effgpu", "ipykernel"}  # an entry for ipykernel says that this is a notebook
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent}))
+import effgpu
+for name in effgpu.__all__:
+    try:
+        getattr(effgpu, name)
+    except ModuleNotFoundError as error:
+        print(error)
+import torch
+def variant():
+    model = torch.nn.Linear(8, 8)
+    return lambda: model(torch.ones(4, 8)).sum().backward()
+effgpu.tick(items=1)
+assert effgpu.predict(variant, "T4").verdict() == "fits"
+assert [one.label for one in effgpu.compare({{"a": variant, "b": variant}})] == ["a", "b"]
+"""
+    environment = os.environ | {"EFFGPU_SECONDS": "0.1"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "effgpu.TickCallback needs transformers: pip install transformers",
+        "effgpu.plot needs matplotlib: pip install matplotlib",
+    ]
 
 
 def test_the_conda_environment_installs_what_pip_declares(project):
@@ -147,20 +180,19 @@ def test_the_conda_environment_installs_what_pip_declares(project):
     assert "dev" in project["project"]["optional-dependencies"]
 
 
-def is_shipped(path, setuptools):
-    """Whether a wheel has a file of the package, by what `pyproject.toml` tells setuptools."""
-    parent = path.parent if path.parent.joinpath("__init__.py").exists() else PACKAGE
-    package = ".".join(["effgpu", *parent.relative_to(PACKAGE).parts])
-    if package not in setuptools["packages"]:
-        return False
-    rules = setuptools["package-data"].get(package, [])
-    return path.suffix == ".py" or any(path.relative_to(parent).match(rule) for rule in rules)
-
-
-def test_the_package_is_shipped_whole_with_its_data(project):
-    setuptools = project["tool"]["setuptools"]
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert PACKAGE / "course" / "report.css" in files
-    assert not [path.name for path in files if not is_shipped(path, setuptools)]
-    assert is_shipped(PACKAGE / "reference" / "nvidia-h200.json", setuptools)
-    assert not is_shipped(PACKAGE / "reference" / "notes.txt", setuptools)
+def test_a_wheel_has_the_whole_package_with_its_data(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "effgpu", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for later in ("reference/nvidia-h200.json", "a_new_room/__init__.py", "a_new_room/gpus.csv"):
+        path = tmp_path / "effgpu" / later
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    expected = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("effgpu/**/*") if path.is_file()}
+    assert "effgpu/course/report.css" in expected
+    (tmp_path / "effgpu" / "reference" / "notes.txt").touch()
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
+    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("effgpu/")}
+    assert shipped == expected
