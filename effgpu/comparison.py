@@ -208,13 +208,14 @@ class Comparison:
             return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
         label = ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training))
+        guess = ("guess", given(self.guess, "time"))
         measured = [
             (f"time per {self.per}", lambda m: units.format_seconds(self.value(m.label, "time"))),
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
             ("predicted", given(self.predicted, "time")),
             ("predicted for this GPU", lambda m: self.here[m.label].tell_time() if m.label in self.here else "–"),
-            ("guess", given(self.guess, "time")),
+            guess,
             (self.memory_name, lambda m: units.format_bytes(m.peak_allocated)),
             ("change", lambda m: self.tell(m.label, "memory")),
             ("predicted", given(self.predicted, "memory")),
@@ -224,6 +225,8 @@ class Comparison:
             ("predicted", given(self.predicted, "energy")),
             ("guess", given(self.guess, "energy")),
         ]
+        if self.full_size:  # a reader guesses what a GPU does
+            measured.remove(guess)
         columns = [label, *self._full_size_columns(), *measured]
         if self.device.kind == "cuda":  # what a reader's own GPU does comes first
             columns = [label, *measured, *self._full_size_columns()]
@@ -240,6 +243,7 @@ class Comparison:
             for place, gpu in enumerate(self.full_size_gpus)
         ]
         if columns:
+            columns.append(("your guess", lambda m: self.tell_ratio(self.guess.get(m.label, {}).get("time"), "time")))
             heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}, predicted"
             columns.append((heading, lambda m: at(m, 0, lambda each: units.format_bytes(each.allocated))))
         return columns

@@ -307,7 +307,10 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
         reserved = (m.peak_reserved or 0) if quantity == "memory" else 0
         if reserved:
             ax.barh(row, reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
-        end = max(high, reserved, *_mark_expected(ax, comparison, m, quantity, row, unit))
+        marked = _mark_expected(ax, comparison, m, "predicted", quantity, row, unit)
+        if not (comparison.full_size and quantity == "time"):  # the guess is of the prediction for a GPU
+            marked += _mark_expected(ax, comparison, m, "guess", quantity, row, unit)
+        end = max([high, reserved, *marked])
         words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
         text = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
         _write(ax, end, row, text)
@@ -334,8 +337,13 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
         _draw_interval(ax, row, expected, low, high)
+        end = [high]
+        if place == len(comparison.full_size_gpus) - 1 and (
+            baseline := comparison.full_size.get(comparison.baseline.label)
+        ):
+            end += _mark_expected(ax, comparison, m, "guess", "time", row, baseline[place].seconds[0])
         seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
-        _write(ax, high, row, seconds + needed.tell_time())
+        _write(ax, max(end), row, seconds + needed.tell_time())
     _value_axis(ax.xaxis, units.format_seconds)
     ax.set_xlim(left=0)
     gpu = units.with_article(comparison.full_size_gpus[place])
@@ -344,6 +352,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
 
 def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict."""
+    needed = next(iter(comparison.full_size.values()))[0]
     for row, m in enumerate(comparison):
         if m.label in comparison.full_size:
             needed = comparison.full_size[m.label][0]
@@ -355,29 +364,32 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
             }
             ax.barh(row, needed.allocated, height=0.62, **look)
             _write(ax, needed.allocated, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
-            ax.axvline(needed.memory, color=RED, linewidth=1)
     gpu = units.with_article(comparison.full_size_gpus[0])
+    ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
-    ax.set_title(f"peak memory on {gpu}, at full size (predicted); red line: all that it has")
+    ax.set_title(f"peak memory on {gpu}, at full size (predicted)")
 
 
-def _mark_expected(ax, comparison: Comparison, m: Measurement, quantity: str, row: int, unit: float | None) -> list:
-    """Mark what was predicted with a diamond and what was guessed with a ring; returns where."""
-    marks = {"predicted": (comparison.predicted, "D", ORANGE, 6), "your guess": (comparison.guess, "o", "white", 8)}
-    places = [0.0]
-    for name, (ratios, marker, face, size) in marks.items():
-        ratio = ratios.get(m.label, {}).get(quantity)
-        if ratio and unit:
-            places.append(ratio * unit)
-            known = ax.get_legend_handles_labels()[1]
-            look = {"markersize": size, "markerfacecolor": face, "markeredgecolor": "#222222", "markeredgewidth": 1.3}
-            ax.plot(places[-1], row, marker, **look, label="" if name in known else name, zorder=4)
-    return places
+def _mark_expected(
+    ax, comparison: Comparison, m: Measurement, which: str, quantity: str, row: int, unit: float | None
+) -> list[float]:
+    """Mark what was "predicted" with a diamond, or a "guess" with a ring, as a multiple of `unit`; returns where."""
+    ratio = getattr(comparison, which).get(m.label, {}).get(quantity)
+    if not (ratio and unit):
+        return []
+    name, marker, face, size = (
+        ("predicted", "D", ORANGE, 6) if which == "predicted" else ("your guess", "o", "white", 8)
+    )
+    label = "" if name in ax.get_legend_handles_labels()[1] else name
+    look = {"markersize": size, "markerfacecolor": face, "markeredgecolor": "#222222", "markeredgewidth": 1.3}
+    ax.plot(ratio * unit, row, marker, **look, label=label, zorder=4)
+    return [ratio * unit]
 
 
 def _title(comparison: Comparison, quantity: str) -> str:
-    return comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
+    title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
+    return f"{title}, measured" if comparison.full_size else title
 
 
 def _hatch(comparison: Comparison, quantity: str) -> str | None:

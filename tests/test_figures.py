@@ -250,7 +250,7 @@ def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_
     assert [to_hex(bar.get_edgecolor()) for bar in memory.patches] == [RED.lower(), GREEN.lower()]
     assert [text.get_text() for text in memory.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert {"matrix products", "everything else", "waiting for the CPU"} <= set(names)
+    assert {"matrix products", "everything else", "waiting for the CPU", "memory of a T4: 15.0 GiB"} <= set(names)
     assert_readable(figure)
 
 
@@ -258,7 +258,7 @@ def test_on_a_cpu_the_prediction_comes_first_and_the_memory_of_the_small_model_n
     both = make_measurement("old"), make_measurement("new", 0.01)
     figure = plot(Comparison("some", both, full_size=predicted_sizes(20 * GiB, 10 * GiB)))
     titles = [ax.get_title(loc="left").partition(",")[0] for ax in figure.axes]
-    assert titles == ["time per step on a T4", "peak memory on a T4", "time per step"]
+    assert titles == ["time per step on a T4", "peak memory on a T4", "time per step"] and len(figure.axes) == 3
     assert_readable(figure)
 
 

@@ -17,6 +17,10 @@ from effgpu.comparison import MIME_TYPE
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## Your guess, and the arithmetic", "## Measure", "## When to use it", "## Try it"]
+# Lessons that tell the story first, then prove it; the others are still to be rewritten so.
+STORIES = ("08_mixed_precision",)
+STORY = ["## The technique", "## Your guess", "## What happened", "## In your own script", "## When to use it"]
+STORY += ["# The proof", "## Try it"]
 CHECKED = "nbval-check-output"
 ONLY_ON_A_GPU = ("03_pinned_memory",)  # compares nothing without one
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -57,7 +61,7 @@ def test_follows_the_template(path):
     assert setup.source == read(LESSONS[0]).cells[1].source
     assert 'print(f"measured on ' in imports.source
     lines = prose(notebook).splitlines()
-    places = [lines.index(heading) for heading in HEADINGS]
+    places = [lines.index(heading) for heading in (STORY if path.stem in STORIES else HEADINGS)]
     assert places == sorted(places)
     assert any(re.search(r"# new$", cell.source, re.MULTILINE) for cell in code(notebook))
     for word in ("**When not", "**Pitfalls.**", "**Sources.**"):
@@ -79,6 +83,11 @@ def check_first_screen(path: Path):
 @each_lesson
 def test_the_reader_guesses_and_the_lesson_predicts_before_it_measures(path):
     sources = [cell.source for cell in code(read(path))]
+    if path.stem in STORIES:
+        guess = next(i for i, source in enumerate(sources) if re.match(r"guess = .* # @param", source))
+        measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
+        assert guess < measured < 10 and "full_size=" in sources[measured]
+        return
     guess, predicted = (
         next(i for i, source in enumerate(sources) if re.search(rf"^{name} = ", source, re.MULTILINE))
         for name in ("guess", "predicted")
@@ -97,6 +106,15 @@ def test_every_exercise_has_a_solution_with_code(path):
     assert len(numbered) >= 2
     for task in numbered:
         assert re.search(r"<details>\s*<summary>Solution</summary>.*```python\n.*</details>", task, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_the_script_to_copy_runs_as_it_stands(name, tmp_path):
+    story = prose(read(ROOT / "notebooks" / f"{name}.ipynb")).partition("## In your own script")[2]
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", story, re.DOTALL)[1])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "effgpu" not in (tmp_path / "train.py").read_text() and re.search(r"loss \d", done.stdout)
 
 
 @each_lesson
