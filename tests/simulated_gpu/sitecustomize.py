@@ -14,4 +14,4 @@ if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
     workloads.GPU_SIZES = {
         name: sizes | heads if "heads" in sizes else sizes for name, sizes in workloads.CPU_SIZES.items()
     }
-    measurement._SHORTEST_TURN["cuda"], measurement._CLOCK_RISE = measurement._SHORTEST_TURN["cpu"], 0.01
+    measurement._TURN["cuda"], measurement._LOAD["cuda"], measurement._LEAD = measurement._TURN["cpu"], 0.01, 0.0
