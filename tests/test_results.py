@@ -138,7 +138,7 @@ def test_stored_finds_gpus_by_the_name_of_the_comparison(make_stored, cpu):
     assert stored("three") == [] and {c.name for c in stored("one")} == {"one"}
 
 
-@pytest.mark.parametrize("path", sorted(results.STORED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(results.STORED.glob("*.json")), ids=str)
 def test_a_file_in_the_package_holds_the_results_of_one_gpu(path):
     """Under its name, and one result a name: results of CPUs are not collected."""
     found = load(path)

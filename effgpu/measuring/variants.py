@@ -185,6 +185,10 @@ def _read(read: Callable) -> object | None:
         return read()
 
 
+def _get_default_device() -> torch.device:
+    return torch.empty(0).device  # torch.get_default_device of PyTorch 2.9 fails once the device was set back
+
+
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # None also removes the mode, which takes time
 
@@ -198,7 +202,7 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, _set_default_device),
+    (_get_default_device, _set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
