@@ -214,7 +214,10 @@ class Comparison:
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
             ("predicted", given(self.predicted, "time")),
-            ("predicted for this GPU", lambda m: self.here[m.label].tell_time() if m.label in self.here else "–"),
+            (
+                "predicted for this GPU",
+                lambda m: self.here[m.label].tell_time() if m.label in self.here else units.NOT_MEASURED,
+            ),
             guess,
             (self.memory_name, lambda m: units.format_bytes(m.peak_allocated)),
             ("change", lambda m: self.tell(m.label, "memory")),
@@ -263,7 +266,9 @@ class Comparison:
         if len(self) > 1:
             told.append("“2 × slower” takes twice as long; in brackets the 99 % interval.")
         if self.full_size:
-            told.append("Predicted: at full size; in brackets the range for 9 of 10 published runs (docs/predict.md).")
+            told.append(
+                "Predicted: at full size; in brackets a range that 9 of 10 published transformers met (docs/predict.md)."
+            )
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:

@@ -337,13 +337,11 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
         _draw_interval(ax, row, expected, low, high)
-        end = [high]
-        if place == len(comparison.full_size_gpus) - 1 and (
-            baseline := comparison.full_size.get(comparison.baseline.label)
-        ):
-            end += _mark_expected(ax, comparison, m, "guess", "time", row, baseline[place].seconds[0])
+        baseline = comparison.full_size.get(comparison.baseline.label)
+        if baseline and place == len(comparison.full_size_gpus) - 1:  # below the words, which are not the guess's
+            _mark_expected(ax, comparison, m, "guess", "time", row + 0.36, baseline[place].seconds[0])
         seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
-        _write(ax, max(end), row, seconds + needed.tell_time())
+        _write(ax, high, row, seconds + needed.tell_time())
     _value_axis(ax.xaxis, units.format_seconds)
     ax.set_xlim(left=0)
     gpu = units.with_article(comparison.full_size_gpus[place])
@@ -372,7 +370,7 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
 
 
 def _mark_expected(
-    ax, comparison: Comparison, m: Measurement, which: str, quantity: str, row: int, unit: float | None
+    ax, comparison: Comparison, m: Measurement, which: str, quantity: str, row: float, unit: float | None
 ) -> list[float]:
     """Mark what was "predicted" with a diamond, or a "guess" with a ring, as a multiple of `unit`; returns where."""
     ratio = getattr(comparison, which).get(m.label, {}).get(quantity)

@@ -422,6 +422,12 @@ def test_one_at_a_time_only_one_is_alive_and_each_is_built_four_times(clock, mon
     assert [v.builds for v in both.values()] == [1 + BUILDS] * 2, "one for the memory"
 
 
+def test_one_variant_alone_is_kept_however_much_it_needs(clock, only_turns, monkeypatch):
+    monkeypatch.setattr(measurement, "free_memory", lambda: -1)
+    found = measure(clock.step(0.01))
+    assert (found.builds, len(found.turns)) == (1, 15)
+
+
 def test_what_building_anew_will_take_is_announced(clock, only_turns, monkeypatch, capsys):
     monkeypatch.setattr(measurement, "free_memory", lambda: -1)
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: clock.spend(60) or memory.Trace((0,), ("forward",)))

@@ -111,8 +111,8 @@ class Bench(Comparison):
                 if time_ratio and time_ratio.low > 1 + slower:
                     exceeded.append(f"{m.label} is {self.tell(m.label)}, {limit}")
                 else:
-                    ends = f": [{time_ratio.low:.3f}, {time_ratio.high:.3f}] of its time" if time_ratio else ""
-                    unclear.append(f"{m.label} may take {limit} or less than that{ends}")
+                    ends = f": {time_ratio.low:.3f} to {time_ratio.high:.3f} times the baseline's" if time_ratio else ""
+                    unclear.append(f"it is open whether {m.label} takes {limit}{ends}")
             if more_memory is not None and memory_ratio and memory_ratio > 1 + more_memory:
                 limit = f"more than the {100 * more_memory:g} % allowed"
                 exceeded.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")

@@ -227,8 +227,9 @@ class _NotTogether(Exception):
 
 
 def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool) -> None:
-    """Time all variants in turns: kept together if that works, else built anew."""
-    if _fit_together([record.trace for record in records.values() if not record.failed]):
+    """Time all variants in turns: kept together if that works, else built anew. One alone has nothing beside it."""
+    traces = [record.trace for record in records.values() if not record.failed]
+    if len(traces) < 2 or _fit_together(traces):
         try:
             return _time_together(progress, variants, records, plan, energy=energy)
         except _NotTogether:
@@ -238,11 +239,10 @@ def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan
     _time_one_at_a_time(progress, variants, records, plan, energy=energy)
 
 
-def _fit_together(traces: Iterable[memory.Trace]) -> bool:
+def _fit_together(traces: list[memory.Trace]) -> bool:
     """Whether what all variants hold between steps, and the most that a step adds to it, fit into the free memory."""
-    traces = list(traces)
     held = sum(trace.start for trace in traces)
-    return held + max((t.peak - t.start for t in traces), default=0) <= _ROOM * free_memory()
+    return held + max(trace.peak - trace.start for trace in traces) <= _ROOM * free_memory()
 
 
 def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool) -> None:
@@ -294,9 +294,8 @@ def _time_one_at_a_time(
             _attempt(label, record, partial(stage.turn, label, partial(_take_energy, record)))
 
     expected = BUILDS * sum(records[label].preparing for label in alive()) + plan.seconds * len(alive())
-    if len(alive()) > 1:
-        told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
-        progress.announce(f"{told}: about {units.format_seconds(expected)}.")
+    told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
+    progress.announce(f"{told}: about {units.format_seconds(expected)}.")
     for label in alive():
         records[label].builds = BUILDS
     prepare = lambda label, step: _warm_up(records[label], step, plan.warmup)

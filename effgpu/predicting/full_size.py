@@ -23,8 +23,8 @@ class FullSize:
     `allocated` is the peak in bytes, `memory` that of the GPU, `verdict` whether the step fits. `seconds` is the time
     of a step, `products` the part of it in which the GPU computes matrix products, convolutions and attention, and
     `others` the part in which it does anything else; in the rest it waits for the CPU. `ratio` is the time over the
-    baseline's on the same GPU. Seconds and ratio are (expected, low, high): 9 of 10 published runs lie between low and
-    high. They are None for a GPU whose speed is not known.
+    baseline's on the same GPU. Seconds and ratio are (expected, low, high): 9 of 10 published transformers lie between
+    low and high. They are None for a GPU whose speed is not known.
     """
 
     gpu: str

@@ -26,7 +26,7 @@ from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
-_RANGE = "times: in brackets the range for 9 of 10 runs; without loading data, on one GPU, at its usual clock"
+_RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
 # How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.

@@ -171,7 +171,7 @@ def _bandwidth_share(kernel: Kernel, gpu: Gpu) -> float:
 
 @dataclass(frozen=True, repr=False)
 class Time:
-    """The predicted seconds of a step on a GPU: `expected`, and the range from `low` to `high` for 9 of 10 runs.
+    """The predicted seconds of a step on a GPU: `expected`, and `low` to `high`, the range for 9 of 10 transformers.
 
     `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth" or "launching
     operations". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of operation. Their sum is
@@ -308,7 +308,7 @@ def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
 
 
 class TimeRatio(NamedTuple):
-    """How many times as long one step takes as another on the same GPU, and the range for 9 of 10 runs."""
+    """How many times as long one step takes as another on the same GPU, and the range for 9 of 10 transformers."""
 
     value: float
     low: float
