@@ -266,9 +266,7 @@ class Comparison:
         if len(self) > 1:
             told.append("“2 × slower” takes twice as long; in brackets the 99 % interval.")
         if self.full_size:
-            told.append(
-                "Predicted: at full size; in brackets a range that 9 of 10 published transformers met (docs/predict.md)."
-            )
+            told.append("Predicted: at full size; brackets hold 9 of 10 published transformers (docs/predict.md).")
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:
