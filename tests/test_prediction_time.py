@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu import count_flops
 from effgpu.__main__ import main
+from effgpu.course import workloads
 from effgpu.measuring.device import gc_frozen
 from effgpu.predicting import calibration
 from effgpu.predicting.gpus import Gpu, find_gpu, known_gpus, own_table, read_table
@@ -611,3 +612,23 @@ def test_nine_of_ten_published_transformers_lie_in_their_range():
     assert sum(o.is_inside for o in outcomes) >= 0.9 * len(outcomes)
     errors = sorted(abs(o.error) for o in outcomes)
     assert errors[len(errors) // 2] < 0.08
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A100 80 GB"])
+@pytest.mark.parametrize("half", [False, True])
+def test_inference_mode_takes_the_same_kernels_as_no_grad(gpu, half):
+    """In inference mode, PyTorch hands over a linear layer or attention whole: its products must not be missed."""
+
+    def variant(context):
+        model, texts, _ = workloads.text_classifier(batch=2, length=64, width=64, heads=4, layers=1)
+        model.eval()
+
+        def step():
+            with context(), torch.autocast("cuda", torch.float16, enabled=half):
+                return model(texts).sum()
+
+        return step
+
+    two = [predict(partial(variant, context), gpu).time() for context in (torch.no_grad, torch.inference_mode)]
+    tables = [{kind: (row.flops, row.bytes, row.number) for kind, row in time.table.items()} for time in two]
+    assert tables[0] == tables[1] and tables[0]["matrix products"][0] > 0 and "attention" in tables[0]

@@ -128,6 +128,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._read(func, args, kwargs)
+        if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
+            return whole
         if self._counted is FakeTensor:
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
@@ -163,6 +165,20 @@ class Recorder(TorchDispatchMode):
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         segment.calls += call + _LISTED * sum(map(len, lists))
+
+    def _take_apart(self, func, args, kwargs):
+        """The result of an operation that is made of others, which are noted in its place; else NotImplemented.
+
+        Autograd takes such operations apart, but inference mode leaves it out. So does torch/utils/flop_counter.py.
+        """
+        if self._counted is not FakeTensor:
+            return NotImplemented
+        rules = {aten.scaled_dot_product_attention.default: functools.partial(_attention, self)}
+        rules[aten.dropout.default] = _dropout
+        with self:
+            if self.capability and func in rules:
+                return rules[func](*args, **kwargs)
+            return func.decompose(*args, **kwargs)
 
     def _see(self, value: object) -> None:
         if isinstance(value, torch.Tensor):
