@@ -32,6 +32,7 @@ from effgpu.measuring import power
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
+from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.gpus import known_gpus
 from effgpu.units import GiB
 
@@ -405,6 +406,11 @@ def test_full_size_has_columns_and_is_stored(make_measurement):
     ]
     assert "9 of 10 published transformers" in result.caption()
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
+    assert tell_ratio((1.04, 0.98, 1.11)) == "no clear difference [0.98, 1.11]"
+    assert tell_ratio((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"
 
 
 def test_on_a_gpu_the_measurement_comes_first_and_its_prediction_stands_beside_it(make_measurement, make_gpu):

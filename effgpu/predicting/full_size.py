@@ -49,10 +49,11 @@ class FullSize:
 
 
 def tell_ratio(ratio: Range) -> str:
-    """A predicted ratio of times in words, with its range: "same [0.95, 1.04]" where it rounds to 1."""
-    if units.format_speed(ratio[0]) != "same":
-        return units.format_speed(*ratio)
-    return f"same [{ratio[1]:.2f}, {ratio[2]:.2f}]"
+    """A predicted ratio of times in words, with its range; "no clear difference [0.95, 1.04]" where that holds 1."""
+    value, low, high = ratio
+    if low <= 1 <= high:
+        return f"no clear difference [{low:.2f}, {high:.2f}]"
+    return units.format_speed(value, low, high)
 
 
 def predict_full_size(
