@@ -217,6 +217,7 @@ def test_as_many_first_steps_as_asked_are_not_timed(script, tmp_path):
         ([1.2, 1.22], 0.05, 3),
         ([1.04, 1.08], 0.05, 4),  # a part of the interval is above
         ([0.7, 1.6], 0.05, 4),  # a large regression may hide in a wide interval
+        ([0.9, 1.15], 0.05, 4),  # the ratio itself is below
         ([0.7, 1.6], 3.0, 0),
         ([], 0.05, 4),
     ],
