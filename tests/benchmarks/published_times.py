@@ -73,7 +73,7 @@ class Case:
     format: str
     convolutional: bool = False
     calibrates: bool = False
-    matmul: str = "highest"
+    matmul: str = "ieee"
     besides: tuple[Callable, float] | None = None  # a variant with more in a step, and how often a step has it
 
     @property
@@ -225,7 +225,7 @@ def _read_images() -> list[Case]:
             convolutional = not name.startswith(("vit", "swin"))
             calibrates, format = row["role"] == "calibrate", row["format"].split()[0]
             seconds = float(row["milliseconds"]) / 1000
-            matmul = "high" if format == "TF32" else "highest"
+            matmul = "tf32" if format == "TF32" else "ieee"
             cases.append(Case(source, told, seconds, variant, row["gpu"], format, convolutional, calibrates, matmul))
     return cases
 
@@ -247,7 +247,7 @@ def _gpt(name: str, tokens_per_second: float, tf32: bool = True, **options) -> C
     variant = partial(published_memory.gpt2, **options, evaluated=False)
     seconds = options.get("batch", 8) * 1024 / tokens_per_second
     besides = partial(published_memory.gpt2, **options), 1 / 15
-    matmul = "high" if tf32 else "highest"
+    matmul = "tf32" if tf32 else "ieee"
     return Case(R2, f"GPT-2, {name}", seconds, variant, "A100 40 GB", format, matmul=matmul, besides=besides)
 
 
@@ -278,8 +278,8 @@ CASES = [
 
 def run(case: Case) -> Outcome:
     """Predict a case."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(case.matmul)
+    switch = torch.backends.cuda.matmul
+    before, switch.fp32_precision = switch.fp32_precision, case.matmul
     try:
         predicted = predict(case.variant, case.gpu)
         time, sheet = predicted.time(), _data_sheet(predicted.segments, case.gpu)
@@ -289,7 +289,7 @@ def run(case: Case) -> Outcome:
             expected += case.besides[1] * (more.time().expected - time.expected)
             sheet += case.besides[1] * (_data_sheet(more.segments, case.gpu) - sheet)
     finally:
-        torch.set_float32_matmul_precision(before)
+        switch.fp32_precision = before
     return Outcome(case, time, expected, sheet)
 
 
