@@ -77,12 +77,8 @@ class Ablation(Comparison):
         """
         measurements = tuple(self.find(self.switches[:n]) for n in range(len(self.switches) + 1))
         labels = [m.label for m in measurements]
-        expected = {"predicted": self.predicted, "guess": self.guess}
-        expected = {which: {k: v for k, v in given.items() if k in labels} for which, given in expected.items()}
-        other = tuple(label for label in labels if label in self.other_training)
-        return Comparison(
-            f"{self.name}.stack", measurements, **expected, min_effect=self.min_effect, other_training=other
-        )
+        predicted = {label: ratios for label, ratios in self.predicted.items() if label in labels}
+        return Comparison(f"{self.name}.stack", measurements, predicted, self.min_effect)
 
     @property
     def whole(self) -> Measurement:

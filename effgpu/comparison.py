@@ -23,7 +23,6 @@ FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
 QUANTITIES = ("time", "memory", "energy")
-OTHER_TRAINING = " (not the same training)"
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 
@@ -73,19 +72,16 @@ class Ratio:
 class Comparison:
     """Measurements that took turns; the first one is the baseline. Shows itself as a table.
 
-    `predicted` and `guess` hold ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on
-    time below `min_effect` counts as none. `other_training` names the variants that do not train the same (other data,
-    other augmentation), so that their times are not mistaken for a speed-up of the same work. `full_size` holds, by
-    label, what the same variants are predicted to take at the size of real training, for each of some GPUs; `here` what
-    they are predicted to take on the GPU that measured them, as they were.
+    `predicted` holds ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on time below
+    `min_effect` counts as none. `full_size` holds, by label, what the same variants are predicted to take at the size
+    of real training, for each of some GPUs; `here` what they are predicted to take on the GPU that measured them, as
+    they were.
     """
 
     name: str
     measurements: tuple[Measurement, ...]
     predicted: dict[str, dict[str, float]] = field(default_factory=dict)
-    guess: dict[str, dict[str, float]] = field(default_factory=dict)
     min_effect: float = MIN_EFFECT
-    other_training: tuple[str, ...] = ()
     full_size: dict[str, tuple[FullSize, ...]] = field(default_factory=dict)
     here: dict[str, FullSize] = field(default_factory=dict)
 
@@ -199,37 +195,33 @@ class Comparison:
     def _columns(self) -> list[tuple[str, list[str]]]:
         """The heading of each column of the table, and its cells."""
 
-        def given(ratios: Mapping, quantity: str) -> Callable[[Measurement], str]:
-            return lambda m: self.tell_ratio(ratios.get(m.label, {}).get(quantity), quantity)
+        def predicted(quantity: str) -> tuple[str, Callable[[Measurement], str]]:
+            ratio = lambda m: self.predicted.get(m.label, {}).get(quantity)
+            return "predicted", lambda m: self.tell_ratio(ratio(m), quantity)
 
         def throughput(m: Measurement) -> str:
             seconds = self.value(m.label, "time")
             items = 1 if self.per != "step" else m.items
             return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
-        label = ("variant", lambda m: m.label + OTHER_TRAINING * (m.label in self.other_training))
-        guess = ("guess", given(self.guess, "time"))
+        label = ("variant", lambda m: m.label)
+        mark = ", measured" if self.full_size else ""
         measured = [
-            (f"time per {self.per}", lambda m: units.format_seconds(self.value(m.label, "time"))),
+            (f"time per {self.per}{mark}", lambda m: units.format_seconds(self.value(m.label, "time"))),
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
-            ("predicted", given(self.predicted, "time")),
+            predicted("time"),
             (
                 "predicted for this GPU",
                 lambda m: self.here[m.label].tell_time() if m.label in self.here else units.NOT_MEASURED,
             ),
-            guess,
-            (self.memory_name, lambda m: units.format_bytes(m.peak_allocated)),
-            ("change", lambda m: self.tell(m.label, "memory")),
-            ("predicted", given(self.predicted, "memory")),
-            ("guess", given(self.guess, "memory")),
-            (f"energy per {self.per}", lambda m: units.format_joules(self.value(m.label, "energy"))),
-            ("change", lambda m: self.tell(m.label, "energy")),
-            ("predicted", given(self.predicted, "energy")),
-            ("guess", given(self.guess, "energy")),
+            (f"{self.memory_name}{mark}", lambda m: units.format_bytes(m.peak_allocated)),
+            ("change of memory", lambda m: self.tell(m.label, "memory")),
+            predicted("memory"),
+            (f"energy per {self.per}{mark}", lambda m: units.format_joules(self.value(m.label, "energy"))),
+            ("change of energy", lambda m: self.tell(m.label, "energy")),
+            predicted("energy"),
         ]
-        if self.full_size:  # a reader guesses what a GPU does
-            measured.remove(guess)
         columns = [label, *self._full_size_columns(), *measured]
         if self.device.kind == "cuda":  # what a reader's own GPU does comes first
             columns = [label, *measured, *self._full_size_columns()]
@@ -246,7 +238,6 @@ class Comparison:
             for place, gpu in enumerate(self.full_size_gpus)
         ]
         if columns:
-            columns.append(("your guess", lambda m: self.tell_ratio(self.guess.get(m.label, {}).get("time"), "time")))
             heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}, predicted"
             columns.append((heading, lambda m: at(m, 0, lambda each: units.format_bytes(each.allocated))))
         return columns
@@ -300,7 +291,7 @@ class Comparison:
     def to_dict(self) -> dict:
         """The comparison in JSON's types; `from_dict` reads it back."""
         rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
-        shared = {name: getattr(self, name) for name in ("name", "predicted", "guess", "min_effect", "other_training")}
+        shared = {name: getattr(self, name) for name in ("name", "predicted", "min_effect")}
         full_size = {label: list(map(asdict, gpus)) for label, gpus in self.full_size.items()}
         here = {label: asdict(needed) for label, needed in self.here.items()}
         predictions = {"full_size": full_size, "here": here}
@@ -316,23 +307,15 @@ class Comparison:
         labels = [m.label for m in measurements]
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
-        expected = {name: check_expected(name, stored.get(name), labels) for name in ("predicted", "guess")}
+        predicted = check_predicted(stored.get("predicted"), labels)
         min_effect = check_min_effect(stored.get("min_effect", MIN_EFFECT))
-        other = _check_labels("other_training", stored.get("other_training", ()), labels)
         full_size, here = stored.get("full_size", {}), stored.get("here", {})
-        _check_labels("full_size", {**full_size, **here}, labels)
+        if unknown := [label for label in {**full_size, **here} if label not in labels]:
+            raise ValueError(f"full_size: expected labels out of {labels}, got {unknown[0]!r}")
         read = lambda needed: FullSize(**read_fields(FullSize, needed))
         full_size = {label: tuple(map(read, gpus)) for label, gpus in full_size.items()}
         here = {label: read(needed) for label, needed in here.items()}
-        return cls(
-            check_name(stored["name"]),
-            measurements,
-            **expected,
-            min_effect=min_effect,
-            other_training=other,
-            full_size=full_size,
-            here=here,
-        )
+        return cls(check_name(stored["name"]), measurements, predicted, min_effect, full_size, here)
 
     def __repr__(self) -> str:
         headings, rows = self.table()
@@ -362,8 +345,6 @@ def compare(
     energy: bool = True,
     min_effect: float = MIN_EFFECT,
     predicted: Mapping[str, Mapping[str, object]] | None = None,
-    guess: Mapping[str, Mapping[str, object]] | None = None,
-    other_training: Iterable[str] = (),
     full_size: Mapping[str, object] | None = None,
     gpus: Iterable[str | float] = GPUS,
 ) -> Comparison:
@@ -380,13 +361,12 @@ def compare(
     and 10), but for at least 15 blocks. `blocks` sets their number. `min_steps` is the fewest steps of a turn, `warmup`
     of a warm-up. `energy` adds a window of some seconds on a GPU. `effgpu.measuring.measurement.measure_all` says how.
 
-    A ratio of times within `min_effect` of 1 counts as the same. `predicted` and `guess` give ratios to the baseline,
-    by label and quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
-    `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. `other_training` names variants that do not train the same.
-    `full_size` gives keywords with which all variants are as large as in real training, such as
-    `{"batch": 96, "width": 768}`, or by label such variants. They are not run: `effgpu.predict` says what they take on
-    each of `gpus`. Where this device is a GPU that `predict` knows, it also says what the variants take here, as they
-    are.
+    A ratio of times within `min_effect` of 1 counts as the same. `predicted` gives ratios to the baseline, by label and
+    quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
+    `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. `full_size` gives keywords with which all variants are as large as in
+    real training, such as `{"batch": 96, "width": 768}`, or by label such variants. They are not run: `effgpu.predict`
+    says what they take on each of `gpus`. Where this device is a GPU that `predict` knows, it also says what the
+    variants take here, as they are.
 
     Raises TypeError or ValueError for bad arguments, before anything is measured.
 
@@ -396,9 +376,7 @@ def compare(
     check_name(name)
     variants = _apply(variants, settings)
     labels = list(variants)
-    expected = {"predicted": predicted, "guess": guess}
-    expected = {which: check_expected(which, given, labels) for which, given in expected.items()}
-    other_training = _check_labels("other_training", other_training, labels)
+    predicted = check_predicted(predicted, labels)
     check_min_effect(min_effect)
     if blocks is not None:
         units.check_positive(Integral, blocks=blocks)
@@ -417,15 +395,7 @@ def compare(
         warmup=warmup,
         energy=energy,
     )
-    return Comparison(
-        name,
-        tuple(measurements),
-        **expected,
-        min_effect=min_effect,
-        other_training=other_training,
-        full_size=large,
-        here=here,
-    )
+    return Comparison(name, tuple(measurements), predicted, min_effect, large, here)
 
 
 def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None) -> dict[str, Variant]:
@@ -440,22 +410,21 @@ def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None
     return check_variants({label: partial(variants, **keywords) for label, keywords in settings.items()}, "settings")
 
 
-def check_expected(which: str, given: Mapping | None, labels: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Predictions or guesses as ratios. Raises TypeError or ValueError for unknown labels, quantities or no ratio."""
+def check_predicted(given: Mapping | None, labels: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Predictions as ratios. Raises TypeError or ValueError for unknown labels, quantities or no ratio."""
     given = {} if given is None else given
     if not isinstance(given, Mapping):
-        raise TypeError(f"{which}: expected a mapping of labels to quantities, got {type(given).__name__}")
+        raise TypeError(f"predicted: expected a mapping of labels to quantities, got {type(given).__name__}")
     for label, ratios in given.items():
         if label not in labels[1:]:
-            raise ValueError(
-                f"{which}: expected labels out of {labels[1:]}, the variants but the baseline, got {label!r}"
-            )
+            told = f"labels out of {labels[1:]}, the variants but the baseline"
+            raise ValueError(f"predicted: expected {told}, got {label!r}")
         if not isinstance(ratios, Mapping):
-            raise TypeError(f"{which}[{label!r}]: expected a mapping such as dict(time=0.5), got {ratios!r}")
+            raise TypeError(f"predicted[{label!r}]: expected a mapping such as dict(time=0.5), got {ratios!r}")
         if unknown := [quantity for quantity in ratios if quantity not in QUANTITIES]:
-            raise ValueError(f"{which}[{label!r}]: expected quantities out of {list(QUANTITIES)}, got {unknown[0]!r}")
+            raise ValueError(f"predicted[{label!r}]: expected quantities out of {list(QUANTITIES)}, got {unknown[0]!r}")
     return {
-        label: {quantity: units.read_ratio(f"{which}[{label!r}][{quantity!r}]", r) for quantity, r in ratios.items()}
+        label: {quantity: units.read_ratio(f"predicted[{label!r}][{quantity!r}]", r) for quantity, r in ratios.items()}
         for label, ratios in given.items()
     }
 
@@ -466,13 +435,6 @@ def check_min_effect(min_effect: float) -> float:
     if min_effect >= 1:
         raise ValueError(f"min_effect: expected a share below 1, such as 0.01 for 1 %, got {min_effect}")
     return min_effect
-
-
-def _check_labels(which: str, given: Iterable[str], labels: Sequence[str]) -> tuple[str, ...]:
-    given = (given,) if isinstance(given, str) else tuple(given)
-    if unknown := [label for label in given if label not in labels]:
-        raise ValueError(f"{which}: expected labels out of {list(labels)}, got {unknown[0]!r}")
-    return given
 
 
 def read_fields(kind: type, stored: Mapping) -> dict:

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
 from effgpu.ablation import Ablation, format_share
-from effgpu.comparison import OTHER_TRAINING, Comparison
+from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, OWNERS, TOO_CLOSE, Prediction
@@ -74,7 +74,7 @@ def plot(
     """Draw a result. What is drawn follows from its type.
 
     - What `compare` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with 99 %
-      intervals and verdicts. A diamond marks a prediction, a ring a guess, a dotted outline reserved memory. Faint
+      intervals and verdicts. A diamond marks a prediction, a dotted outline reserved memory. Faint
       triangles are the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was
       given, panels show the predicted time on each GPU, with its range and where it goes, and the predicted memory.
     - What `ablate` gave: what each switch changes alone, beside what it changes on top of all the rest, in shares of
@@ -134,8 +134,7 @@ def _plot_comparison(comparison: Comparison) -> Figure:
         quantities = ["time"]  # the memory of a small model is nobody's question
     panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in quantities]
     panels = [*panels, *large] if comparison.device.kind == "cuda" else [*large, *panels]
-    marks = {label: "\n" + OTHER_TRAINING.strip() for label in comparison.other_training}
-    return _plot_rows(comparison, [m.label + marks.get(m.label, "") for m in comparison], panels)
+    return _plot_rows(comparison, [m.label for m in comparison], panels)
 
 
 def _plot_ablation(ablation: Ablation) -> Figure:
@@ -296,7 +295,7 @@ def _fit_texts(figure: Figure, axes: Iterable) -> None:
 
 
 def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
-    """A bar for each variant with its interval, its prediction and its guess, and behind them the result in words."""
+    """A bar for each variant with its interval and its prediction, and behind them the result in words."""
     unit, farthest = comparison.value(comparison.baseline.label, quantity), 0.0
     for row, m in enumerate(comparison):
         level = _level(comparison, m, quantity)
@@ -307,10 +306,11 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
         reserved = (m.peak_reserved or 0) if quantity == "memory" else 0
         if reserved:
             ax.barh(row, reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
-        marked = _mark_expected(ax, comparison, m, "predicted", quantity, row, unit)
-        if not (comparison.full_size and quantity == "time"):  # the guess is of the prediction for a GPU
-            marked += _mark_expected(ax, comparison, m, "guess", quantity, row, unit)
-        end = max([high, reserved, *marked])
+        predicted = comparison.predicted.get(m.label, {}).get(quantity, 0.0) * (unit or 0.0)
+        if predicted:
+            label = "" if "predicted" in ax.get_legend_handles_labels()[1] else "predicted"
+            ax.plot(predicted, row, "D", markersize=6, color=ORANGE, markeredgecolor="#222222", label=label, zorder=4)
+        end = max(high, reserved, predicted)
         words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
         text = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
         _write(ax, end, row, text)
@@ -337,9 +337,6 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
         _draw_interval(ax, row, expected, low, high)
-        baseline = comparison.full_size.get(comparison.baseline.label)
-        if baseline and place == len(comparison.full_size_gpus) - 1:  # below the words, which are not the guess's
-            _mark_expected(ax, comparison, m, "guess", "time", row + 0.36, baseline[place].seconds[0])
         seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
         _write(ax, high, row, seconds + needed.tell_time())
     _value_axis(ax.xaxis, units.format_seconds)
@@ -369,25 +366,10 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     ax.set_title(f"peak memory on {gpu}, at full size (predicted)")
 
 
-def _mark_expected(
-    ax, comparison: Comparison, m: Measurement, which: str, quantity: str, row: float, unit: float | None
-) -> list[float]:
-    """Mark what was "predicted" with a diamond, or a "guess" with a ring, as a multiple of `unit`; returns where."""
-    ratio = getattr(comparison, which).get(m.label, {}).get(quantity)
-    if not (ratio and unit):
-        return []
-    name, marker, face, size = (
-        ("predicted", "D", ORANGE, 6) if which == "predicted" else ("your guess", "o", "white", 8)
-    )
-    label = "" if name in ax.get_legend_handles_labels()[1] else name
-    look = {"markersize": size, "markerfacecolor": face, "markeredgecolor": "#222222", "markeredgewidth": 1.3}
-    ax.plot(ratio * unit, row, marker, **look, label=label, zorder=4)
-    return [ratio * unit]
-
-
 def _title(comparison: Comparison, quantity: str) -> str:
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    return f"{title}, measured" if comparison.full_size else title
+    where = "this GPU" if comparison.device.kind == "cuda" else "this CPU"
+    return f"{title}, measured on {where}" if comparison.full_size else title
 
 
 def _hatch(comparison: Comparison, quantity: str) -> str | None:

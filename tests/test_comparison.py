@@ -21,7 +21,6 @@ from effgpu.comparison import (
     FASTER,
     INCONCLUSIVE,
     MIME_TYPE,
-    OTHER_TRAINING,
     SAME,
     SLOWER,
     Comparison,
@@ -68,9 +67,8 @@ def comparisons(draw):
     expected = st.dictionaries(
         st.sampled_from(labels[1:]), st.dictionaries(st.sampled_from(QUANTITIES), st.floats(0.01, 100))
     )
-    predicted, guess = (draw(expected) if labels[1:] else {} for _ in range(2))
-    other = tuple(draw(st.lists(st.sampled_from(labels), unique=True)))
-    return Comparison("some_name", found, predicted, guess, draw(st.floats(0.001, 0.5)), other)
+    predicted = draw(expected) if labels[1:] else {}
+    return Comparison("some_name", found, predicted, draw(st.floats(0.001, 0.5)))
 
 
 def turns(times):
@@ -85,7 +83,7 @@ def pair(ours, theirs, device=CPU, **fields):
 def cells(result, label):
     """A variant's row as it is shown: a list of cells for each heading, as some headings come more than once."""
     headings, rows = result.table()
-    (row,) = (row for row in rows if row[0].removesuffix(OTHER_TRAINING) == label)
+    (row,) = (row for row in rows if row[0] == label)
     return {heading: [cell for name, cell in zip(headings, row) if name == heading] for heading in headings}
 
 
@@ -241,7 +239,7 @@ def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measu
     assert result.value("large", "time") == pytest.approx(0.000625) and result.value("large", "energy") == 0.125
     row = cells(result, "large")
     assert row["time per sample"] == ["625 µs"] and row["throughput"] == ["1,600 samples/s"]
-    assert row["energy per sample"] == ["125 mJ"] and row["change"] == ["0 %", "\u221275 %"]
+    assert row["energy per sample"] == ["125 mJ"] and row["change of energy"] == ["\u221275 %"]
 
 
 def test_steps_of_as_many_items_are_told_per_step(make_measurement):
@@ -297,11 +295,11 @@ def test_the_table_leaves_out_what_was_not_measured(make_measurement):
     bare = Comparison("t", (make_measurement("a", peak_allocated=None), make_measurement("b", peak_allocated=None)))
     assert bare.table()[0] == ["variant", "time per step", "against the baseline"]
     plain = Comparison("t", (make_measurement("a", 0.02), make_measurement("b", 0.01)))
-    assert plain.table()[0] == ["variant", "time per step", "against the baseline", "peak memory", "change"]
+    assert plain.table()[0] == ["variant", "time per step", "against the baseline", "peak memory", "change of memory"]
     rich = Comparison("t", tuple(replace(m, items=32, unit="rows", joules=1.0) for m in plain))
     assert rich.table()[0] == [
-        *("variant", "time per step", "throughput", "against the baseline", "peak memory", "change"),
-        *("energy per step", "change"),
+        *("variant", "time per step", "throughput", "against the baseline", "peak memory", "change of memory"),
+        *("energy per step", "change of energy"),
     ]
     assert rich.table()[1] == [
         ["a", "20.0 ms", "1,600 rows/s", "baseline", "1000 B", "–", "1.00 J", "–"],
@@ -361,14 +359,12 @@ def test_shows_every_variant_its_result_and_the_device(result):
     page = result._repr_html_()
     shown = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", page, re.DOTALL)]
     for m in result:
-        named = m.label + OTHER_TRAINING * (m.label in result.other_training)
-        assert named in repr(result) and named in shown
+        assert m.label in repr(result) and m.label in shown
         assert result.tell(m.label) in repr(result) and result.tell(m.label) in shown
     for text in (repr(result), html.unescape(page)):
         assert result.device.label in text and f"torch {result.device.versions['torch']}" in text
         assert ("CPU's" in text) == (result.device.kind == "cpu")
-        for which, ratios in (("predicted", result.predicted), ("guess", result.guess)):
-            assert (which in text) or not any(ratios.values())
+        assert "predicted" in text or not any(result.predicted.values())
 
 
 def test_what_holds_the_clock_down_is_told(make_measurement, make_gpu):
@@ -383,17 +379,9 @@ def test_labels_names_and_devices_are_escaped(make_measurement, cpu):
     evil = "<script>alert('x')</script>"
     device = replace(cpu, name=f"CPU {evil}")
     rows = (make_measurement(evil, device=device), make_measurement(f'"{evil}&', device=device))
-    page = Comparison("a", rows, other_training=(evil,))._repr_html_()
+    page = Comparison("a", rows)._repr_html_()
     assert "<script" not in page and "&lt;script&gt;" in page
     assert set(re.findall(r"</?([a-z]+)", page)) == {"table", "caption", "thead", "tbody", "tr", "th", "td"}
-
-
-def test_what_does_not_train_the_same_is_marked(make_measurement):
-    result = Comparison("other", (make_measurement("a"), make_measurement("b")), other_training=("b",))
-    assert [row[0] for row in result.table()[1]] == ["a", "b (not the same training)"]
-    assert "b (not the same training)" in repr(result) and "<td>b (not the same training)</td>" in result._repr_html_()
-    assert result.to_dict()["other_training"] == ("b",)
-    assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))).other_training == ("b",)
 
 
 def test_full_size_has_columns_and_is_stored(make_measurement):
@@ -418,7 +406,7 @@ def test_on_a_gpu_the_measurement_comes_first_and_its_prediction_stands_beside_i
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
     result = Comparison("big", tuple(both), full_size=predicted_sizes(20 * GiB, 5 * GiB), here=here)
     headings, rows = result.table()
-    assert headings[:4] == ["variant", "time per step", "against the baseline", "predicted for this GPU"]
+    assert headings[:4] == ["variant", "time per step, measured", "against the baseline", "predicted for this GPU"]
     assert headings[-2:] == ["T4, predicted", "peak memory on a T4, predicted"]
     assert [row[3] for row in rows] == ["4.00 s", "4.00 × faster [3.33, 5.00]"]
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
@@ -429,7 +417,7 @@ def test_the_plot_in_words_tells_each_result(make_measurement):
     assert told == "Plot of some on Test CPU (CPU, 2 cores). a: baseline, b: 2.00 × faster [2.00, 2.00]"
 
 
-# Predictions and guesses
+# Predictions
 
 
 @pytest.fixture
@@ -442,26 +430,26 @@ def not_measured(monkeypatch, make_measurement):
 
 @pytest.fixture
 def foretold(make_measurement):
-    """A result with a prediction and a guess, 1.44 times slower and 52 % smaller than its baseline."""
+    """A result with a prediction, 1.44 times slower and 52 % smaller than its baseline."""
     fields = {"a": (0.02, 1000, 2.0), "b": (0.0288, 480, 3.0), "c": (0.02, 1000, 2.0)}
     rows = [make_measurement(label, s, peak_allocated=p, joules=j) for label, (s, p, j) in fields.items()]
     predicted = {"b": {"time": 4 / 3, "memory": 0.46, "energy": 1.5}}
-    return Comparison("foretold", tuple(rows), predicted, {"b": {"time": 2.0, "memory": 0.2}})
+    return Comparison("foretold", tuple(rows), predicted)
 
 
-def test_predictions_and_guesses_stand_beside_what_was_measured(foretold):
+def test_predictions_stand_beside_what_was_measured(foretold):
     row = cells(foretold, "b")
     assert foretold.table()[0] == [
-        *("variant", "time per step", "against the baseline", "predicted", "guess", "peak memory", "change"),
-        *("predicted", "guess", "energy per step", "change", "predicted"),
+        *("variant", "time per step", "against the baseline", "predicted", "peak memory", "change of memory"),
+        *("predicted", "energy per step", "change of energy", "predicted"),
     ]
-    assert row["against the baseline"] == ["1.44 × slower [1.44, 1.44]"] and row["change"] == ["\u221252 %", "+50 %"]
+    assert row["against the baseline"] == ["1.44 × slower [1.44, 1.44]"]
+    assert row["change of memory"] == ["\u221252 %"] and row["change of energy"] == ["+50 %"]
     assert row["predicted"] == ["1.33 × slower", "\u221254 %", "+50 %"]
-    assert row["guess"] == ["2.00 × slower", "\u221280 %"]
     assert cells(foretold, "c")["predicted"] == ["–"] * 3
     shown = [html.unescape(cell) for cell in re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", foretold._repr_html_())]
     for told in (repr(foretold), shown):
-        assert all(cell in told for cell in [*row["predicted"], *row["guess"], "predicted", "guess"])
+        assert all(cell in told for cell in [*row["predicted"], "predicted"])
 
 
 def test_a_result_says_how_far_off_its_prediction_was(foretold):
@@ -479,19 +467,16 @@ def test_of_what_was_not_measured_no_prediction_is_off(make_measurement):
     assert cells(result, "b")["predicted"] == ["2.00 × faster", "\u221250 %"]
 
 
-@pytest.mark.parametrize("which", ["predicted", "guess"])
-def test_expectations_are_numbers_or_text_in_the_words_of_results(which, tiny, not_measured):
+def test_predictions_are_numbers_or_text_in_the_words_of_results(tiny, not_measured):
     given = {"b": {"time": "2 × slower", "memory": "-52 %", "energy": np.float64(0.5)}, "c": {"time": "same"}, "d": {}}
-    result = compare(dict.fromkeys("abcd", tiny), **{which: given})
-    assert getattr(result, which) == {"b": {"time": 2, "memory": 0.48, "energy": 0.5}, "c": {"time": 1}, "d": {}}
-    assert getattr(result, {"predicted": "guess", "guess": "predicted"}[which]) == {}
+    result = compare(dict.fromkeys("abcd", tiny), predicted=given)
+    assert result.predicted == {"b": {"time": 2, "memory": 0.48, "energy": 0.5}, "c": {"time": 1}, "d": {}}
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
 NO_RATIO = "expected a ratio to the baseline, a positive number or text as '2 × faster' or '-50 %', got"
 
 
-@pytest.mark.parametrize("which", ["predicted", "guess"])
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -516,10 +501,10 @@ NO_RATIO = "expected a ratio to the baseline, a positive number or text as '2 ×
         (2.0, TypeError, ": expected a mapping of labels to quantities, got float"),
     ],
 )
-def test_an_expectation_that_is_none_is_named_before_anything_is_built(which, given, error, message):
+def test_a_prediction_that_is_none_is_named_before_anything_is_built(given, error, message):
     built = []
-    with pytest.raises(error, match=f"^{re.escape(which + message)}$"):
-        compare({"a": lambda: built.append("a"), "b": lambda: built.append("b")}, **{which: given})
+    with pytest.raises(error, match=f"^{re.escape('predicted' + message)}$"):
+        compare({"a": lambda: built.append("a"), "b": lambda: built.append("b")}, predicted=given)
     assert built == []
 
 
@@ -529,8 +514,6 @@ def test_an_expectation_that_is_none_is_named_before_anything_is_built(which, gi
         ({"min_effect": 0}, "min_effect: expected a positive number, got 0"),
         ({"min_effect": 1}, "min_effect: expected a share below 1, such as 0.01 for 1 %, got 1"),
         ({"min_effect": "1 %"}, "min_effect: expected a positive number, got '1 %'"),
-        ({"other_training": "c"}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
-        ({"other_training": ["b", "c"]}, "other_training: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
         ({"gpus": ["T4", "Z80"]}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
@@ -609,12 +592,8 @@ def spoil(stored, path, value):
         (["device", "versions"], ["torch"]),
         (["predicted"], {"a": {"time": 2}}),
         (["predicted"], {"b": {"time": -2}}),
-        (["guess"], {"c": {"time": 2}}),
-        (["guess"], [1]),
         (["min_effect"], 2),
         (["min_effect"], None),
-        (["other_training"], ["c"]),
-        (["other_training"], 3),
         (["full_size"], {"c": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
         (["full_size"], {"b": [{"allocated": -1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
         (["full_size"], {"b": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "perhaps"}]}),
@@ -648,7 +627,7 @@ def test_compare_measures_all_and_keeps_their_order(tiny, no_collecting):
     assert (result.name, [m.label for m in result], result.baseline.label) == ("two", ["first", "second"], "first")
     assert result.ratio("second", "memory") == 1 and result.min_effect == 0.5
     assert len(result["second"].times) >= FEWEST_BLOCKS
-    assert (result.predicted, result.guess, result.other_training) == ({}, {}, ())
+    assert result.predicted == {}
 
 
 @pytest.mark.parametrize("failing", ["first", "second"])
@@ -659,12 +638,6 @@ def test_compare_survives_out_of_memory(tiny, failing, no_collecting):
     result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001, blocks=15)
     assert result[failing].failed == result.verdict(failing) == OUT_OF_MEMORY
     assert sum(m.failed is None for m in result) == 1 and OUT_OF_MEMORY in repr(result)
-
-
-@pytest.mark.parametrize("other", ["second", ["second"]])
-def test_compare_notes_what_does_not_train_the_same(tiny, other, not_measured):
-    result = compare({"first": tiny, "second": tiny}, other_training=other)
-    assert result.other_training == ("second",)
 
 
 def squaring(width=8, half=False):

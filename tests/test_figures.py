@@ -179,42 +179,35 @@ def test_units_stand_on_the_ticks(on_gpu, on_cpu):
 
 @pytest.fixture
 def foretold(on_gpu):
-    """A result with a prediction beyond its bar, a guess far beyond that, and one of what ran out of memory."""
+    """A result with predictions beyond its bars, and one of what ran out of memory."""
     rows = (*on_gpu, Measurement("fp4", (), on_gpu.device, failed="out of memory"))
-    predicted = {"bf16": {"time": 1.5, "memory": 0.5}, "fp8": {"energy": 3.0}, "fp4": {"time": 0.25}}
-    return Comparison("synthetic", rows, predicted, {"bf16": {"time": 2.5, "energy": 0.5}, "fp4": {"memory": 0.125}})
+    predicted = {"bf16": {"time": 1.5, "memory": 0.5}, "fp8": {"energy": 3.0}, "fp4": {"time": 0.25, "memory": 0.125}}
+    return Comparison("synthetic", rows, predicted)
 
 
-def test_a_diamond_marks_the_prediction_and_a_ring_the_guess(foretold):
+def test_a_diamond_marks_the_prediction(foretold):
     figure = plot(foretold)
     time, memory, energy = figure.axes
     units = {time: 0.02, memory: 64 * MiB, energy: 2.0}
     expected = {
-        time: ([(1.5, 1), (0.25, 3)], [(2.5, 1)]),
-        memory: ([(0.5, 1)], [(0.125, 3)]),
-        energy: ([(3.0, 2)], [(0.5, 1)]),
+        time: [(1.5, 1), (0.25, 3)],
+        memory: [(0.5, 1), (0.125, 3)],
+        energy: [(3.0, 2)],
     }
-    for ax, (diamonds, rings) in expected.items():
+    for ax, diamonds in expected.items():
         assert flat(marks(ax, "D")) == pytest.approx(flat((units[ax] * x, row) for x, row in diamonds))
-        assert flat(marks(ax, "o")) == pytest.approx(flat((units[ax] * x, row) for x, row in rings))
-        assert all(x < ax.get_xlim()[1] for x, _ in marks(ax, "D") + marks(ax, "o"))
-    assert legend(figure) == ["predicted", "your guess"]
+        assert all(x < ax.get_xlim()[1] for x, _ in marks(ax, "D"))
+    assert legend(figure) == ["predicted"]
 
 
 def test_no_mark_covers_the_words(foretold):
     figure = plot(foretold)
     assert_readable(figure)
-    for ax, marker in itertools.product(figure.axes, "Do"):
-        for x, row in marks(ax, marker):
+    for ax in figure.axes:
+        for x, row in marks(ax, "D"):
             box = ax.texts[row].get_window_extent()
-            radius = figure.dpi / 72 * 5  # a ring of 8 points with its edge
+            radius = figure.dpi / 72 * 5  # more than a diamond of 6 points
             assert box.x0 >= ax.transData.transform((x, row))[0] + radius
-
-
-def test_a_row_that_does_not_train_the_same_says_so_below_its_name(on_gpu):
-    figure = plot(replace(on_gpu, other_training=("bf16",)))
-    assert ticks(figure.axes[0].yaxis) == ["fp32", "bf16\n(not the same training)", "fp8"]
-    assert_readable(figure)
 
 
 def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
@@ -520,11 +513,10 @@ def test_a_plot_is_readable_whatever_stands_in_it(labels, stored, make_measureme
 
     others = [Comparison("x", tuple(rows(make_gpu(name), 0.5))) for name in GPU_NAMES[:stored]]
     monkeypatch.setattr(figures, "stored", lambda name: others)
-    here, guess = rows(make_gpu("here"), 0.02), {labels[1]: {"time": 8.0, "memory": 0.1, "energy": 4.0}}
+    here, predicted = rows(make_gpu("here"), 0.02), {labels[1]: {"time": 8.0, "memory": 0.1, "energy": 4.0}}
     if len(here) > 2:
         here[3] = make_measurement("d", failed=True, device=here[0].device)
-    foretold = {"predicted": {labels[1]: {"time": 0.5}}, "guess": guess, "other_training": tuple(labels[1:3])}
-    assert_readable(plot(Comparison("x", tuple(here), **foretold)))
+    assert_readable(plot(Comparison("x", tuple(here), predicted)))
 
 
 # All of them

@@ -33,7 +33,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def compare(device: Device, name: str = "mixed_precision") -> Comparison:
-    """One variant for each verdict, with a prediction and a guess, and with energy if the device is a GPU."""
+    """One variant for each verdict, with predictions, and with energy if the device is a GPU."""
 
     def measure(label: str, seconds: float, peak: int, wobble: float = 0.0) -> Measurement:
         turns = tuple((seconds * (1 + wobble * (-1) ** n * n / 16),) * 2 for n in range(16))
@@ -48,9 +48,8 @@ def compare(device: Device, name: str = "mixed_precision") -> Comparison:
         measure("fp32 again", 0.0412, 9 * 2**30),
         Measurement("fp128", (), device, 32, "samples", failed=OUT_OF_MEMORY),
     ]
-    predicted = {"bf16": {"time": 0.5, "memory": 0.55}, "fp64": {"energy": 2.0}}
-    guess = {"bf16": {"memory": 0.5}, "fp128": {"time": 4.0}}
-    return Comparison(name, tuple(rows), predicted, guess, other_training=("fp64",))
+    predicted = {"bf16": {"time": 0.5, "memory": 0.55}, "fp64": {"energy": 2.0}, "fp128": {"time": 4.0}}
+    return Comparison(name, tuple(rows), predicted)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +134,7 @@ LESSONS = [
     lesson("02_faster", 0.7, 1000),
     lesson("03_smaller", 1.2, 400),
     lesson("04_equal", 1.0, 1000),
-    lesson("05_fastest", 0.2, 1000, predicted={"new": {"time": 0.3}}, guess={"new": {"time": 0.5}}),
+    lesson("05_fastest", 0.2, 1000, predicted={"new": {"time": 0.3}}),
     lesson("06_slowest", 4.0, 1000),
     Outcome("07_silent", "Silent"),
 ]
@@ -160,8 +159,7 @@ def test_the_page_begins_with_what_pays_and_what_does_not(browser, page_of_lesso
         assert page.locator(link.get_attribute("href")).count() == 1
     first = " ".join(page.locator(".overview li").first.inner_text().split())
     assert first == (
-        "05 Title 05_fastest new against old "
-        "Time 5.00 × faster [5.00, 5.00] predicted 3.33 × faster, guess 2.00 × faster Peak memory 0 %"
+        "05 Title 05_fastest new against old Time 5.00 × faster [5.00, 5.00] predicted 3.33 × faster Peak memory 0 %"
     )
     assert "Without a result: 07 Silent. They need a GPU" in page.locator(".silent").inner_text()
     page.close()
@@ -179,9 +177,8 @@ def test_a_bar_lies_left_of_the_baseline_for_less_and_right_for_more(browser, pa
     assert bars.count() == 12  # time and memory of six lessons
     assert [bars.nth(n).evaluate(place, ".fill") for n in (0, 4, 5, 6)] == [[0.2, 1], [1, 1.2], [0.4, 1], [1, 1]]
     assert bars.nth(10).evaluate(place, ".fill") == [1, 2] and page.locator(".beyond").count() == 1
-    for mark, ratio in {".predicted": 0.3, ".guess": 0.5}.items():
-        left, right = bars.first.evaluate(place, mark)
-        assert (left + right) / 2 == pytest.approx(ratio, abs=0.05)
+    left, right = bars.first.evaluate(place, ".predicted")
+    assert (left + right) / 2 == pytest.approx(0.3, abs=0.05)
     page.close()
 
 

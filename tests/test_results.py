@@ -34,8 +34,7 @@ def make_stored(tmp_path, monkeypatch, make_measurement, make_gpu, cpu):
 def test_what_is_saved_is_what_is_loaded(tmp_path, result, make_measurement):
     fields = {"joules": 2.0, "sm_clock": 1755, "throttled": ("power cap",), "peak_reserved": 2000}
     both = make_measurement("a", **fields), make_measurement("b", failed=True)
-    predicted, guess = {"b": {"time": 0.5, "memory": 2.0}}, {"b": {"energy": 0.25}}
-    failed = Comparison("other", both, predicted, guess, min_effect=0.02, other_training=("b",))
+    failed = Comparison("other", both, {"b": {"time": 0.5, "memory": 2.0}}, min_effect=0.02)
     path = save([result, failed], tmp_path / "new folder" / "results.json")
     assert load(path) == load(str(path)) == [result, failed]
     assert path.read_text().endswith("}\n")

@@ -235,16 +235,14 @@ def test_a_headline_tells_what_is_predicted_at_a_gpus_size(make_headline):
     assert make_headline().full_size == make_headline(full_size=alone).full_size == ""
 
 
-def test_the_headline_is_of_the_last_variant_that_the_reader_guesses(make_measurement):
+def test_the_headline_is_of_the_last_variant_with_a_prediction(make_measurement):
     def label(name="01_some", labels="abcd", **expected):
         rows = tuple(make_measurement(each) for each in labels)
         headline = runner.Outcome("01_some", "Some", (Comparison(name, rows, **expected),)).headline
         return headline and headline.label
 
-    on_bc, on_d = {each: {"time": 0.5} for each in "bc"}, {"d": {"time": 0.5}}
     assert label() == "d"
-    assert label(predicted=on_bc) == "c"
-    assert label(predicted=on_d, guess=on_bc) == "c"
+    assert label(predicted={each: {"time": 0.5} for each in "bc"}) == "c"
     assert label("01_other") is None and label(labels="a") is None
 
 

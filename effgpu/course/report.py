@@ -132,8 +132,7 @@ def _overview(section: Section, anchors: dict[str, str]) -> str:
 
 def _legend(headlines: Sequence[tuple[Outcome, Headline]]) -> str:
     given = [headline.comparison for _, headline in headlines]
-    marks = '<span><i class="predicted"></i> predicted</span> ' * any(comparison.predicted for comparison in given)
-    marks += '<span><i class="guess"></i> guessed</span>' * any(comparison.guess for comparison in given)
+    marks = '<span><i class="predicted"></i> predicted</span>' * any(comparison.predicted for comparison in given)
     return (
         '<p class="legend">The line in the middle of a bar is the baseline. To its left the variant takes less, '
         f"to its right more, at most twice as much. {marks}</p>\n"
@@ -161,8 +160,6 @@ def _group(verdict: str, headlines: Sequence[tuple[Outcome, Headline]], anchors:
 def _line(outcome: Outcome, headline: Headline, anchors: dict[str, str]) -> str:
     comparison, label = headline.comparison, headline.label
     variant = f"{html.escape(label)} <small>against {html.escape(comparison.baseline.label)}</small>"
-    if label in comparison.other_training:
-        variant += " <small>not the same training</small>"
     cells = "".join(_measure(headline, quantity) for quantity in ("time", "memory"))
     return f'<li><div class="what">{_link(outcome, anchors)}<br>{variant}</div>{cells}</li>\n'
 
@@ -178,7 +175,7 @@ def _title(outcome: Outcome) -> str:
 
 
 def _measure(headline: Headline, quantity: str) -> str:
-    """A bar and the result in words, with what was predicted and guessed."""
+    """A bar and the result in words, with what was predicted."""
     comparison, label = headline.comparison, headline.label
     name = {"time": "Time", "memory": "Peak memory"}[quantity]
     words = headline.time if quantity == "time" else comparison.tell(label, "memory")
@@ -193,7 +190,7 @@ def _measure(headline: Headline, quantity: str) -> str:
 
 
 def _bar(comparison: Comparison, label: str, quantity: str) -> str:
-    """From the baseline in the middle to the left (less) or to the right (more), with interval, prediction and guess.
+    """From the baseline in the middle to the left (less) or to the right (more), with interval and prediction.
 
     It ends at nothing on the left and at twice the baseline on the right.
     """
@@ -206,9 +203,8 @@ def _bar(comparison: Comparison, label: str, quantity: str) -> str:
         if interval:
             marks += _span("interval", interval.low, interval.high)
         marks += '<i class="beyond"></i>' * (ratio > 2)
-    for name, given in {"predicted": comparison.predicted, "guess": comparison.guess}.items():
-        if quantity in given.get(label, {}):
-            marks += f'<i class="{name}" style="left:{_place(given[label][quantity]):.1f}%"></i>'
+    if predicted := comparison.predicted.get(label, {}).get(quantity):
+        marks += f'<i class="predicted" style="left:{_place(predicted):.1f}%"></i>'
     return f'<div class="bar" aria-hidden="true">{marks}</div>'
 
 
@@ -260,12 +256,10 @@ def _table(label: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -
 
 
 def _expected(comparison: Comparison, label: str, quantity: str) -> str:
-    """What the lesson predicted and what the reader guessed, in small print."""
-    ratios = {"predicted": comparison.predicted, "guess": comparison.guess}
-    given = {name: of[label][quantity] for name, of in ratios.items() if quantity in of.get(label, {})}
-    parts = [f"{name} {html.escape(comparison.tell_ratio(ratio, quantity))}" for name, ratio in given.items()]
-    text = ", ".join(f"<span>{each}</span>" for each in parts)
-    return f' <small class="expected">{text}</small>' if text else ""
+    """What the lesson predicted, in small print."""
+    ratio = comparison.predicted.get(label, {}).get(quantity)
+    told = html.escape(comparison.tell_ratio(ratio, quantity))
+    return f' <small class="expected">predicted {told}</small>' if ratio else ""
 
 
 # The plots

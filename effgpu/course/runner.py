@@ -137,11 +137,11 @@ class Outcome:
     def headline(self) -> Headline | None:
         """The variant that README, the report and `effgpu run` tell of; None without a main comparison.
 
-        It is the last variant that the reader is asked to guess, else the last one with a prediction, else the last.
+        It is the last variant with a prediction, else the last.
         """
         if self.main is None or len(self.main) < 2:
             return None
-        expected = self.main.guess or self.main.predicted or self.main
+        expected = self.main.predicted or self.main
         return Headline(self.main, [m.label for m in self.main if m.label in expected][-1])
 
 
