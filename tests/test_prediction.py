@@ -734,7 +734,14 @@ def test_what_rests_decides_where_something_is_unknown():
     "text, name",
     [
         *[("t4", "T4"), ("Tesla T4", "T4"), ("4090", "RTX 4090"), ("NVIDIA GeForce RTX 3090", "RTX 3090")],
-        *[("A100 40", "A100 40 GB"), ("a100-80gb", "A100 80 GB"), ("v100", "V100"), ("L4", "L4"), ("h200", "H200")],
+        *[
+            ("A100 40", "A100 40 GB"),
+            ("A100", "A100 40 GB"),
+            ("a100-80gb", "A100 80 GB"),
+            ("v100", "V100"),
+            ("L4", "L4"),
+            ("h200", "H200"),
+        ],
         *[
             ("NVIDIA H100 80GB HBM3", "H100"),
             ("NVIDIA H100 PCIe", "H100 PCIe"),
@@ -758,7 +765,7 @@ def test_a_size_stands_for_a_gpu(text, size):
 OTHERS = ["Tesla V100-SXM2-32GB", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA GB200", "RTX 3090 Ti", "A100 64GB"]
 
 
-@pytest.mark.parametrize("gpu", ["A100", "T", "", "0 GiB", 0, -1, None, True, "16", *OTHERS])
+@pytest.mark.parametrize("gpu", ["A1", "T", "", "0 GiB", 0, -1, None, True, "16", *OTHERS])
 def test_an_unknown_gpu_is_refused(gpu):
     with pytest.raises(ValueError, match="gpu: expected"):
         find_gpu(gpu)

@@ -117,7 +117,10 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(gpu: "str | float | Gpu") -> Gpu:
-    """The GPU of a name or a size: "T4", "a100-80", "16 GiB", 16 * GiB. Raises ValueError for any other."""
+    """The GPU of a name or a size: "T4", "a100-80", "16 GiB", 16 * GiB. Raises ValueError for any other.
+
+    A name without its size, as "A100", is the smallest GPU of that name.
+    """
     if isinstance(gpu, Gpu):
         return gpu
     if isinstance(gpu, Real):
@@ -136,6 +139,9 @@ def find_gpu(gpu: "str | float | Gpu") -> Gpu:
                 name = _simplify(entry.name, pattern)
                 if wanted == name or (wanted.startswith(name) and _is_of_size(entry, wanted.removeprefix(name))):
                     return entry
+        sizes = [each for each in known.values() if _simplify(re.sub(r" \d+ GB$", "", each.name), _MAKER) == wanted]
+        if sizes:
+            return min(sizes, key=lambda each: each.memory)
     raise ValueError(f'gpu: expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')
 
 
