@@ -255,9 +255,9 @@ class Comparison:
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
         told = [f"{self.device.label}, {versions}{whose}."]
         if len(self) > 1:
-            told.append("“2 × slower” takes twice as long; in brackets the 99 % interval.")
+            told.append("“2 × faster” takes half the time, “2 × slower” twice; in brackets the 99 % interval.")
         if self.full_size:
-            told.append("Predicted: at full size; brackets hold 9 of 10 published transformers (docs/predict.md).")
+            told.append("Predicted: at full size; 9 of 10 published times lay in such brackets (docs/predict.md).")
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:

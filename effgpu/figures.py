@@ -29,6 +29,7 @@ from effgpu.units import FORMATS
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 PALE, DIM = "#C9CED6", "#4B5563"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
+MOST_TICKS = 12  # at a sweep's points: more would run into each other
 PHASES = {"forward": SKY, "backward": BLUE, "optimizer": ORANGE}
 PHASE_WIDTH = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 STYLE = {
@@ -173,7 +174,9 @@ def _plot_sweep(
         for color, (label, points) in zip(cycle(LINES), series.items()):
             _draw_line(ax, label, points, color)
         ax.set_xscale("log" if log else "linear", **{"base": 2} if log else {})
-        ax.set_xticks(xs := sorted({x for points in series.values() for x in points}), [f"{x:.12g}" for x in xs])
+        xs = sorted({x for points in series.values() for x in points})
+        if len(xs) <= MOST_TICKS:
+            ax.set_xticks(xs, [f"{x:.12g}" for x in xs])
         low, high = ax.dataLim.intervaly  # infinite where nothing was drawn
         ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1) if low <= high else ax.set_ylim(0, 1)
         _value_axis(ax.yaxis, format_value or _format_measured(measured))
@@ -300,7 +303,8 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     for row, m in enumerate(comparison):
         level = _level(comparison, m, quantity)
         middle, low, high = level or (0.0, 0.0, 0.0)
-        look = {"color": BLUE if row else GREY, "hatch": _hatch(comparison, quantity)}
+        color = DIM if comparison.full_size else BLUE if row else GREY  # beside panels where blue and grey are parts
+        look = {"color": color, "hatch": _hatch(comparison, quantity)}
         ax.barh(row, middle, height=0.62, **look)
         _draw_interval(ax, row, middle, low, high)
         reserved = (m.peak_reserved or 0) if quantity == "memory" else 0

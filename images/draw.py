@@ -414,13 +414,18 @@ def gradient_accumulation():
 
 
 def mixed_precision():
-    """The bits of four number formats, to scale. fp32: a sign, 8 bits of range, 23 of digits. TF32, as tensor cores
+    """The bits of four number formats, to scale. fp32: a sign, 8 bits of range, 23 of precision. TF32, as tensor cores
     round to it: 8 and 10, while the number still takes 32 bits of memory. bf16: 8 and 7. fp16: 5 and 10. bf16 has the
-    range of fp32, fp16 has more digits and less range."""
+    range of fp32, fp16 has more precision and less range."""
     ax = card(322, "Where the bits go")
     left, bit, name = 66, 8.6, 18
     rows = (("fp32", 8, 23, ""), ("TF32", 8, 10, "rounded away"), ("bf16", 8, 7, ""), ("fp16", 5, 10, ""))
-    told = ("largest 3·10³⁸, about 7 digits", "only inside a product: 3 digits", "range of fp32, 2 to 3 digits")
+    told = (
+        "up to 3·10³⁸, in 7 decimal digits",
+        "only inside of a product: 3 decimal digits",
+        "up to 3·10³⁸, in 2 to 3 decimal digits",
+        "up to 65,504, in 3 decimal digits",
+    )
     for k, (words, reach, digits, rest) in enumerate(rows):
         y = 52 + 56 * k
         heading(ax, name, y + 13, words)
@@ -430,8 +435,8 @@ def mixed_precision():
         if rest:
             free = left + (1 + reach + digits) * bit
             box(ax, free, y, left + 32 * bit - free, 26, WHITE, rest, edge=GREY, ls=(0, (2.5, 2)))
-        text(ax, left, y + 38, (*told, "smallest 6·10⁻⁸: smaller ones vanish")[k], ha="left", color=GREY)
-    for x, color, words in ((left, GREY, "sign"), (left + 66, ORANGE, "range"), (left + 144, BLUE, "digits")):
+        text(ax, left, y + 38, told[k], ha="left", color=GREY)
+    for x, color, words in ((left, GREY, "sign"), (left + 66, ORANGE, "range"), (left + 144, BLUE, "precision")):
         box(ax, x, 286, 16, 16, color)
         text(ax, x + 22, 294, words, ha="left")
     return ax.figure

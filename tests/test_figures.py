@@ -395,6 +395,13 @@ def test_a_sweep_of_which_nothing_fitted_is_drawn():
     assert all(text.xy[1] > 0.9 for text in ax.texts), "not where nothing is"
 
 
+def test_the_ticks_of_many_points_do_not_run_into_each_other():
+    figure = plot({"loss": {step: 3 - step / 50 for step in range(1, 61)}}, xlabel="step")
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    assert len(boxes) > 3 and all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
     loss = torch.ones(1, requires_grad=True) * 3
