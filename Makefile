@@ -41,7 +41,7 @@ floor:  ## the tests on the lowest versions that pyproject.toml admits
 	touch .venv-floor/.installed
 	$(MAKE) test-all VENV=.venv-floor
 
-readme: $(INSTALLED)  ## README's table of lessons and its picture, from the committed notebooks
+readme: $(INSTALLED)  ## README's lines on the lessons and its picture, and the map of the course, from the committed notebooks
 	$(BIN)/python tests/test_readme.py
 
 predictions: $(INSTALLED)  ## docs/predict.md: predicted peaks and times of published runs beside the published ones

@@ -1,4 +1,4 @@
-"""README holds what the committed notebooks hold: its lines on the lessons, its picture. As a script: write them."""
+"""README and the course's map hold what the committed notebooks hold. As a script: write both, and README's picture."""
 
 import base64
 import html
@@ -16,7 +16,7 @@ from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
 from effgpu.results import stored
-from effgpu.units import GiB
+from effgpu.units import NOT_MEASURED, GiB, format_bytes
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -32,13 +32,28 @@ QUESTIONS = {
     "After training": ("18", "19"),
     "More than one GPU": ("20",),
 }
+MAP = ROOT / "notebooks" / "README.md"  # which GitHub shows first
+SYMPTOMS = {
+    "The GPU's utilisation jumps between 0 and 100 %": ("02", "03", "12"),
+    "It is near 100 %, and training is still slow": ("08", "04", "14", "13"),
+    "Small steps take as long as large ones": ("05", "14", "12"),
+    "CUDA out of memory in training": ("22", "08", "06", "07", "09"),
+    "Out of memory only in validation": ("11",),
+    "Memory is full before the first batch": ("23", "09", "20"),
+    "The first steps take a minute": ("14", "13"),
+    "Half of my batch is padding": ("04", "17"),
+    "The loss is NaN in 16 bits": ("08", "12"),
+    "The loss stops falling, or explodes at the start": ("15", "06"),
+    "Blog posts contradict each other": ("00", "16", "24"),
+    "The trained model answers too slowly": ("19", "18"),
+}
 NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
 
 
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
+PAGES = [README, MAP, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -98,6 +113,58 @@ def cpus() -> str:
     return " and ".join(sorted({f"{d.name}, {d.cores} cores" for d in devices if d.kind == "cpu"})) or "none"
 
 
+def map_of_the_course() -> str:
+    """notebooks/README.md: a lesson for each symptom, and what is predicted to pay on which GPU."""
+    found = {lesson.name[:2]: lesson for lesson in lessons()}
+    link = lambda lesson: f"[{lesson.name[:2]} {lesson.title.partition(':')[0]}]({lesson.name}.ipynb)"
+    symptoms = [
+        f"| {symptom} | {', '.join(link(found[number]) for number in numbers if number in found)} |"
+        for symptom, numbers in SYMPTOMS.items()
+    ]
+    sized = [lesson for lesson in lessons() if lesson.headline and lesson.headline.full_size]
+    gpus = list(dict.fromkeys(gpu for lesson in sized for gpu in lesson.main.full_size_gpus))
+    rows = [
+        f"| {link(lesson)}: {lesson.headline.label} | {' | '.join(on_each(lesson, gpus))} | {peaks(lesson)} |"
+        for lesson in sized
+    ]
+    rest = ", ".join(link(lesson) for lesson in lessons() if lesson not in sized)
+    lines = [
+        "# Map of the course",
+        "",
+        "<!-- made by `make readme` from the committed notebooks -->",
+        "Start with [00](00_measuring.ipynb) if you want to trust a number, or with what you see:",
+        "",
+        "| what you see | lessons, the most likely first |",
+        "|---|---|",
+        *symptoms,
+        "",
+        "## What pays on which GPU",
+        "",
+        "Each lesson's technique, compared with the same step without it, at the size of real training. **Predicted**,",
+        "not measured: 9 of 10 published times of transformers lay in such brackets ([audit](../docs/predict.md)). What",
+        "a lesson compares, and at which size, stands in the lesson. Techniques do not add up: see [16](16_ladder.ipynb).",
+        "",
+        f"| technique | {' | '.join(gpus)} | peak memory |",
+        f"|---|{'---|' * len(gpus)}---|",
+        *rows,
+        "",
+        f"Of these lessons nothing is predicted: {rest}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def on_each(lesson: Outcome, gpus: list[str]) -> list[str]:
+    """The predicted time of a lesson's headline on each GPU, with its range, against the lesson's baseline."""
+    of = {each.gpu: each for each in lesson.main.full_size[lesson.headline.label]}
+    return [of[gpu].tell_time() if gpu in of else NOT_MEASURED for gpu in gpus]
+
+
+def peaks(lesson: Outcome) -> str:
+    """The predicted peak without and with a lesson's technique."""
+    labels = lesson.main.baseline.label, lesson.headline.label
+    return " → ".join(format_bytes(lesson.main.full_size[label][0].allocated) for label in labels)
+
+
 def picture() -> tuple[bytes, str]:
     """The memory of a step with and without checkpointing, from lesson 07, and README's lines that show it."""
     notebook = nbformat.read(ROOT / "notebooks" / "07_gradient_checkpointing.ipynb", as_version=4)
@@ -114,6 +181,15 @@ def test_lines_on_the_lessons_are_what_the_notebooks_hold():
 def test_every_lesson_answers_one_question():
     asked = [number for numbers in QUESTIONS.values() for number in numbers]
     assert len(set(asked)) == len(asked) and {lesson.name[:2] for lesson in lessons()} <= set(asked)
+
+
+def test_the_map_is_what_the_notebooks_hold():
+    assert MAP.read_text() == map_of_the_course(), "make readme brings it up to date"
+    told = {number for numbers in SYMPTOMS.values() for number in numbers}
+    assert told <= {lesson.name[:2] for lesson in lessons()}
+    table = MAP.read_text().partition("## What pays")[2]
+    predicted = [lesson for lesson in lessons() if lesson.main and lesson.main.full_size]
+    assert len(predicted) >= 5 and all(f"]({lesson.name}.ipynb): " in table for lesson in predicted)
 
 
 @pytest.fixture
@@ -229,4 +305,5 @@ def test_the_examples_run(no_collecting):
 if __name__ == "__main__":
     png, lines = picture()
     PICTURE.write_bytes(png)
+    MAP.write_text(map_of_the_course())
     README.write_text(SHOWN.sub(lambda _: lines, LESSONS.sub(lambda _: lists(), README.read_text())))
