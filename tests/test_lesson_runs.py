@@ -36,7 +36,10 @@ MUTATIONS = {
     ),
     "09_optimizers": ("each[parameter].zero_grad()", "pass"),
     "10_zero_grad": ("optimizer.zero_grad()  # new", "optimizer.zero_grad(set_to_none=False)  # new"),
-    "11_no_grad_validation": ("with context():  # new", "with nullcontext():  # new"),
+    "11_no_grad_validation": (
+        "with torch.no_grad(), workloads.autocast():  # new",
+        "with workloads.autocast():  # new",
+    ),
     "12_debug_apis": (
         "return torch.autograd.set_detect_anomaly(True)  # new",
         "return torch.autograd.set_detect_anomaly(False)  # new",
