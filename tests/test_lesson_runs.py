@@ -16,7 +16,7 @@ from effgpu.measuring import timing
 
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {
-    "00_measuring": ("6 * tokens * count_weights", "4 * tokens * count_weights"),
+    "00_measuring": ("length = int(share * texts.shape[1])", "length = texts.shape[1]"),
     "01_anatomy": ("training(native=True, **sizes)  # new", "training(native=False, **sizes)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
