@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## The arithmetic", "## Measure", "## When to use it", "## Try it"]
 # Lessons that tell the story first, then prove it; the others are still to be rewritten so.
-STORIES = tuple(path.stem for path in LESSONS if "# The proof\n" in path.read_text())
+STORIES = tuple(path.stem for path in LESSONS if r"# The proof\n" in path.read_text())
 BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory")  # loading and copies: a table predicts, from published rates
 STORY = ["## The technique", "## Your guess", "## What happened", "## In your own script", "## When to use it"]
 STORY += ["# The proof", "## Try it"]
