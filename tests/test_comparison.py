@@ -401,6 +401,13 @@ def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
     assert tell_ratio((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"
 
 
+def test_steps_of_the_same_kernels_are_predicted_to_take_the_same(not_measured):
+    settings = {"full": {}, "again": {"half": False}, "half": {"half": True}}
+    result = compare(squaring, settings, full_size={"width": 2**28}, gpus=["T4"])
+    told = [result.full_size[label][0].tell_time() for label in settings]
+    assert told[1] == "same" and told[0].endswith(" ms") and "faster" in told[2]
+
+
 def test_on_a_gpu_the_measurement_comes_first_and_its_prediction_stands_beside_it(make_measurement, make_gpu):
     both = [make_measurement(label, 0.02, device=make_gpu()) for label in ("old", "new")]
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}

@@ -10,7 +10,7 @@ from effgpu.measuring.variants import Variant, check_variants, is_function
 from effgpu.predicting.gpus import Gpu, find_gpu
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, PRODUCT
 from effgpu.predicting.prediction import FITS, Prediction, predict
-from effgpu.predicting.time import time_ratio
+from effgpu.predicting.time import Time, time_ratio
 
 GPUS = ("T4", "A100 80 GB")
 Range = tuple[float, float, float]  # expected, low, high
@@ -49,8 +49,13 @@ class FullSize:
 
 
 def tell_ratio(ratio: Range) -> str:
-    """A predicted ratio of times in words, with its range; "no clear difference [0.95, 1.04]" where that holds 1."""
+    """A predicted ratio of times in words, with its range; "no clear difference [0.95, 1.04]" where that holds 1.
+
+    "same" is of two steps that run the same kernels, "no clear difference" of others.
+    """
     value, low, high = ratio
+    if low == high == 1:
+        return "same"
     if low <= 1 <= high:
         return f"no clear difference [{low:.2f}, {high:.2f}]"
     return units.format_speed(value, low, high)
@@ -105,8 +110,14 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
         return FullSize(*needed)
     time = prediction.time(gpu)
     is_baseline = baseline is None or baseline is prediction
-    ratio = None if is_baseline else tuple(time_ratio(time, baseline.time(gpu)))
+    ratio = None if is_baseline else _against(time, baseline.time(gpu))
     seconds = {kind: row.seconds for kind, row in time.table.items()}
     products = sum(seconds.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
     others = sum(seconds.values()) - products
     return FullSize(*needed, time.bound, (time.expected, time.low, time.high), products, others, ratio)
+
+
+def _against(time: Time, baseline: Time) -> Range:
+    if (time.sources, time.waits) == (baseline.sources, baseline.waits):
+        return 1.0, 1.0, 1.0
+    return tuple(time_ratio(time, baseline))
