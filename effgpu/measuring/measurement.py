@@ -110,7 +110,7 @@ def find_interval(logs: list[float], builds: int = 1, **confidence: float) -> tu
 
 
 def measure(variant: Variant, **options) -> Measurement:
-    """Measure one variant, named after its function. The options are those of `measure_all`."""
+    """Measure one variant, named after its function. The options are `compare`'s, from `items` to `energy`."""
     return measure_all({getattr(variant, "__name__", "step"): variant}, **options)[0]
 
 
@@ -128,20 +128,10 @@ def measure_all(
 ) -> list[Measurement]:
     """Measure the memory of each variant, one alive at a time, then time all of them in turns.
 
-    A variant is a function that builds its own state and returns one training step. For the timing all variants are
-    built, warmed up (`warmup` steps or more) and kept. In each block every variant has two turns, in a random order and
-    in its reverse, so that drift cancels within the block: one block is one observation. A turn takes at least 5 ms,
-    or 0.1 s on a GPU, whose clock settles no sooner (0.5 s where the power cap holds it down), and has at least
-    `min_steps` steps. Worker processes, such as a DataLoader's, are frozen while others have their turn.
-
-    15 blocks tell how many are needed for an interval of ±`precision`, a share: by default 0.03, on a GPU 0.01. There
-    are at most 80, and no more than `seconds` of each variant's turns allow: 2 by default, on a GPU 10. There are never
-    fewer than 15, which take longer where steps are slow. `blocks` sets their number. Give `min_steps` where steps come
-    in bursts, as from DataLoader workers: a turn tells what they cost only if it is longer than a burst. `energy` adds
-    one window of some seconds per variant where NVML has an energy counter.
-
-    Variants that do not fit into memory together are built four times each for their turns. What that will take is
-    announced. `items` per step (a number, or one for each label), named by `unit`, are noted with the results.
+    `compare` explains the arguments. For the timing all variants are built, warmed up and kept, and take turns
+    (`take_blocks`). A turn takes at least 5 ms, or 0.1 s on a GPU, whose clock settles no sooner (0.5 s where the power
+    cap holds it down). Worker processes, such as a DataLoader's, are frozen while others have their turn. Variants that
+    do not fit into memory together are built four times each for their turns. What that will take is announced.
 
     A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything and is
     raised. Raises TypeError or ValueError for arguments that are not as expected.
