@@ -4,7 +4,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from numbers import Integral
 
@@ -296,8 +296,9 @@ class Comparison:
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
         """A comparison from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
-        device = Device(**read_fields(stored["device"]))
-        measurements = tuple(Measurement(device=device, **read_fields(row)) for row in stored["measurements"])
+        device = Device(**read_fields(Device, stored["device"]))
+        rows = [read_fields(Measurement, row) for row in stored["measurements"]]
+        measurements = tuple(Measurement(device=device, **row) for row in rows)
         labels = [m.label for m in measurements]
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
@@ -306,7 +307,7 @@ class Comparison:
         full_size, here = stored.get("full_size", {}), stored.get("here", {})
         if unknown := [label for label in {**full_size, **here} if label not in labels]:
             raise ValueError(f"full_size: expected labels out of {labels}, got {unknown[0]!r}")
-        read = lambda needed: FullSize(**read_fields(needed))
+        read = lambda needed: FullSize(**read_fields(FullSize, needed))
         full_size = {label: tuple(map(read, gpus)) for label, gpus in full_size.items()}
         here = {label: read(needed) for label, needed in here.items()}
         found = cls(check_name(stored["name"]), measurements, predicted, min_effect, full_size, here)
@@ -434,8 +435,13 @@ def check_min_effect(min_effect: float) -> float:
     return min_effect
 
 
-def read_fields(stored: Mapping) -> dict:
-    """The stored fields of a dataclass, with tuples for JSON's lists."""
+def read_fields(kind: type, stored: Mapping) -> dict:
+    """The stored fields of a dataclass, with tuples for JSON's lists. Raises ValueError for a number that is none."""
+    for own in fields(kind):
+        value = stored.get(own.name)
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            whose = f"{own.name} of {stored.get('label')!r}"
+            raise ValueError(f"{whose}: expected {own.type}, finite and not negative, got {value!r}")
     return {name: _tuples(value) for name, value in stored.items()}
 
 

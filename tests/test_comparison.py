@@ -562,6 +562,8 @@ def spoil(stored, path, value):
         (["measurements", 0, "turns"], [["1", "1"]] * 8),
         (["measurements", 0, "colour"], "red"),
         (["measurements", 0, "joules"], "much"),
+        (["measurements", 0, "peak_allocated"], -1),
+        (["measurements", 0, "joules"], math.nan),
         (["measurements", 1, "label"], "a"),
         (["device", "versions"], ["torch"]),
         (["predicted"], {"a": {"time": 2}}),

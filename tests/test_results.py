@@ -66,7 +66,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("wrong", [{"joules": "much"}, {"turns": [1.0] * 15}, {"times": [1.0] * 15}])
+@pytest.mark.parametrize("wrong", [{"joules": "much"}, {"items": -1}, {"turns": [1.0] * 15}, {"times": [1.0] * 15}])
 def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, result, wrong):
     path = save([result], tmp_path / "some file.json")
     stored = json.loads(path.read_text())

@@ -136,7 +136,7 @@ class Bench(Comparison):
             label: {int(step): math.nan if loss is None else float(loss) for step, loss in found}
             for label, found in own.pop("losses").items()
         }
-        return replace(super().from_dict(stored), **read_fields(own), losses=losses)
+        return replace(super().from_dict(stored), **read_fields(cls, own), losses=losses)
 
 
 def bench(
