@@ -185,12 +185,7 @@ def test_four_builds_are_four_observations():
 )
 def test_a_ratio_of_times_is_told_in_words(ratio, told):
     assert ratio.tell() == str(ratio) == told
-
-
-def test_the_words_name_the_smallest_effect_that_counts():
-    assert Ratio(1.0, 0.96, 1.04).tell(0.05) == "same (within 5 %)"
     assert Ratio(1.0, 0.999, 1.001).tell(0.0125) == "same (within 1.25 %)"
-    assert replace(pair([1.03] * 15, [1.0] * 15), min_effect=0.07).tell("ours") == "same (within 7 %)"
 
 
 def test_memory_and_energy_are_told_as_signed_percentages(make_measurement):
@@ -199,12 +194,6 @@ def test_memory_and_energy_are_told_as_signed_percentages(make_measurement):
     result = Comparison("some", (*rows, make_measurement("c", peak_allocated=1000, joules=2.5)))
     assert [result.tell(label, "memory") for label in "abc"] == ["–", "\u221252 %", "0 %"]
     assert [result.tell(label, "energy") for label in "abc"] == ["–", "+8.3 %", "+150 %"]
-
-
-def test_a_plain_ratio_is_told_as_a_measured_one():
-    assert Comparison.tell_ratio(4 / 3, "time") == "1.33 × slower" and Comparison.tell_ratio(0.5, "time")[0] == "2"
-    assert Comparison.tell_ratio(0.46, "memory") == Comparison.tell_ratio(0.46, "energy") == "\u221254 %"
-    assert Comparison.tell_ratio(None, "time") == Comparison.tell_ratio(None, "memory") == "–"
 
 
 # Ratios
@@ -242,14 +231,10 @@ def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measu
     assert row["energy per sample"] == ["125 mJ"] and row["change of energy"] == ["\u221275 %"]
 
 
-def test_steps_of_as_many_items_are_told_per_step(make_measurement):
-    result = Comparison("items", tuple(make_measurement(label, 0.02, items=8, joules=2.0) for label in "ab"))
-    assert result.per == "step" and result.value("b", "time") == 0.02 and result.value("b", "energy") == 2.0
-
-
 def test_a_variant_that_failed_before_its_items_were_counted_does_not_change_what_times_are_per(make_measurement):
     sound = [make_measurement(label, items=8) for label in "ab"]
-    assert Comparison("items", (*sound, make_measurement("c", failed=True))).per == "step"
+    result = Comparison("items", (*sound, make_measurement("c", failed=True)))
+    assert result.per == "step" and result.value("b", "time") == 0.02
     assert Comparison("items", (*sound, make_measurement("c"))).per == "item"
 
 
@@ -460,13 +445,6 @@ def test_a_result_says_how_far_off_its_prediction_was(foretold):
     assert "prediction" not in replace(foretold, predicted={}).caption()
 
 
-def test_of_what_was_not_measured_no_prediction_is_off(make_measurement):
-    rows = (make_measurement("a"), make_measurement("b", failed=True))
-    result = Comparison("oom", rows, {"b": {"time": 0.5, "memory": 0.5}})
-    assert result.off("b") is result.off("b", "memory") is None and "prediction" not in result.caption()
-    assert cells(result, "b")["predicted"] == ["2.00 × faster", "\u221250 %"]
-
-
 def test_predictions_are_numbers_or_text_in_the_words_of_results(tiny, not_measured):
     given = {"b": {"time": "2 × slower", "memory": "-52 %", "energy": np.float64(0.5)}, "c": {"time": "same"}, "d": {}}
     result = compare(dict.fromkeys("abcd", tiny), predicted=given)
@@ -488,17 +466,9 @@ NO_RATIO = "expected a ratio to the baseline, a positive number or text as '2 ×
             "['b']: expected quantities out of ['time', 'memory', 'energy'], got 'speed'",
         ),
         ({"b": {"time": 0}}, ValueError, f"['b']['time']: {NO_RATIO} 0"),
-        ({"b": {"memory": -0.5}}, ValueError, f"['b']['memory']: {NO_RATIO} -0.5"),
-        ({"b": {"time": math.nan}}, ValueError, f"['b']['time']: {NO_RATIO} nan"),
-        ({"b": {"time": math.inf}}, ValueError, f"['b']['time']: {NO_RATIO} inf"),
-        ({"b": {"time": True}}, ValueError, f"['b']['time']: {NO_RATIO} True"),
-        ({"b": {"time": None}}, ValueError, f"['b']['time']: {NO_RATIO} None"),
-        ({"b": {"time": "half"}}, ValueError, f"['b']['time']: {NO_RATIO} 'half'"),
         ({"b": {"memory": "-100 %"}}, ValueError, f"['b']['memory']: {NO_RATIO} '-100 %'"),
         ({"b": 2}, TypeError, "['b']: expected a mapping such as dict(time=0.5), got 2"),
         ([("b", 2)], TypeError, ": expected a mapping of labels to quantities, got list"),
-        ([], TypeError, ": expected a mapping of labels to quantities, got list"),
-        (2.0, TypeError, ": expected a mapping of labels to quantities, got float"),
     ],
 )
 def test_a_prediction_that_is_none_is_named_before_anything_is_built(given, error, message):
@@ -517,13 +487,8 @@ def test_a_prediction_that_is_none_is_named_before_anything_is_built(given, erro
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
         ({"gpus": ["T4", "Z80"]}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
-        ({"blocks": 14}, "blocks: expected at least 15, as many as a verdict takes, got 14"),
-        ({"blocks": np.int64(3)}, "blocks: expected at least 15, as many as a verdict takes, got 3"),
-        ({"blocks": 0}, "blocks: expected a positive whole number, got 0"),
-        ({"blocks": -3}, "blocks: expected a positive whole number, got -3"),
-        ({"blocks": True}, "blocks: expected a positive whole number, got True"),
-        ({"blocks": 8.5}, "blocks: expected a positive whole number, got 8.5"),
-        ({"blocks": math.nan}, "blocks: expected a positive whole number, got nan"),
+        ({"blocks": np.int64(14)}, "blocks: expected at least 15, as many as a verdict takes, got 14"),
+        ({"blocks": 20.5}, "blocks: expected a positive whole number, got 20.5"),
     ],
 )
 def test_other_bad_arguments_are_named_before_anything_is_built(options, message):
@@ -639,15 +604,10 @@ def test_on_a_gpu_that_is_known_the_measured_variants_are_predicted_as_they_are(
     assert compare(squaring, settings, full_size={"width": 2**28}).here == {}
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../a", "a/b", "a\\b", ".hidden", "a\n", "ä", "a:b", "-a", None, 3])
+@pytest.mark.parametrize("name", ["", "a b", "../a", "a\\b", ".hidden", "a\n", "-a", None])
 def test_names_that_are_no_file_name_are_refused(name, tiny):
     with pytest.raises((TypeError, ValueError), match=r"^name: expected"):
         compare({"a": tiny}, name=name)
-
-
-@pytest.mark.parametrize("name", ["a", "mixed_precision", "08_mixed-precision.v2", "_a"])
-def test_names_that_are_a_file_name_are_kept(name):
-    assert comparison.check_name(name) == name
 
 
 @pytest.mark.gpu

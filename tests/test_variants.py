@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
@@ -141,19 +139,6 @@ def test_errors_that_the_caller_handles_or_that_refer_to_each_other_do_no_harm()
         assert traceback.extract_tb(handled.__traceback__)[-1].name == "fail"
 
 
-def test_dataloader_workers_are_gone():
-    before = set(multiprocessing.active_children())
-    workers = []
-
-    def loading():
-        loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=2, persistent_workers=True)
-        batches = iter(loader)
-        return lambda: next(batches) and workers.extend(set(multiprocessing.active_children()) - before)
-
-    run_variant(loading, run)
-    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
-
-
 def test_a_gpu_that_has_failed_does_not_hide_the_fault(monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -198,14 +183,6 @@ def test_a_variant_is_built_and_prepared_in_its_first_turn_and_kept():
         run_turns(stage, "abba")
     first = [f"{what} {label}" for label in "ab" for what in ("build", "prepare", "step")]
     assert log == [*first, "step b", "step a"]
-
-
-def test_variants_are_alive_together_until_the_end():
-    both = {"a": Watched(), "b": Watched()}
-    with Stage(both) as stage:
-        run_turns(stage, "ab")
-        assert both["a"].alive and both["b"].alive
-    assert not both["a"].alive and not both["b"].alive
 
 
 def test_without_keeping_one_is_alive_at_a_time_and_turns_in_a_row_share_a_build():
