@@ -123,8 +123,6 @@ class Ablation(Comparison):
 
     def _change(self, quantity: str, on: Iterable[str], off: Iterable[str]) -> Change | None:
         """One combination less another over the whole, block by block, so that what slows one slows them all."""
-        if quantity not in SERIES:
-            raise ValueError(f"quantity: expected one of {list(SERIES)}, got {quantity!r}")
         values = SERIES[quantity]
         blocks = zip(values(self.find(on)), values(self.find(off)), self._whole_by_block(values))
         shares = [(one - other) / whole for one, other, whole in blocks if whole]
@@ -171,7 +169,7 @@ def ablate(
     combinations are measured, in turns.
 
     `items` per step are a number or a function of the same keywords as `build`. `name` and the options are those of
-    `compare`: unit, seconds (for each combination), blocks, warmup, energy (off by default here). Out of
+    `compare`: unit, seconds (for each combination), precision, warmup, energy (off by default here). Out of
     memory is a result. Raises TypeError or ValueError for bad arguments.
 
     >>> result = ablate(build, ["bf16", "fused", "checkpoint"], items=32, unit="samples")

@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from numbers import Integral
 
 from effgpu import units
 from effgpu.measuring.device import Device, describe, find_device
-from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, one_sided
+from effgpu.measuring.intervals import BUILDS, CONFIDENCE, one_sided
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
@@ -336,7 +335,6 @@ def compare(
     unit: str = "items",
     seconds: float | None = None,
     precision: float | None = None,
-    blocks: int | None = None,
     min_steps: int = 1,
     warmup: int = 2,
     energy: bool = True,
@@ -355,9 +353,9 @@ def compare(
 
     `items` (a number, or one for each label), named by `unit`, are the samples, tokens, ... of a step. A comparison
     aims at an interval of ±`precision` (0.03 on a CPU, 0.01 on a GPU) and times each variant for at most `seconds` (2
-    and 10), but for 15 blocks at least and 80 at most. `blocks` sets their number. `warmup` is the fewest steps of a
-    warm-up and `min_steps` of a turn: give it where steps come in bursts, as from DataLoader workers, because a turn
-    tells what they cost only if it is longer than a burst. `energy` adds a window of some seconds on a GPU.
+    and 10), but for 15 blocks at least and 80 at most. `warmup` is the fewest steps of a warm-up and `min_steps` of a
+    turn: give it where steps come in bursts, as from DataLoader workers, because a turn tells what they cost only if
+    it is longer than a burst. `energy` adds a window of some seconds on a GPU.
 
     A ratio of times within `min_effect` of 1 counts as the same. `predicted` gives ratios to the baseline, by label and
     quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
@@ -376,10 +374,6 @@ def compare(
     labels = list(variants)
     predicted = check_predicted(predicted, labels)
     check_min_effect(min_effect)
-    if blocks is not None:
-        units.check_positive(Integral, blocks=blocks)
-        if blocks < FEWEST_BLOCKS:
-            raise ValueError(f"blocks: expected at least {FEWEST_BLOCKS}, as many as a verdict takes, got {blocks}")
     large = predict_full_size(variants, full_size, gpus)
     here = predict_here(variants, describe().name) if large and find_device().type == "cuda" else {}
     measurements = measure_all(
@@ -388,7 +382,6 @@ def compare(
         unit=unit,
         seconds=seconds,
         precision=precision,
-        blocks=blocks,
         min_steps=min_steps,
         warmup=warmup,
         energy=energy,

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from effgpu import comparison
 from effgpu.ablation import MOST_FOR_ALL, Ablation, Change, ablate, switches_on
-from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison, compare
+from effgpu.comparison import FASTER, INCONCLUSIVE, SAME, Comparison, compare
 from effgpu.measuring import power
 from effgpu.measuring.device import Device, memory_limit
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.units import MiB
 
 CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": "2.15.0"})
-QUICK = {"seconds": 0.001, "blocks": 15, "energy": True}
+QUICK = {"seconds": 0.001, "energy": True}
 
 # What each subset of the switches adds to a step once all of it is on: milliseconds, MiB, joules.
 MILLISECONDS = {(): 10, ("a",): -4, ("b",): -3, ("c",): 1, ("b", "c"): 2}
@@ -120,12 +120,6 @@ def test_the_stack_is_a_comparison(simulated):
     assert type(result.stack) is Comparison and result.stack.name == "mine.stack"
     assert [m.label for m in result.stack] == ["none", "a", "a + b", "a + b + c"]
     assert result.stack.time_ratio("a + b + c").value == pytest.approx(6 / 10)
-
-
-def test_energy_is_only_measured_where_it_is_asked_for(simulated):
-    result = ablate(simulated, ["a"], seconds=0.001, blocks=15)
-    assert {m.joules for m in result} == {None} and result.effect("a", quantity="energy") is None
-    assert {row[0] for row in result.table()[1]} == {"time", "memory"}
 
 
 def test_of_many_switches_each_alone_the_stack_and_each_left_out(simulated):
@@ -270,16 +264,6 @@ def test_shows_what_changes_are_shares_of_and_the_device(simulated):
         assert "Changes are shares of what 'none' takes" in shown
         assert result.device.label in shown and "a CPU's times, not a GPU's" in shown
     assert "\n" not in page and page.count("<br>") == 1
-
-
-def test_a_notebook_carries_it_as_a_comparison(simulated):
-    result = ablate(simulated, [*"ab"], name="mine", **QUICK)
-    bundle = json.loads(json.dumps(result._repr_mimebundle_()))
-    assert bundle["text/plain"] == repr(result) and bundle["text/html"] == result._repr_html_()
-    stored = Comparison.from_dict(bundle[MIME_TYPE])
-    assert stored == Comparison("mine", result.measurements)
-    assert Ablation.from_dict(bundle[MIME_TYPE]) == result == Ablation(stored.name, stored.measurements)
-    assert result.alt_text().startswith("Plot of mine on ")
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,6 @@ def test_a_ratio_of_times_is_told_in_words(ratio, told):
     assert Ratio(1.0, 0.999, 1.001).tell(0.0125) == "same (within 1.25 %)"
 
 
-def test_memory_and_energy_are_told_as_signed_percentages(make_measurement):
-    rows = [make_measurement("a", peak_allocated=1000, joules=1.0)]
-    rows.append(make_measurement("b", peak_allocated=480, joules=1.083))
-    result = Comparison("some", (*rows, make_measurement("c", peak_allocated=1000, joules=2.5)))
-    assert [result.tell(label, "memory") for label in "abc"] == ["–", "\u221252 %", "0 %"]
-    assert [result.tell(label, "energy") for label in "abc"] == ["–", "+8.3 %", "+150 %"]
-
-
 # Ratios
 
 
@@ -487,8 +479,6 @@ def test_a_prediction_that_is_none_is_named_before_anything_is_built(given, erro
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
         ({"gpus": ["T4", "Z80"]}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
-        ({"blocks": np.int64(14)}, "blocks: expected at least 15, as many as a verdict takes, got 14"),
-        ({"blocks": 20.5}, "blocks: expected a positive whole number, got 20.5"),
     ],
 )
 def test_other_bad_arguments_are_named_before_anything_is_built(options, message):
@@ -563,7 +553,7 @@ def test_compare_survives_out_of_memory(tiny, failing, no_collecting):
     def too_large():
         return lambda: torch.empty(2**60, dtype=torch.uint8)
 
-    result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001, blocks=15)
+    result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001)
     assert result[failing].failed == result.verdict(failing) == OUT_OF_MEMORY
     assert sum(m.failed is None for m in result) == 1 and OUT_OF_MEMORY in repr(result)
 

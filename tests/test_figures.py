@@ -1,6 +1,5 @@
 """Tests of `plot` through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
 
-import io
 import itertools
 import math
 import os
@@ -512,14 +511,6 @@ def test_plots_leave_pyplot_as_it_was(on_gpu):
             plot({"a": Trace((0,), ("no phase",))})
         assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
-
-
-def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
-    figure = plot(on_cpu)
-    png = figures.to_png(figure)
-    assert png.startswith(b"\x89PNG")
-    assert int.from_bytes(png[16:20], "big") == pytest.approx(200 * figure.get_size_inches()[0], abs=1)
-    assert set(plt.imread(io.BytesIO(png))[[0, 0, -1, -1], [0, -1, 0, -1]].flat) == {1.0}, "red, green, blue, opaque"
 
 
 CELLS = """

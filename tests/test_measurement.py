@@ -368,21 +368,6 @@ def test_what_building_anew_will_take_is_announced(clock, only_turns, monkeypatc
     assert clock.now - before - 2 * 60 == pytest.approx(484, rel=0.05)
 
 
-def test_a_variant_that_cannot_be_built_beside_another_gets_a_result_alone(clock):
-    """What it needs to be built is not known: its peak is that of a step."""
-    first, builds = Faulty(clock=clock), []
-
-    def second():
-        builds.append(1)
-        if first.alive:
-            raise torch.OutOfMemoryError("no room beside the first one")
-        return partial(clock.spend, 0.01)
-
-    found = measure_all({"first": first, "second": second}, **QUICK)
-    assert [m.failed for m in found] == [None, None] and [len(m.turns) for m in found] == [4, 4]
-    assert len(builds) == 1 + 1 + 4
-
-
 def test_a_turn_that_runs_out_of_memory_beside_another_is_taken_alone(clock, no_collecting):
     """And what was timed until then does not count: turns of two kinds are no blocks."""
     both = {"a": Faulty(clock=clock), "b": Faulty(1, 6, always=False, clock=clock)}  # in its second block
@@ -499,18 +484,6 @@ def test_no_frozen_worker_outlives_a_killed_process():
         time.sleep(0.05)
 
 
-def test_one_variant_with_worker_processes_is_kept(no_collecting):
-    builds = []
-
-    def build():
-        builds.append(iter(DataLoader(TensorDataset(torch.arange(10_000.0)), num_workers=1)))
-        return partial(next, builds[-1])
-
-    measure(build, seconds=0.001, blocks=3)
-    assert len(builds) == 2
-    builds.clear()
-
-
 # Out of memory, and other faults
 
 
@@ -537,13 +510,6 @@ def test_out_of_memory_is_a_result(failing, place, clock, no_collecting):
     assert (failed.items, failed.unit) == (8, "rows")
     (kept,) = found.values()
     assert kept.failed is None and len(kept.turns) in (3, 4) and kept.peak_allocated > 0
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_what_ran_out_of_memory_is_freed(error):
-    faulty = Faulty(1, 2, error, cyclic=True)
-    assert measure(faulty, **QUICK).failed == OUT_OF_MEMORY
-    assert len(faulty.models) == 2 and not faulty.alive
 
 
 def test_above_the_limit_is_out_of_memory_and_what_comes_next_is_not(tiny, no_collecting):

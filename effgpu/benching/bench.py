@@ -392,7 +392,8 @@ class _Run:
             self.notes += [f"{label}: {note}" for note in record.notes]
             if record.fault:
                 self.notes.append(f"{label}: {record.fault}")
-        self._note_losses()
+            if wrong := [step for step, loss in record.losses.items() if not math.isfinite(loss)]:
+                self.notes.append(f"The loss of {label} is not finite from step {min(wrong)} on.")
         if self.interrupted:
             self.notes.append("Interrupted: this is what had been measured.")
         return Bench(
@@ -448,13 +449,10 @@ class _Run:
         """Start the commands together, as most of the start is their own business, and wait for their first ticks."""
         for label in self.commands:
             self._guard(label, self._start)
-        while self._alive() and (waiting := self._waiting()):
+        while self._alive() and (waiting := [label for label, p in self.processes.items() if p.hello is None]):
             _say(f"waiting for the first tick: {', '.join(waiting)}")
             for label in waiting:
                 self._guard(label, self._greet)
-
-    def _waiting(self) -> list[str]:
-        return [label for label, process in self.processes.items() if process.hello is None]
 
     def _start(self, label: str) -> None:
         process = Process(self.commands[label], self.logs[label], self.plan.timeout)
@@ -577,11 +575,6 @@ class _Run:
             self.notes.append(f"Times are per step: not every step of {told} gave items to effgpu.tick.")
             return dict.fromkeys(items)
         return items
-
-    def _note_losses(self) -> None:
-        for label, record in self.records.items():
-            if wrong := [step for step, loss in record.losses.items() if not math.isfinite(loss)]:
-                self.notes.append(f"The loss of {label} is not finite from step {min(wrong)} on.")
 
     def _device(self, label: str) -> Device:
         hello = self.records[label].hello or {}

@@ -177,7 +177,8 @@ class Process:
             self._admit()
         elif self._connection in ready:
             if message := self._connection.receive():
-                return self._note(message)
+                self.last = message
+                return message
             raise self._ended()
         elif self._connection is None and self._popen.poll() is not None:
             raise self._ended()
@@ -201,15 +202,10 @@ class Process:
             connection.send({"refused": told})
             raise self._fault("two processes tick", told)
         else:
-            self._connection, self.hello = connection, message
+            self._connection, self.hello, self.last = connection, message, message
             if message["group"] != os.getpgrp():
                 self._groups.add(message["group"])
-            self._note(message)
             connection.send({"group": self._popen.pid})
-
-    def _note(self, message: dict) -> dict:
-        self.last = message
-        return message
 
     def _ended(self) -> Fault:
         """What the end of the process means."""

@@ -128,10 +128,11 @@ def measure_all(
 ) -> list[Measurement]:
     """Measure the memory of each variant, one alive at a time, then time all of them in turns.
 
-    `compare` explains the arguments. For the timing all variants are built, warmed up and kept, and take turns
-    (`take_blocks`). A turn takes at least 5 ms, or 0.1 s on a GPU, whose clock settles no sooner (0.5 s where the power
-    cap holds it down). Worker processes, such as a DataLoader's, are frozen while others have their turn. Variants that
-    do not fit into memory together are built four times each for their turns. What that will take is announced.
+    `compare` explains the arguments; `blocks` sets the number of blocks. For the timing all variants are built, warmed
+    up and kept, and take turns (`take_blocks`). A turn takes at least 5 ms, or 0.1 s on a GPU, whose clock settles no
+    sooner (0.5 s where the power cap holds it down). Worker processes, such as a DataLoader's, are frozen while others
+    have their turn. Variants that do not fit into memory together are built four times each for their turns. What that
+    will take is announced.
 
     A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything and is
     raised. Raises TypeError or ValueError for arguments that are not as expected.
@@ -146,14 +147,14 @@ def measure_all(
     items_of = _items_of(variants, items)
     allowed = timing.cap_seconds(seconds)
     capped = allowed < seconds
-    plan = _Plan(allowed, capped, precision, blocks, 1 if capped else min_steps, warmup)
+    energy = energy and not capped and torch.cuda.is_available()
+    plan = _Plan(allowed, capped, precision, blocks, 1 if capped else min_steps, warmup, energy)
     records = {label: _Record() for label in variants}
     with gc_frozen(), random_states_kept(), _Progress() as progress:
         for done, (label, variant) in enumerate(variants.items()):
             progress.show(f"memory of {label}", done, len(variants))
             _attempt(label, records[label], partial(_take_memory, variant, records[label], warmup))
-        energy = energy and not capped and torch.cuda.is_available()
-        _time_turns(progress, variants, records, plan, energy=energy)
+        _time_turns(progress, variants, records, plan)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit) for label in variants]
 
@@ -204,6 +205,7 @@ class _Plan:
     blocks: int | None
     min_steps: int
     warmup: int
+    energy: bool
 
     def count_steps(self, pace: float, shortest: float, workers: int = 0) -> int:
         """Steps in a turn of at least `shortest` seconds, where a step takes `pace`: whole rounds of the workers."""
@@ -216,17 +218,17 @@ class _NotTogether(Exception):
     """Variants turn out not to go together: they have to be built one at a time."""
 
 
-def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool) -> None:
+def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
     """Time all variants in turns: kept together if that works, else built anew. One alone has nothing beside it."""
     traces = [record.trace for record in records.values() if not record.failed]
     if len(traces) < 2 or _fit_together(traces):
         try:
-            return _time_together(progress, variants, records, plan, energy=energy)
+            return _time_together(progress, variants, records, plan)
         except _NotTogether:
             for record in records.values():
                 record.turns.clear()
                 record.clocks.clear()
-    _time_one_at_a_time(progress, variants, records, plan, energy=energy)
+    _time_one_at_a_time(progress, variants, records, plan)
 
 
 def _fit_together(traces: list[memory.Trace]) -> bool:
@@ -235,11 +237,12 @@ def _fit_together(traces: list[memory.Trace]) -> bool:
     return held + max(trace.peak - trace.start for trace in traces) <= _ROOM * free_memory()
 
 
-def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool) -> None:
-    together, retries = len(variants) > 1, count_retries()
+def _alive(records: Mapping[str, _Record]) -> list[str]:
+    return [label for label, record in records.items() if not record.failed]
 
-    def alive() -> list[str]:
-        return [label for label in variants if not records[label].failed]
+
+def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
+    together, retries, alive = len(variants) > 1, count_retries(), partial(_alive, records)
 
     def attempt(label: str, action: Callable[[Step], None]) -> None:
         _attempt(label, records[label], partial(stage.turn, label, action), together=together)
@@ -265,22 +268,19 @@ def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, p
             blocks=plan.blocks,
             say=partial(progress.show, "timing"),
         )
-        for done, label in enumerate(alive() if energy else ()):
+        for done, label in enumerate(alive() if plan.energy else ()):
             progress.show(f"energy of {label}", done, len(variants))
             attempt(label, partial(_take_energy, records[label]))
 
 
-def _time_one_at_a_time(
-    progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool
-) -> None:
-    def alive() -> list[str]:
-        return [label for label in variants if not records[label].failed]
+def _time_one_at_a_time(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
+    alive = partial(_alive, records)
 
     def take_build(label: str) -> None:
         record = records[label]
         stage.clear()
         _attempt(label, record, partial(stage.turn, label, partial(_take_windows, record, plan)))
-        if energy and len(record.turns) == 2 * BUILDS:
+        if plan.energy and len(record.turns) == 2 * BUILDS:
             _attempt(label, record, partial(stage.turn, label, partial(_take_energy, record)))
 
     expected = BUILDS * sum(records[label].preparing for label in alive()) + plan.seconds * len(alive())
