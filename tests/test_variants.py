@@ -94,16 +94,16 @@ def test_returns_what_the_action_makes_of_the_step_and_frees_the_rest():
         (interrupt, KeyboardInterrupt, "signal.raise_signal(signal.SIGINT)"),
     ],
 )
-@pytest.mark.parametrize("place", ["build", "prepare", "step", "action"])
+@pytest.mark.parametrize("place", ["build", "step", "action"])
 def test_out_of_memory_and_an_interrupt_free_all_that_is_built_although_the_error_is_kept(place, fault, error, line):
     sound, faulty = Watched(), Watched()
     faulty.fault = fault if place == "step" else None
     faulty.build_fault = fault if place == "build" else None
 
     def at(where):
-        return lambda *given: fault() if place == where and faulty.alive else given[-1]()
+        return lambda step: fault() if place == where else step()
 
-    with Stage({"sound": sound, "faulty": faulty}, prepare=at("prepare")) as stage:
+    with Stage({"sound": sound, "faulty": faulty}) as stage:
         stage.turn("sound", run)
         with pytest.raises(error) as caught:
             stage.turn("faulty", at("action"))
@@ -172,27 +172,16 @@ def run_turns(stage, labels, action=run):
     return [stage.turn(label, action) for label in labels]
 
 
-def test_a_variant_is_built_and_prepared_in_its_first_turn_and_kept():
+def test_a_variant_is_built_in_its_first_turn_and_kept():
     log = []
 
     def make(label):
         return lambda: log.append(f"build {label}") or (lambda: log.append(f"step {label}"))
 
-    with Stage({"a": make("a"), "b": make("b")}, prepare=lambda label, step: log.append(f"prepare {label}")) as stage:
+    with Stage({"a": make("a"), "b": make("b")}) as stage:
         assert log == []
         run_turns(stage, "abba")
-    first = [f"{what} {label}" for label in "ab" for what in ("build", "prepare", "step")]
-    assert log == [*first, "step b", "step a"]
-
-
-def test_without_keeping_one_is_alive_at_a_time_and_turns_in_a_row_share_a_build():
-    both = {"a": Watched(), "b": Watched()}
-    with Stage(both, keep=False) as stage:
-        for label, builds in [("a", 1), ("b", 1), ("b", 1), ("a", 2), ("a", 2), ("b", 2)]:
-            stage.turn(label, run)
-            assert [name for name in both if both[name].alive] == [label]
-            assert len(both[label].models) == builds
-    assert not both["a"].alive and not both["b"].alive
+    assert log == ["build a", "step a", "build b", "step b", "step b", "step a"]
 
 
 def read_threads():
@@ -229,8 +218,8 @@ def test_a_rebuilt_variant_starts_with_no_switches_set():
         torch.set_num_threads(torch.get_num_threads() + 1)
         return read_threads
 
-    with Stage({"a": one_more, "b": lambda: read_threads}, keep=False) as stage:
-        assert run_turns(stage, "aabbaab") == [before + on for on in (1, 1, 0, 0, 1, 1, 0)]
+    for variant, on in [(one_more, 1), (lambda: read_threads, 0), (one_more, 1)]:
+        assert run_variant(variant, run) == before + on
     assert torch.get_num_threads() == before
 
 
@@ -288,13 +277,12 @@ def test_a_variant_that_changes_its_batch_size_gets_a_dynamic_graph_as_it_would_
     assert compiler.dynamic == [False, False, True]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_nothing_compiled_outlives_the_variants(keep, compiler):
+def test_nothing_compiled_outlives_the_variants(compiler):
     models = []
     variants = {"a": compiled_variant(compiler, 8, models), "b": compiled_variant(compiler, 16, models)}
-    with Stage(variants, keep=keep) as stage:
+    with Stage(variants) as stage:
         run_turns(stage, "abba")
-        assert len(compiler.alive) == 1 + keep, "graphs of what was freed"
+        assert len(compiler.alive) == 2
     assert compiler.alive == [] and [model() for model in models] == [None] * len(models)
 
 

@@ -26,7 +26,7 @@ from effgpu.measuring.device import (
 )
 from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, interval_of_blocks, interval_of_builds
 from effgpu.measuring.turns import take_blocks, take_builds
-from effgpu.measuring.variants import Stage, Step, Variant, check_variants
+from effgpu.measuring.variants import Stage, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
 from effgpu.units import check_positive
 
@@ -252,10 +252,10 @@ def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, p
     def take_turn(label: str) -> None:
         attempt(label, partial(_take_turn, records[label], plan, _shortest(records.values()), stage.workers[label]))
 
-    with Stage(variants, prepare=lambda label, step: _warm_up(records[label], step, plan.warmup)) as stage:
+    with Stage(variants) as stage:
         for done, label in enumerate(alive()):
             progress.show(f"warm-up of {label}", done, len(variants))
-            attempt(label, lambda step: None)
+            attempt(label, partial(_warm_up, records[label], plan.warmup))
         if together and not CAN_FREEZE and any(stage.workers[label] for label in variants):
             raise _NotTogether
         retries = count_retries()  # those of the warm-up do no harm
@@ -278,19 +278,14 @@ def _time_one_at_a_time(progress: "_Progress", variants: Mapping, records: Mappi
 
     def take_build(label: str) -> None:
         record = records[label]
-        stage.clear()
-        _attempt(label, record, partial(stage.turn, label, partial(_take_windows, record, plan)))
-        if plan.energy and len(record.turns) == 2 * BUILDS:
-            _attempt(label, record, partial(stage.turn, label, partial(_take_energy, record)))
+        _attempt(label, record, partial(run_variant, variants[label], partial(_time_build, record, plan)))
 
     expected = BUILDS * sum(records[label].preparing for label in alive()) + plan.seconds * len(alive())
     told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
     progress.announce(f"{told}: about {units.format_seconds(expected)}.")
     for label in alive():
         records[label].builds = BUILDS
-    prepare = lambda label, step: _warm_up(records[label], step, plan.warmup)
-    with Stage(variants, keep=False, prepare=prepare) as stage:
-        take_builds(alive, take_build, partial(progress.show, "timing"))
+    take_builds(alive, take_build, partial(progress.show, "timing"))
 
 
 def _log_ratios(records: list[_Record]) -> list[list[float]]:
@@ -324,7 +319,7 @@ def _take_memory(variant: Variant, record: _Record, warmup: int) -> None:
     record.preparing = time.perf_counter() - began
 
 
-def _warm_up(record: _Record, step: Step, fewest: int) -> None:
+def _warm_up(record: _Record, fewest: int, step: Step) -> None:
     """Run the step until it is compiled, caches are filled and a GPU's clock has risen; note the seconds it takes then.
 
     A call that still compiles is no load: of each window, as many seconds count as its steps take at their fastest.
@@ -355,11 +350,14 @@ def _take_turn(record: _Record, plan: _Plan, shortest: float, workers: int, step
     record.turns.append(timing.time_turn(step, steps, lead=lead, meanwhile=partial(_note_clock, record)))
 
 
-def _take_windows(record: _Record, plan: _Plan, step: Step) -> None:
-    """Time two windows of a newly built step, which share its part of the seconds."""
+def _time_build(record: _Record, plan: _Plan, step: Step) -> None:
+    """Time two windows of a newly built step, which share its part of the seconds; the last build's energy, too."""
+    _warm_up(record, plan.warmup, step)
     steps = plan.count_steps(record.pace, max(plan.seconds / (2 * BUILDS), _TURN[find_device().type]))
     for _ in range(2):
         record.turns.append(timing.time_turn(step, steps, lead=0, meanwhile=partial(_note_clock, record)))
+    if plan.energy and len(record.turns) == 2 * BUILDS:
+        _take_energy(record, step)
 
 
 def _note_clock(record: _Record) -> None:
