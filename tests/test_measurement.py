@@ -9,7 +9,6 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -170,18 +169,6 @@ def test_each_variant_is_built_once_for_its_memory_and_once_for_all_its_turns(no
     assert [variant.builds for variant in both.values()] == [2, 2]
 
 
-def test_a_block_is_a_turn_of_each_and_another_in_the_reverse_order(clock, only_turns):
-    ran = []
-
-    def make(label):
-        return lambda: lambda: ran.append(label) or clock.spend(0.01)
-
-    measure_all({label: make(label) for label in "abc"}, seconds=0.001, blocks=3)
-    warm_up, blocks = "".join(ran[:9]), ["".join(ran[i : i + 6]) for i in range(9, 27, 6)]
-    assert warm_up == "aaabbbccc"
-    assert all(sorted(block[:3]) == list("abc") and block[3:] == block[2::-1] for block in blocks)
-
-
 def test_the_turns_of_a_block_are_told_apart(clock, only_turns):
     durations = iter([1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0])  # the warm-up first
     found = measure(lambda: lambda: clock.spend(next(durations)), seconds=0.001, blocks=2)
@@ -249,19 +236,6 @@ def test_turns_are_longer_where_eighty_of_them_leave_time(clock, only_turns):
     before = clock.now
     measure(lambda: step, seconds=4, blocks=80)
     assert clock.now - before == pytest.approx(4, rel=0.1)
-
-
-@pytest.mark.parametrize(("milliseconds", "blocks"), [(1, 80), (10, 80), (50, 20), (500, 15)])
-def test_the_seconds_are_the_most_that_a_variant_is_timed_but_for_fifteen_blocks(
-    milliseconds, blocks, clock, only_turns
-):
-    noise = random.Random(1)
-
-    def variant():
-        return lambda: clock.spend(milliseconds / 1000 * noise.uniform(0, 2))
-
-    found = measure_all({"a": variant, "b": clock.step(milliseconds / 1000)}, seconds=2)
-    assert [len(m.turns) for m in found] == [pytest.approx(blocks, abs=6)] * 2
 
 
 def test_one_long_step_makes_the_others_turns_no_longer(clock, only_turns):

@@ -517,6 +517,8 @@ def test_parameters_are_not_saved_bytes_not_even_seen_through_a_view():
     assert saved_bytes(lambda: batch @ weight.t()) == batch.nbytes
     weight.requires_grad_(False)  # as under a LoRA: the input's gradient needs the weight, which is there anyway
     assert saved_bytes(lambda: batch @ weight) == 0
+    leaf = torch.ones(64, requires_grad=True)  # as a weight is that is no parameter
+    assert saved_bytes(lambda: leaf * leaf) == 0
 
 
 def test_a_graph_that_is_dropped_on_the_way_counts_only_while_it_is_there():
