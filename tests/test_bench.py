@@ -233,12 +233,6 @@ def test_what_cannot_be_told_exits_with_4(script, capsys):
     assert "than the 0.001 % allowed" in capsys.readouterr().err
 
 
-def test_one_command_is_measured_alone(script, bench):
-    result = bench([script(name="only")])
-    assert [m.label for m in result] == ["only.py"] and len(result.baseline.turns) >= 15
-    assert result.table()[1][0][0] == "only.py"
-
-
 # One at a time
 
 
