@@ -602,7 +602,7 @@ cuda = SimpleNamespace(
     is_initialized=lambda: True, is_available=lambda: True, current_device=lambda: 0, Event=Event,
     device_count=lambda: 2, max_memory_allocated=lambda gpu=0: 3 * 2**20 * (str(gpu) in os.environ.get("USED", "0")),
     max_memory_reserved=lambda: 4 * 2**20, memory_reserved=lambda: 0,
-    synchronize=lambda: time.sleep(0.05 * ("LATE" in os.environ)) or setattr(cuda, "waited_at", time.perf_counter()),
+    synchronize=lambda: time.sleep(0.02 * ("LATE" in os.environ)) or setattr(cuda, "waited_at", time.perf_counter()),
     is_bf16_supported=lambda **_: True,
     mem_get_info=lambda: (1, 2), get_per_process_memory_fraction=lambda: 1.0,
     get_device_properties=lambda *_: SimpleNamespace(

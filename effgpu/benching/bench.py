@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from effgpu import units
-from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
+from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, read_command
 from effgpu.comparison import Comparison, check_name, read_fields
 from effgpu.measuring import power, timing
 from effgpu.measuring.device import Device, describe_cpu
@@ -246,11 +246,7 @@ def _read_commands(given: Sequence | Mapping, checkouts: Mapping[str, Path] | No
         if len(given) != 1 or len(checkouts) < 2:
             raise ValueError("refs: expected one command and at least two commits")
         (line,) = given.values() if isinstance(given, Mapping) else given
-        read = {ref: read_command(line, folder) for ref, folder in checkouts.items()}
-        return {
-            ref: replace(command, variables=import_from(checkouts[ref]) | command.variables)
-            for ref, command in read.items()
-        }
+        return {ref: read_command(line, folder) for ref, folder in checkouts.items()}
     if isinstance(given, Mapping):
         return {str(label): read_command(line) for label, line in given.items()}
     read = [read_command(line) for line in given]

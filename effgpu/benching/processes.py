@@ -58,10 +58,11 @@ class Command:
 def read_command(given: str | Sequence[str], folder: Path | None = None) -> Command:
     """A command as a shell would read it, without the shell: `OMP_NUM_THREADS=1 python train.py --lr 0.1`.
 
-    Raises ValueError for an empty command or a program that is not there.
+    In `folder`, that of a checkout, Python imports the checkout's packages. Raises ValueError for an empty command or a
+    program that is not there.
     """
     words = shlex.split(given) if isinstance(given, str) else list(map(str, given))
-    variables = {}
+    variables = _import_from(folder) if folder else {}
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     if not words:
@@ -293,7 +294,7 @@ def _find_commit(ref: str) -> str:
         raise ValueError(f"--ref {ref}: git knows no such commit") from None
 
 
-def import_from(folder: Path) -> dict[str, str]:
+def _import_from(folder: Path) -> dict[str, str]:
     """Variables with which Python imports a checkout's packages, even if they are installed from another one."""
     root = Path(_git("rev-parse", "--show-toplevel", folder=folder))
     places = [str(place) for place in (root, root / "src") if place.is_dir()]
