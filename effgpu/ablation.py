@@ -123,6 +123,8 @@ class Ablation(Comparison):
 
     def _change(self, quantity: str, on: Iterable[str], off: Iterable[str]) -> Change | None:
         """One combination less another over the whole, block by block, so that what slows one slows them all."""
+        if quantity not in SERIES:
+            raise ValueError(f"quantity: expected one of {list(SERIES)}, got {quantity!r}")
         values = SERIES[quantity]
         blocks = zip(values(self.find(on)), values(self.find(off)), self._whole_by_block(values))
         shares = [(one - other) / whole for one, other, whole in blocks if whole]

@@ -318,6 +318,8 @@ def test_bad_arguments_are_named_before_anything_is_built(simulated):
 def test_an_unknown_switch_is_named(wrong):
     with pytest.raises(KeyError, match=r"no switch 'x' in 'by_hand', only \['a', 'b'\]"):
         by_hand("ab", {(): 1}).find(wrong)
+    with pytest.raises(ValueError, match=r"quantity: expected one of .*, got 'speed'"):
+        by_hand("ab", {(): 1}).effect("a", quantity="speed")
 
 
 # On a GPU

@@ -39,6 +39,8 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     rows, by default enough to fill the device. Products of float32 run in TF32 if that is on.
     """
     size = pick_sizes(cpu=1024, small=4096, large=8192) if size is None else size
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected one of torch's, as torch.bfloat16, got {dtype!r}")
     device = find_device()
     draw = torch.Generator(device).manual_seed(0)  # leaves the global generator as it is
     a, b = (torch.randn(size, size, device=device, generator=draw).to(dtype) for _ in range(2))
