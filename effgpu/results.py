@@ -1,5 +1,6 @@
 """Results as files: save and load comparisons as JSON, and look up the stored results of GPUs."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -58,22 +59,18 @@ def write_atomic(path: str | Path, text: str) -> Path:
 
     Raises OSError, naming the file, if it cannot be written.
     """
-    try:
-        _replace(Path(path), text)
-    except (OSError, ValueError) as error:
-        raise OSError(f"{path}: expected a file that can be written ({error})") from error
-    return Path(path)
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise OSError(f"{path}: expected a file that can be written ({error})") from error
+    finally:
+        with contextlib.suppress(OSError):  # it is gone where all went well
+            temporary.unlink()
+    return path
 
 
 def _of_one_machine(comparisons: Iterable[Comparison]) -> list[Comparison]:

@@ -13,9 +13,9 @@ NOT_MEASURED = "–"
 
 def format_seconds(seconds: float | None) -> str:
     """`0.0123` -> `"12.3 ms"`; `None` (not measured) -> `"–"`."""
-    return (
-        _scale(seconds, 1000, {1e-6: "µs", 1e-3: "ms", 1: "s"}) if seconds is None or seconds < 120 else _clock(seconds)
-    )
+    if seconds is not None and seconds >= 120:
+        return _clock(seconds)
+    return _scale(seconds, 1000, {1e-6: "µs", 1e-3: "ms", 1: "s"})
 
 
 def format_bytes(count: float | None) -> str:

@@ -21,7 +21,7 @@ from effgpu.__main__ import main
 from effgpu.benching import bench as commands
 from effgpu.benching import processes, ticking
 from effgpu.benching.bench import Bench
-from effgpu.measuring import power
+from effgpu.measuring import power, timing
 from effgpu.measuring.measurement import Measurement
 
 ROOT = Path(__file__).parent.parent
@@ -126,10 +126,10 @@ def test_a_script_against_itself(script, bench):
 
 def test_slower_is_found_and_more_memory(script, tmp_path, capsys):
     fast, slow = (
-        script("time.sleep(0.01)", "items=4", name="a"),
-        script("time.sleep(0.03)", "items=4", before="held = b'x' * 2**25", name="b"),
+        script("time.sleep(0.004)", "items=4", name="a"),
+        script("time.sleep(0.012)", "items=4", before="held = b'x' * 2**25", name="b"),
     )
-    asked = ["bench", "--seconds", "1", "--timeout", "20", fast, slow]
+    asked = ["bench", "--seconds", "0.5", "--timeout", "20", fast, slow]
     stored, drawn = tmp_path / "out" / "result.json", tmp_path / "plot.png"
     options = ["--fail-if-slower", "5%", "--unit", "tokens", "--json", str(stored), "--plot", str(drawn)]
     assert main([*asked, *options]) == 3
@@ -144,8 +144,6 @@ def test_slower_is_found_and_more_memory(script, tmp_path, capsys):
     row = json.loads(stored.read_text())["comparisons"][0]
     assert json.loads(json.dumps(result.to_dict())) == row and row["bench"]["commands"]["a.py"] == fast
     assert result.judge(slower=100, more_memory=100) == ([], [])
-    assert main([*asked, "--fail-if-slower", "10000%"]) == 0
-    capsys.readouterr()
     assert main([*asked, "--fail-if-slower", "10000%", "--fail-if-more-memory", "10%"]) == 3
     told = capsys.readouterr().err
     assert "effgpu: the peak resident memory of b.py is +" in told and "more than the 10 % allowed" in told
@@ -235,12 +233,6 @@ def test_what_cannot_be_told_exits_with_4(script, capsys):
     assert "than the 0.001 % allowed" in capsys.readouterr().err
 
 
-def test_one_command_is_measured_alone(script, bench):
-    result = bench([script(name="only")])
-    assert [m.label for m in result] == ["only.py"] and len(result.baseline.turns) >= 15
-    assert result.table()[1][0][0] == "only.py"
-
-
 # One at a time
 
 
@@ -250,12 +242,12 @@ LOCK = """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise MemoryError("no room") from None
+        raise {error} from None
 """
 
 
 def test_commands_that_do_not_fit_together_take_turns_one_at_a_time(script, bench, tmp_path):
-    before = LOCK.format(path=str(tmp_path / "lock"))
+    before = LOCK.format(path=str(tmp_path / "lock"), error="MemoryError('no room')")
     fast, slow = (
         script("time.sleep(0.002)", before=before, name="a"),
         script("time.sleep(0.02)", before=before, name="b"),
@@ -267,9 +259,8 @@ def test_commands_that_do_not_fit_together_take_turns_one_at_a_time(script, benc
 
 
 def test_a_gpu_that_takes_one_process_only_is_measured_one_at_a_time(script, bench, tmp_path):
-    told = "RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')"
-    before = LOCK.format(path=str(tmp_path / "lock")).replace("MemoryError('no room')", told)
-    before = before.replace('MemoryError("no room")', told)
+    busy = "RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')"
+    before = LOCK.format(path=str(tmp_path / "lock"), error=busy)
     result = bench([script(before=before, name="a"), script(before=before, name="b")])
     assert result.alone and "refused by the GPU" in result.notes[0] and [len(m.turns) for m in result] == [4, 4]
 
@@ -333,47 +324,43 @@ def test_a_baseline_that_fails_ends_the_bench_at_once(script, bench):
     assert "exit code 3" in result.notes[0]
 
 
-def test_a_script_that_ends_early(script, bench):
-    verdict, note = failing(bench([script(name="a"), script(steps=20, name="b")]))
-    assert verdict.startswith("ended after") and "let it train for more steps" in note
+THREADED = """
+    import threading
+    tick = effgpu.tick
+    effgpu.tick = lambda: threading.Thread(target=tick).start()
+"""
 
 
-def test_what_was_measured_before_a_crash_is_kept(script, bench):
-    broken = script("time.sleep(0.004 if step < 600 else 1 / 0)", name="b")
+@pytest.mark.parametrize(
+    ("inside", "before", "short", "told"),
+    [
+        ("time.sleep(0.002 if step < 20 else sys.exit())", "", "ended after", "let it train for more steps"),
+        ("time.sleep(0.002 if step < 20 else 1 / 0)", "", "crashed after", "ZeroDivisionError"),
+        ("step < 9 or os.kill(os.getpid(), 9)", "import os", "killed", "SIGKILL"),
+        ("time.sleep(0.002)", THREADED, "tick was called in a thread", "call it in the main thread, once per step"),
+    ],
+)
+def test_a_fault_is_told_in_a_few_words_and_in_full(inside, before, short, told, script, bench):
+    result = bench([script(name="a"), script(inside, before=before, name="b")])
+    verdict, note = failing(result)
+    assert verdict.startswith(short) and told in note and result["b.py"].turns == ()
+
+
+def test_what_was_measured_before_a_crash_is_kept(script, bench, monkeypatch):
+    monkeypatch.setitem(commands._TURN, "cpu", 0.01)
+    broken = script("time.sleep(0.004 if step < 300 else 1 / 0)", name="b")
     result = bench([script(name="a"), broken], seconds=30.0, precision=1e-5)
     verdict, note = failing(result)
     assert verdict == "slower" and len(result["b.py"].turns) >= 15
     assert "crashed after step" in note and "ZeroDivisionError" in note
 
 
-def test_a_script_that_crashes_in_a_turn(script, bench):
-    result = bench([script(name="a"), script("time.sleep(0.002 if step < 20 else 1 / 0)", name="b")])
-    verdict, note = failing(result)
-    assert verdict.startswith("crashed after") and "ZeroDivisionError" in note
-    assert result["b.py"].turns == () and result["a.py"].median
-
-
-def test_a_script_that_is_killed_is_tried_alone(script, bench):
-    killed = script("step < 9 or os.kill(os.getpid(), 9)", before="import os", name="b")
-    verdict, note = failing(bench([script(name="a"), killed]))
-    assert verdict == "killed" and "SIGKILL" in note
-
-
-def test_a_script_that_hangs(script, bench):
+def test_a_script_that_hangs(script, bench, monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE", 0.3)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     hangs = script("time.sleep(0.002 if step < 20 else 600)", before=stubborn, name="b")
     verdict, note = failing(bench([script(name="a"), hangs], timeout=1.0))
     assert verdict.startswith("hangs after step") and "no answer within 1" in note
-
-
-def test_tick_in_a_thread(script, bench):
-    threaded = """
-        import threading
-        tick = effgpu.tick
-        effgpu.tick = lambda: threading.Thread(target=tick).start()
-    """
-    verdict, note = failing(bench([script(name="a"), script(before=threaded, name="b")]))
-    assert verdict == "tick was called in a thread" and "call it in the main thread, once per step" in note
 
 
 WORKER = """
@@ -413,7 +400,7 @@ for batch in torch.utils.data.DataLoader(Data(), num_workers=1):
     assert verdict == "tick was called in a DataLoader worker" and "in the training loop, once per step" in note
 
 
-@pytest.mark.parametrize("tick", ["loss='low'", "loss=[1, 2]", "items=object()"])
+@pytest.mark.parametrize("tick", ["loss=[1, 2]", "items=object()"])
 def test_what_is_no_number(tick, script, bench):
     _, note = failing(bench([script(name="a"), script(tick=tick, name="b")]))
     assert "expected a number or a tensor of one element" in note
@@ -437,10 +424,7 @@ def test_an_error_of_the_gpu_is_not_called_a_wrong_loss(script, bench):
     assert verdict == "failed before its first step" and "illegal memory access" in note and "expected" not in note
 
 
-STRANGE = [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[]\n", b"\xff\n", b'{"half', b"", b"[" * 9000 + b"\n"]
-
-
-@pytest.mark.parametrize("sent", [*STRANGE, b"{}\n", b'{"token": "\\u00e9"}\n'])
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\n", b"[" * 9000 + b"\n", b"{}\n"])
 def test_a_stranger_at_the_port_is_turned_away(sent, tmp_path):
     process = processes.Process(processes.Command(()), tmp_path / "log", 1.0)
     process._listener = socket.create_server(("127.0.0.1", 0))
@@ -564,11 +548,6 @@ def test_labels_are_given_or_are_the_arguments_that_differ(script, capsys):
     assert printed.startswith("| variant | time per step |") and "| two \\| 2 |" in printed and "* one: `" in printed
 
 
-def test_what_git_refuses_is_named_by_its_command(tmp_path):
-    with pytest.raises(ValueError, match=r"^git rev-parse: .*not a git repository"):
-        processes.import_from(tmp_path)
-
-
 def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
     def git(*arguments):
         told = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
@@ -623,7 +602,7 @@ cuda = SimpleNamespace(
     is_initialized=lambda: True, is_available=lambda: True, current_device=lambda: 0, Event=Event,
     device_count=lambda: 2, max_memory_allocated=lambda gpu=0: 3 * 2**20 * (str(gpu) in os.environ.get("USED", "0")),
     max_memory_reserved=lambda: 4 * 2**20, memory_reserved=lambda: 0,
-    synchronize=lambda: time.sleep(0.05 * ("LATE" in os.environ)) or setattr(cuda, "waited_at", time.perf_counter()),
+    synchronize=lambda: time.sleep(0.02 * ("LATE" in os.environ)) or setattr(cuda, "waited_at", time.perf_counter()),
     is_bf16_supported=lambda **_: True,
     mem_get_info=lambda: (1, 2), get_per_process_memory_fraction=lambda: 1.0,
     get_device_properties=lambda *_: SimpleNamespace(
@@ -637,6 +616,8 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, 
     (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{ROOT}")
     monkeypatch.setattr(commands, "_ENERGY_SECONDS", 0.6)
+    monkeypatch.setattr(commands, "_LEAD", 0.005)
+    monkeypatch.setattr(timing, "_LATE", 1.0)  # other processes may hold this one up by a few milliseconds
     monkeypatch.setattr(power, "find_board", lambda uuid: "board")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda board, kind: 1500)
     monkeypatch.setattr(power, "_throttled", lambda handle: ("power cap",))
@@ -704,6 +685,7 @@ transformers.Trainer(model, args, train_dataset=[row] * 64, callbacks=[effgpu.Ti
 """
 
 
+@pytest.mark.slow
 def test_transformers_trainer_with_and_without_a_flag(script, bench, tmp_path):
     command = script(whole=TRAINER.replace("OUT", repr(str(tmp_path / "trained"))))
     result = bench([command, f"{command} --checkpointing"], timeout=100.0)

@@ -1,6 +1,5 @@
 """Tests of `plot` through what is drawn: whose times these are, what did not fit, what other GPUs gave."""
 
-import io
 import itertools
 import math
 import os
@@ -121,14 +120,11 @@ def bars(ax):
 # plot
 
 
-def test_cpu_times_are_hatched_and_said_to_be_a_cpus_but_memory_is_not(on_cpu):
+def test_a_cpus_times_are_hatched_and_said_to_be_a_cpus_and_nothing_else_is(on_cpu, on_gpu):
     figure = plot(on_cpu)
     time, memory = figure.axes
     assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
     assert figure.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
-
-
-def test_gpu_times_are_not_hatched_and_the_gpu_is_named(on_gpu):
     figure = plot(on_gpu)
     assert not any(bar.get_hatch() for ax in figure.axes for bar in ax.patches)
     assert figure.get_supxlabel() == "measured on NVIDIA Test"
@@ -200,16 +196,6 @@ def test_a_diamond_marks_the_prediction(foretold):
     assert legend(figure) == ["predicted"]
 
 
-def test_no_mark_covers_the_words(foretold):
-    figure = plot(foretold)
-    assert_readable(figure)
-    for ax in figure.axes:
-        for x, row in marks(ax, "D"):
-            box = ax.texts[row].get_window_extent()
-            radius = figure.dpi / 72 * 5  # more than a diamond of 6 points
-            assert box.x0 >= ax.transData.transform((x, row))[0] + radius
-
-
 def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
     def steps(count):
         phases = ("forward",) * 4 + ("backward",) * 4 + ("optimizer",) * 4
@@ -220,7 +206,7 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
     assert legend(many) == ["forward", "backward", "optimizer"]
 
 
-@pytest.mark.parametrize("allocated", [GiB, 18 * GiB, 100 * GiB, 500 * GiB])
+@pytest.mark.parametrize("allocated", [18 * GiB, 500 * GiB])
 def test_a_verdict_lies_on_no_range(allocated):
     owners = dict.fromkeys(OWNERS, 0) | {"activations": allocated}
     figure = plot(Prediction(allocated, owners, allocated, Range(0, 2 * GiB), tuple(known_gpus().values())))
@@ -442,12 +428,6 @@ def test_a_sweep_of_two_quantities_is_refused(make_measurement):
     plot({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
 
 
-def test_a_sweep_below_zero_stands_upright():
-    (ax,) = plot({"change": {1: -2.0, 2: 1.0}}, xlabel="x", format_value=str).axes
-    low, high = ax.get_ylim()
-    assert low < -2 and high > 1
-
-
 # Of an ablation
 
 SECONDS = {"none": 10, "a": 6, "b": 7, "c": 10.1, "a + b": 4, "a + c": 6.1, "b + c": 7.1, "a + b + c": 5}
@@ -538,14 +518,6 @@ def test_plots_leave_pyplot_as_it_was(on_gpu):
             plot({"a": Trace((0,), ("no phase",))})
         assert (dict(mpl.rcParams), plt.get_fignums()) == before
     assert all(isinstance(figure, Figure) for figure in drawn)
-
-
-def test_a_png_has_twice_the_size_it_is_shown_at_and_an_opaque_ground(on_cpu):
-    figure = plot(on_cpu)
-    png = figures.to_png(figure)
-    assert png.startswith(b"\x89PNG")
-    assert int.from_bytes(png[16:20], "big") == pytest.approx(200 * figure.get_size_inches()[0], abs=1)
-    assert set(plt.imread(io.BytesIO(png))[[0, 0, -1, -1], [0, -1, 0, -1]].flat) == {1.0}, "red, green, blue, opaque"
 
 
 CELLS = """

@@ -17,7 +17,7 @@ class Simulated:
     def __init__(self, monkeypatch, seconds=0.01, sigma=0.0, labels="ab", shift=1.0):
         self.now, self.seconds, self.sigma, self.labels, self.shift = 0.0, seconds, sigma, list(labels), shift
         self.order, self.said, self.logs = "", [], {label: [] for label in labels}
-        self.random = random.Random(0)
+        self.noise = {label: random.Random(label) for label in labels}  # whatever the order of turns
         monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def alive(self):
@@ -25,7 +25,7 @@ class Simulated:
 
     def take_turn(self, label):
         self.order += label
-        self.logs[label].append(self.random.gauss(0, self.sigma))
+        self.logs[label].append(self.noise[label].gauss(0, self.sigma))
         self.now += self.seconds
 
     def ratios(self):

@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
@@ -96,16 +94,16 @@ def test_returns_what_the_action_makes_of_the_step_and_frees_the_rest():
         (interrupt, KeyboardInterrupt, "signal.raise_signal(signal.SIGINT)"),
     ],
 )
-@pytest.mark.parametrize("place", ["build", "prepare", "step", "action"])
+@pytest.mark.parametrize("place", ["build", "step", "action"])
 def test_out_of_memory_and_an_interrupt_free_all_that_is_built_although_the_error_is_kept(place, fault, error, line):
     sound, faulty = Watched(), Watched()
     faulty.fault = fault if place == "step" else None
     faulty.build_fault = fault if place == "build" else None
 
     def at(where):
-        return lambda *given: fault() if place == where and faulty.alive else given[-1]()
+        return lambda step: fault() if place == where else step()
 
-    with Stage({"sound": sound, "faulty": faulty}, prepare=at("prepare")) as stage:
+    with Stage({"sound": sound, "faulty": faulty}) as stage:
         stage.turn("sound", run)
         with pytest.raises(error) as caught:
             stage.turn("faulty", at("action"))
@@ -141,19 +139,6 @@ def test_errors_that_the_caller_handles_or_that_refer_to_each_other_do_no_harm()
         assert traceback.extract_tb(handled.__traceback__)[-1].name == "fail"
 
 
-def test_dataloader_workers_are_gone():
-    before = set(multiprocessing.active_children())
-    workers = []
-
-    def loading():
-        loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=2, persistent_workers=True)
-        batches = iter(loader)
-        return lambda: next(batches) and workers.extend(set(multiprocessing.active_children()) - before)
-
-    run_variant(loading, run)
-    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
-
-
 def test_a_gpu_that_has_failed_does_not_hide_the_fault(monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -187,35 +172,16 @@ def run_turns(stage, labels, action=run):
     return [stage.turn(label, action) for label in labels]
 
 
-def test_a_variant_is_built_and_prepared_in_its_first_turn_and_kept():
+def test_a_variant_is_built_in_its_first_turn_and_kept():
     log = []
 
     def make(label):
         return lambda: log.append(f"build {label}") or (lambda: log.append(f"step {label}"))
 
-    with Stage({"a": make("a"), "b": make("b")}, prepare=lambda label, step: log.append(f"prepare {label}")) as stage:
+    with Stage({"a": make("a"), "b": make("b")}) as stage:
         assert log == []
         run_turns(stage, "abba")
-    first = [f"{what} {label}" for label in "ab" for what in ("build", "prepare", "step")]
-    assert log == [*first, "step b", "step a"]
-
-
-def test_variants_are_alive_together_until_the_end():
-    both = {"a": Watched(), "b": Watched()}
-    with Stage(both) as stage:
-        run_turns(stage, "ab")
-        assert both["a"].alive and both["b"].alive
-    assert not both["a"].alive and not both["b"].alive
-
-
-def test_without_keeping_one_is_alive_at_a_time_and_turns_in_a_row_share_a_build():
-    both = {"a": Watched(), "b": Watched()}
-    with Stage(both, keep=False) as stage:
-        for label, builds in [("a", 1), ("b", 1), ("b", 1), ("a", 2), ("a", 2), ("b", 2)]:
-            stage.turn(label, run)
-            assert [name for name in both if both[name].alive] == [label]
-            assert len(both[label].models) == builds
-    assert not both["a"].alive and not both["b"].alive
+    assert log == ["build a", "step a", "build b", "step b", "step b", "step a"]
 
 
 def read_threads():
@@ -252,8 +218,8 @@ def test_a_rebuilt_variant_starts_with_no_switches_set():
         torch.set_num_threads(torch.get_num_threads() + 1)
         return read_threads
 
-    with Stage({"a": one_more, "b": lambda: read_threads}, keep=False) as stage:
-        assert run_turns(stage, "aabbaab") == [before + on for on in (1, 1, 0, 0, 1, 1, 0)]
+    for variant, on in [(one_more, 1), (lambda: read_threads, 0), (one_more, 1)]:
+        assert run_variant(variant, run) == before + on
     assert torch.get_num_threads() == before
 
 
@@ -311,13 +277,12 @@ def test_a_variant_that_changes_its_batch_size_gets_a_dynamic_graph_as_it_would_
     assert compiler.dynamic == [False, False, True]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_nothing_compiled_outlives_the_variants(keep, compiler):
+def test_nothing_compiled_outlives_the_variants(compiler):
     models = []
     variants = {"a": compiled_variant(compiler, 8, models), "b": compiled_variant(compiler, 16, models)}
-    with Stage(variants, keep=keep) as stage:
+    with Stage(variants) as stage:
         run_turns(stage, "abba")
-        assert len(compiler.alive) == 1 + keep, "graphs of what was freed"
+        assert len(compiler.alive) == 2
     assert compiler.alive == [] and [model() for model in models] == [None] * len(models)
 
 

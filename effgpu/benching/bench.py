@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from effgpu import units
-from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, import_from, read_command
+from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, read_command
 from effgpu.comparison import Comparison, check_name, read_fields
 from effgpu.measuring import power, timing
 from effgpu.measuring.device import Device, describe_cpu
@@ -246,11 +246,7 @@ def _read_commands(given: Sequence | Mapping, checkouts: Mapping[str, Path] | No
         if len(given) != 1 or len(checkouts) < 2:
             raise ValueError("refs: expected one command and at least two commits")
         (line,) = given.values() if isinstance(given, Mapping) else given
-        read = {ref: read_command(line, folder) for ref, folder in checkouts.items()}
-        return {
-            ref: replace(command, variables=import_from(checkouts[ref]) | command.variables)
-            for ref, command in read.items()
-        }
+        return {ref: read_command(line, folder) for ref, folder in checkouts.items()}
     if isinstance(given, Mapping):
         return {str(label): read_command(line) for label, line in given.items()}
     read = [read_command(line) for line in given]
@@ -392,7 +388,8 @@ class _Run:
             self.notes += [f"{label}: {note}" for note in record.notes]
             if record.fault:
                 self.notes.append(f"{label}: {record.fault}")
-        self._note_losses()
+            if wrong := [step for step, loss in record.losses.items() if not math.isfinite(loss)]:
+                self.notes.append(f"The loss of {label} is not finite from step {min(wrong)} on.")
         if self.interrupted:
             self.notes.append("Interrupted: this is what had been measured.")
         return Bench(
@@ -448,13 +445,10 @@ class _Run:
         """Start the commands together, as most of the start is their own business, and wait for their first ticks."""
         for label in self.commands:
             self._guard(label, self._start)
-        while self._alive() and (waiting := self._waiting()):
+        while self._alive() and (waiting := [label for label, p in self.processes.items() if p.hello is None]):
             _say(f"waiting for the first tick: {', '.join(waiting)}")
             for label in waiting:
                 self._guard(label, self._greet)
-
-    def _waiting(self) -> list[str]:
-        return [label for label, process in self.processes.items() if process.hello is None]
 
     def _start(self, label: str) -> None:
         process = Process(self.commands[label], self.logs[label], self.plan.timeout)
@@ -577,11 +571,6 @@ class _Run:
             self.notes.append(f"Times are per step: not every step of {told} gave items to effgpu.tick.")
             return dict.fromkeys(items)
         return items
-
-    def _note_losses(self) -> None:
-        for label, record in self.records.items():
-            if wrong := [step for step, loss in record.losses.items() if not math.isfinite(loss)]:
-                self.notes.append(f"The loss of {label} is not finite from step {min(wrong)} on.")
 
     def _device(self, label: str) -> Device:
         hello = self.records[label].hello or {}

@@ -58,10 +58,11 @@ class Command:
 def read_command(given: str | Sequence[str], folder: Path | None = None) -> Command:
     """A command as a shell would read it, without the shell: `OMP_NUM_THREADS=1 python train.py --lr 0.1`.
 
-    Raises ValueError for an empty command or a program that is not there.
+    In `folder`, that of a checkout, Python imports the checkout's packages. Raises ValueError for an empty command or a
+    program that is not there.
     """
     words = shlex.split(given) if isinstance(given, str) else list(map(str, given))
-    variables = {}
+    variables = _import_from(folder) if folder else {}
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     if not words:
@@ -177,7 +178,8 @@ class Process:
             self._admit()
         elif self._connection in ready:
             if message := self._connection.receive():
-                return self._note(message)
+                self.last = message
+                return message
             raise self._ended()
         elif self._connection is None and self._popen.poll() is not None:
             raise self._ended()
@@ -201,15 +203,10 @@ class Process:
             connection.send({"refused": told})
             raise self._fault("two processes tick", told)
         else:
-            self._connection, self.hello = connection, message
+            self._connection, self.hello, self.last = connection, message, message
             if message["group"] != os.getpgrp():
                 self._groups.add(message["group"])
-            self._note(message)
             connection.send({"group": self._popen.pid})
-
-    def _note(self, message: dict) -> dict:
-        self.last = message
-        return message
 
     def _ended(self) -> Fault:
         """What the end of the process means."""
@@ -297,7 +294,7 @@ def _find_commit(ref: str) -> str:
         raise ValueError(f"--ref {ref}: git knows no such commit") from None
 
 
-def import_from(folder: Path) -> dict[str, str]:
+def _import_from(folder: Path) -> dict[str, str]:
     """Variables with which Python imports a checkout's packages, even if they are installed from another one."""
     root = Path(_git("rev-parse", "--show-toplevel", folder=folder))
     places = [str(place) for place in (root, root / "src") if place.is_dir()]

@@ -1,7 +1,6 @@
 """FLOPs of a step, the matmul rate that this device reaches, and the share of it that a step uses (MFU)."""
 
 from collections.abc import Callable
-from numbers import Integral
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -42,7 +41,6 @@ def matmul_peak(dtype: torch.dtype = torch.float32, *, size: int | None = None, 
     size = pick_sizes(cpu=1024, small=4096, large=8192) if size is None else size
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected one of torch's, as torch.bfloat16, got {dtype!r}")
-    check_positive(Integral, size=size)
     device = find_device()
     draw = torch.Generator(device).manual_seed(0)  # leaves the global generator as it is
     a, b = (torch.randn(size, size, device=device, generator=draw).to(dtype) for _ in range(2))

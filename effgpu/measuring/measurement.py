@@ -26,7 +26,7 @@ from effgpu.measuring.device import (
 )
 from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, interval_of_blocks, interval_of_builds
 from effgpu.measuring.turns import take_blocks, take_builds
-from effgpu.measuring.variants import Stage, Step, Variant, check_variants
+from effgpu.measuring.variants import Stage, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
 from effgpu.units import check_positive
 
@@ -110,7 +110,7 @@ def find_interval(logs: list[float], builds: int = 1, **confidence: float) -> tu
 
 
 def measure(variant: Variant, **options) -> Measurement:
-    """Measure one variant, named after its function. The options are those of `measure_all`."""
+    """Measure one variant, named after its function. The options are `compare`'s, from `items` to `energy`."""
     return measure_all({getattr(variant, "__name__", "step"): variant}, **options)[0]
 
 
@@ -128,20 +128,11 @@ def measure_all(
 ) -> list[Measurement]:
     """Measure the memory of each variant, one alive at a time, then time all of them in turns.
 
-    A variant is a function that builds its own state and returns one training step. For the timing all variants are
-    built, warmed up (`warmup` steps or more) and kept. In each block every variant has two turns, in a random order and
-    in its reverse, so that drift cancels within the block: one block is one observation. A turn takes at least 5 ms,
-    or 0.1 s on a GPU, whose clock settles no sooner (0.5 s where the power cap holds it down), and has at least
-    `min_steps` steps. Worker processes, such as a DataLoader's, are frozen while others have their turn.
-
-    15 blocks tell how many are needed for an interval of ±`precision`, a share: by default 0.03, on a GPU 0.01. There
-    are at most 80, and no more than `seconds` of each variant's turns allow: 2 by default, on a GPU 10. There are never
-    fewer than 15, which take longer where steps are slow. `blocks` sets their number. Give `min_steps` where steps come
-    in bursts, as from DataLoader workers: a turn tells what they cost only if it is longer than a burst. `energy` adds
-    one window of some seconds per variant where NVML has an energy counter.
-
-    Variants that do not fit into memory together are built four times each for their turns. What that will take is
-    announced. `items` per step (a number, or one for each label), named by `unit`, are noted with the results.
+    `compare` explains the arguments; `blocks` sets the number of blocks. For the timing all variants are built, warmed
+    up and kept, and take turns (`take_blocks`). A turn takes at least 5 ms, or 0.1 s on a GPU, whose clock settles no
+    sooner (0.5 s where the power cap holds it down). Worker processes, such as a DataLoader's, are frozen while others
+    have their turn. Variants that do not fit into memory together are built four times each for their turns. What that
+    will take is announced.
 
     A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything and is
     raised. Raises TypeError or ValueError for arguments that are not as expected.
@@ -156,14 +147,14 @@ def measure_all(
     items_of = _items_of(variants, items)
     allowed = timing.cap_seconds(seconds)
     capped = allowed < seconds
-    plan = _Plan(allowed, capped, precision, blocks, 1 if capped else min_steps, warmup)
+    energy = energy and not capped and torch.cuda.is_available()
+    plan = _Plan(allowed, capped, precision, blocks, 1 if capped else min_steps, warmup, energy)
     records = {label: _Record() for label in variants}
     with gc_frozen(), random_states_kept(), _Progress() as progress:
         for done, (label, variant) in enumerate(variants.items()):
             progress.show(f"memory of {label}", done, len(variants))
             _attempt(label, records[label], partial(_take_memory, variant, records[label], warmup))
-        energy = energy and not capped and torch.cuda.is_available()
-        _time_turns(progress, variants, records, plan, energy=energy)
+        _time_turns(progress, variants, records, plan)
     device = describe()
     return [records[label].finish(label, device, items_of[label], unit) for label in variants]
 
@@ -214,6 +205,7 @@ class _Plan:
     blocks: int | None
     min_steps: int
     warmup: int
+    energy: bool
 
     def count_steps(self, pace: float, shortest: float, workers: int = 0) -> int:
         """Steps in a turn of at least `shortest` seconds, where a step takes `pace`: whole rounds of the workers."""
@@ -226,17 +218,17 @@ class _NotTogether(Exception):
     """Variants turn out not to go together: they have to be built one at a time."""
 
 
-def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool) -> None:
+def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
     """Time all variants in turns: kept together if that works, else built anew. One alone has nothing beside it."""
     traces = [record.trace for record in records.values() if not record.failed]
     if len(traces) < 2 or _fit_together(traces):
         try:
-            return _time_together(progress, variants, records, plan, energy=energy)
+            return _time_together(progress, variants, records, plan)
         except _NotTogether:
             for record in records.values():
                 record.turns.clear()
                 record.clocks.clear()
-    _time_one_at_a_time(progress, variants, records, plan, energy=energy)
+    _time_one_at_a_time(progress, variants, records, plan)
 
 
 def _fit_together(traces: list[memory.Trace]) -> bool:
@@ -245,11 +237,12 @@ def _fit_together(traces: list[memory.Trace]) -> bool:
     return held + max(trace.peak - trace.start for trace in traces) <= _ROOM * free_memory()
 
 
-def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool) -> None:
-    together, retries = len(variants) > 1, count_retries()
+def _alive(records: Mapping[str, _Record]) -> list[str]:
+    return [label for label, record in records.items() if not record.failed]
 
-    def alive() -> list[str]:
-        return [label for label in variants if not records[label].failed]
+
+def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
+    together, retries, alive = len(variants) > 1, count_retries(), partial(_alive, records)
 
     def attempt(label: str, action: Callable[[Step], None]) -> None:
         _attempt(label, records[label], partial(stage.turn, label, action), together=together)
@@ -259,10 +252,10 @@ def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, p
     def take_turn(label: str) -> None:
         attempt(label, partial(_take_turn, records[label], plan, _shortest(records.values()), stage.workers[label]))
 
-    with Stage(variants, prepare=lambda label, step: _warm_up(records[label], step, plan.warmup)) as stage:
+    with Stage(variants) as stage:
         for done, label in enumerate(alive()):
             progress.show(f"warm-up of {label}", done, len(variants))
-            attempt(label, lambda step: None)
+            attempt(label, partial(_warm_up, records[label], plan.warmup))
         if together and not CAN_FREEZE and any(stage.workers[label] for label in variants):
             raise _NotTogether
         retries = count_retries()  # those of the warm-up do no harm
@@ -275,32 +268,24 @@ def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, p
             blocks=plan.blocks,
             say=partial(progress.show, "timing"),
         )
-        for done, label in enumerate(alive() if energy else ()):
+        for done, label in enumerate(alive() if plan.energy else ()):
             progress.show(f"energy of {label}", done, len(variants))
             attempt(label, partial(_take_energy, records[label]))
 
 
-def _time_one_at_a_time(
-    progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan, *, energy: bool
-) -> None:
-    def alive() -> list[str]:
-        return [label for label in variants if not records[label].failed]
+def _time_one_at_a_time(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
+    alive = partial(_alive, records)
 
     def take_build(label: str) -> None:
         record = records[label]
-        stage.clear()
-        _attempt(label, record, partial(stage.turn, label, partial(_take_windows, record, plan)))
-        if energy and len(record.turns) == 2 * BUILDS:
-            _attempt(label, record, partial(stage.turn, label, partial(_take_energy, record)))
+        _attempt(label, record, partial(run_variant, variants[label], partial(_time_build, record, plan)))
 
     expected = BUILDS * sum(records[label].preparing for label in alive()) + plan.seconds * len(alive())
     told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
     progress.announce(f"{told}: about {units.format_seconds(expected)}.")
     for label in alive():
         records[label].builds = BUILDS
-    prepare = lambda label, step: _warm_up(records[label], step, plan.warmup)
-    with Stage(variants, keep=False, prepare=prepare) as stage:
-        take_builds(alive, take_build, partial(progress.show, "timing"))
+    take_builds(alive, take_build, partial(progress.show, "timing"))
 
 
 def _log_ratios(records: list[_Record]) -> list[list[float]]:
@@ -334,7 +319,7 @@ def _take_memory(variant: Variant, record: _Record, warmup: int) -> None:
     record.preparing = time.perf_counter() - began
 
 
-def _warm_up(record: _Record, step: Step, fewest: int) -> None:
+def _warm_up(record: _Record, fewest: int, step: Step) -> None:
     """Run the step until it is compiled, caches are filled and a GPU's clock has risen; note the seconds it takes then.
 
     A call that still compiles is no load: of each window, as many seconds count as its steps take at their fastest.
@@ -365,11 +350,14 @@ def _take_turn(record: _Record, plan: _Plan, shortest: float, workers: int, step
     record.turns.append(timing.time_turn(step, steps, lead=lead, meanwhile=partial(_note_clock, record)))
 
 
-def _take_windows(record: _Record, plan: _Plan, step: Step) -> None:
-    """Time two windows of a newly built step, which share its part of the seconds."""
+def _time_build(record: _Record, plan: _Plan, step: Step) -> None:
+    """Time two windows of a newly built step, which share its part of the seconds; the last build's energy, too."""
+    _warm_up(record, plan.warmup, step)
     steps = plan.count_steps(record.pace, max(plan.seconds / (2 * BUILDS), _TURN[find_device().type]))
     for _ in range(2):
         record.turns.append(timing.time_turn(step, steps, lead=0, meanwhile=partial(_note_clock, record)))
+    if plan.energy and len(record.turns) == 2 * BUILDS:
+        _take_energy(record, step)
 
 
 def _note_clock(record: _Record) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import platform
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -230,14 +231,19 @@ class _Profiler:
         self._running = False
 
     def start(self) -> None:
-        enable, _, config = _find_profiler()
-        enable(config)
+        from effgpu.measuring.torch_internals import _enable_profiler_legacy, _ExperimentalConfig
+
+        state = torch.autograd.ProfilerState.CPU
+        config = torch.autograd.ProfilerConfig(state, False, True, False, False, False, _ExperimentalConfig())
+        _enable_profiler_legacy(config)
         self._running = True
 
     def stop(self) -> list[list]:
         """End the session and return its records, a list for each thread."""
+        from effgpu.measuring.torch_internals import _disable_profiler_legacy
+
         self._running = False
-        return _find_profiler()[1]()
+        return _disable_profiler_legacy()
 
     def restart(self) -> list[list]:
         """End a session and begin the next. PyTorch remembers the sizes of what the first allocated."""
@@ -248,24 +254,6 @@ class _Profiler:
     def close(self) -> None:
         if self._running:
             self.stop()
-
-
-def _find_profiler() -> tuple[Callable, Callable, object]:
-    """The functions that start and stop the profiler, and its configuration. All of them are private to PyTorch."""
-    try:
-        from torch.autograd import ProfilerConfig, ProfilerState
-
-        from effgpu.measuring.torch_internals import (
-            _disable_profiler_legacy,
-            _enable_profiler_legacy,
-            _ExperimentalConfig,
-        )
-
-        config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    except (ImportError, AttributeError, TypeError) as error:
-        told = f"trace: PyTorch {torch.__version__} has no profiler that effgpu can record memory with: {error}"
-        raise RuntimeError(told) from error
-    return _enable_profiler_legacy, _disable_profiler_legacy, config
 
 
 @contextlib.contextmanager
@@ -306,11 +294,7 @@ def _separate_large_blocks() -> Iterator[None]:
 
 def _find_mallopt() -> Callable[[int, int], int] | None:
     """glibc's mallopt, or None with another C library."""
-    try:
-        libc = ctypes.CDLL(None)
-        return libc.mallopt if hasattr(libc, "gnu_get_libc_version") else None
-    except (OSError, TypeError, AttributeError):
-        return None
+    return ctypes.CDLL(None).mallopt if platform.libc_ver()[0] == "glibc" else None
 
 
 def _bytes_moved() -> Callable:

@@ -8,8 +8,7 @@ from statistics import fmean, median
 import pynvml
 import torch
 
-from effgpu import units
-from effgpu.measuring.timing import cap_seconds, check_step, time_for
+from effgpu.measuring.timing import cap_seconds, time_for
 
 _LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does not work; most change every 20 to 100 ms
 _POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps
@@ -67,8 +66,6 @@ def measure_energy(step: Callable[[], object], *, seconds: float = 3.0) -> float
     The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) changes every 20 to 100 ms. So the window begins
     and ends at such a change, with the GPU at work. A few seconds make the error of both ends small.
     """
-    check_step(step=step)
-    units.check_positive(seconds=seconds)
     handle, seconds = find_board(), cap_seconds(seconds)
     if handle is None or read_joules(handle) is None:
         return None

@@ -31,25 +31,17 @@ def run_variant(variant: Variant, action: Callable[[Step], Result]) -> Result:
 
 
 class Stage:
-    """Variants that are built at present and take turns: all of them, or with `keep=False` one at a time.
+    """Variants that take turns. Each is built in its first turn, and kept.
 
     A turn starts with the switches of `_SWITCHES` that its own variant has set, and ends with those from before. So
     one variant's switches never reach the next, and neither do the shapes that torch.compile has seen. Worker processes
-    of variants that are kept are frozen between their turns. A variant is built in its first turn and then passed, with
-    its label, to `prepare`. All are freed at the end of the `with` block, whatever happens. An out-of-memory error or
-    an interrupt carries the text of its traceback in place of its frames: they would hold models and DataLoader workers
-    as long as a notebook keeps the error. Others can be debugged.
+    are frozen between their variant's turns. All is freed at the end of the `with` block, whatever happens. An
+    out-of-memory error or an interrupt carries the text of its traceback in place of its frames: they would hold models
+    and DataLoader workers as long as a notebook keeps the error. Others can be debugged.
     """
 
-    def __init__(
-        self,
-        variants: Mapping[str, Variant],
-        *,
-        keep: bool = True,
-        prepare: Callable[[str, Step], None] = lambda label, step: None,
-    ):
-        self.variants, self.keep, self.prepare = variants, keep, prepare
-        self.workers = Workers()
+    def __init__(self, variants: Mapping[str, Variant]):
+        self.variants, self.workers = variants, Workers()
         self._built: dict[str, Step] = {}
         self._settings: dict[str, _Settings] = {}
 
@@ -57,23 +49,21 @@ class Stage:
         return self
 
     def __exit__(self, *_) -> None:
-        self.clear()
+        if self._built:
+            self._free()
 
     def turn(self, label: str, action: Callable[[Step], Result]) -> Result:
-        """Return what `action` makes of the variant's step, which is built and prepared first where it is not there."""
+        """Return what `action` makes of the variant's step, which is built first where it is not there."""
         handled = sys.exception()  # by the caller, and none of ours, though an error here is chained to it
         gpu = _current_gpu()
-        if not self.keep and label not in self._built:
-            self.clear()
         try:
-            awake = self.workers.awake(label) if self.keep and len(self.variants) > 1 else contextlib.nullcontext()
+            awake = self.workers.awake(label) if len(self.variants) > 1 else contextlib.nullcontext()
             with _recompiling(), self._settings.setdefault(label, _Settings()).applied(), awake:
                 if label not in self._built:
                     self._built[label] = _build(self.variants[label])
                     if (now := _current_gpu()) != gpu:
                         told = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
                         raise ValueError(f"{told} before effgpu's function")
-                    self.prepare(label, self._built[label])
                 return action(self._built[label])
         except BaseException as error:
             if is_dead(error):
@@ -87,12 +77,8 @@ class Stage:
                 raise RuntimeError(message) from error
             raise
 
-    def clear(self) -> None:
-        """Free all that is built, with its compiled graphs. What is built again starts with no switches set."""
-        if self._built:
-            self._free()
-
     def _free(self) -> None:
+        """Free all that is built, with its compiled graphs. What is built again starts with no switches set."""
         self.workers.release()
         self._built.clear()
         self._settings.clear()
