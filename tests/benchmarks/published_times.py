@@ -490,11 +490,10 @@ def tell(outcomes: list[Outcome], calibrating: list[Outcome]) -> list[str]:
         "timm's rows are of one GPU and one format, and some models are in both halves, in another layout: for",
         "other GPUs this audit says less.",
         "",
-        "Four constants were chosen after rows of the audit had been seen: the 20 µs that a V100's CPU takes to",
+        "Three constants were chosen after rows of the audit had been seen: the 20 µs that a V100's CPU takes to",
         "launch an operation (the fp16 rows of 2022 came out a quarter too fast with 8 µs), the bandwidth of",
-        "convolutions in fp32 (those of a V100 came out too slow), the A100's rates in 16 bits, which were lowered",
-        "within what is published (GPT-2 in bf16 came out too fast, and still does), and the range of these rates, which",
-        "was widened for the same reason.",
+        "convolutions in fp32 (those of a V100 came out too slow), and the A100's rates in 16 bits, which were lowered",
+        "within what is published (GPT-2 in bf16 came out too fast, and still does).",
         "",
     ]
     for source, link in LINKS.items():
