@@ -379,10 +379,11 @@ def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
 
 
 def test_steps_of_the_same_kernels_are_predicted_to_take_the_same(not_measured):
-    settings = {"full": {}, "again": {"half": False}, "half": {"half": True}}
-    result = compare(squaring, settings, full_size={"width": 2**28}, gpus=["T4"])
-    told = [result.full_size[label][0].tell_time() for label in settings]
-    assert told[1] == "same" and told[0].endswith(" ms") and "faster" in told[2]
+    variants = {"full": squaring, "again": squaring, "half": lambda width: squaring(width, half=True)}
+    variants["compiled"] = lambda width: torch.compile(squaring(width))
+    result = compare(variants, full_size={"width": 2**28}, gpus=["T4"])
+    told = [result.full_size[label][0].tell_time() for label in variants]
+    assert told[0].endswith(" ms") and told[1] == "same" and "faster" in told[2] and "same" not in told[3]
 
 
 def test_on_a_gpu_the_measurement_comes_first_and_its_prediction_stands_beside_it(make_measurement, make_gpu):

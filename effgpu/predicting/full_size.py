@@ -118,6 +118,6 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
 
 
 def _against(time: Time, baseline: Time) -> Range:
-    if (time.sources, time.waits) == (baseline.sources, baseline.waits):
+    if (time.sources, time.waits, time.compiled) == (baseline.sources, baseline.waits, baseline.compiled):
         return 1.0, 1.0, 1.0
     return tuple(time_ratio(time, baseline))
