@@ -45,7 +45,7 @@ MUTATIONS = {
         "return torch.autograd.set_detect_anomaly(False)  # new",
     ),
     "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
-    "14_compile": ("block.compile()  # new", "pass  # new"),
+    "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "17_distilbert_150k": (
