@@ -45,7 +45,7 @@ MUTATIONS = {
         "return torch.autograd.set_detect_anomaly(False)  # new",
     ),
     "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
-    "14_compile": ("block.compile()  # new", "pass  # new"),
+    "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
     "17_distilbert_150k": (
@@ -61,7 +61,7 @@ MUTATIONS = {
         "return network, given",
     ),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
-    "21_shapes": ("wide.bias[vocabulary:] = -math.inf  # new", "wide.bias[vocabulary:] = 0.0  # new"),
+    "21_shapes": ("wide.bias[outputs:] = -math.inf  # new", "wide.bias[outputs:] = 0.0  # new"),
     "22_out_of_memory": ("rows = max(1, budget // texts.shape[1])  # new", "rows = len(texts)  # new"),
     "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
     "24_table_of_2022": ("ctx.save_for_backward(weights, scores)", "ctx.save_for_backward(weights)"),
