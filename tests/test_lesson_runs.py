@@ -20,7 +20,7 @@ MUTATIONS = {
     "01_anatomy": ("training(native=True, **sizes)  # new", "training(native=False, **sizes)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
-    "04_padding_and_packing": ("torch.full((lengths[i],), i + 1,", "torch.full((lengths[i],), 1,"),
+    "04_padding_and_packing": ("torch.full((len(text),), number)", "torch.full((len(text),), 1)"),
     "05_batch_size": (
         "cross_entropy(model(texts[chosen]), labels[chosen])",
         'cross_entropy(model(texts[chosen]), labels[chosen], reduction="sum")',
