@@ -48,10 +48,7 @@ MUTATIONS = {
     "14_compile": ("block.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
-    "17_distilbert_150k": (
-        "mask = None if shortest == padded else (ids != 0).long()  # new",
-        "mask = None  # new",
-    ),
+    "17_distilbert_150k": ("mask = (ids != 0).long()\n    return", "mask = torch.ones_like(ids)\n    return"),
     "18_pruning": (
         "following.weight = nn.Parameter(following.weight[:, keep])  # new",
         "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
