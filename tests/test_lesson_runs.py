@@ -20,7 +20,7 @@ MUTATIONS = {
     "01_anatomy": ("training(native=True, **sizes)  # new", "training(native=False, **sizes)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
-    "04_padding_and_packing": ("torch.full((lengths[i],), i + 1,", "torch.full((lengths[i],), 1,"),
+    "04_padding_and_packing": ("torch.full((len(text),), number)", "torch.full((len(text),), 1)"),
     "05_batch_size": (
         "cross_entropy(model(texts[chosen]), labels[chosen])",
         'cross_entropy(model(texts[chosen]), labels[chosen], reduction="sum")',
@@ -48,10 +48,7 @@ MUTATIONS = {
     "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
-    "17_distilbert_150k": (
-        "mask = None if shortest == padded else (ids != 0).long()  # new",
-        "mask = None  # new",
-    ),
+    "17_distilbert_150k": ("mask = (ids != 0).long()\n    return", "mask = torch.ones_like(ids)\n    return"),
     "18_pruning": (
         "following.weight = nn.Parameter(following.weight[:, keep])  # new",
         "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
