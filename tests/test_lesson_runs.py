@@ -47,7 +47,7 @@ MUTATIONS = {
     "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
     "14_compile": ("block.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
-    "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
+    "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
     "17_distilbert_150k": (
         "mask = None if shortest == padded else (ids != 0).long()  # new",
         "mask = None  # new",
