@@ -47,7 +47,7 @@ MUTATIONS = {
     "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
     "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
-    "16_ladder": ("wide.bias[vocabulary:] = -math.inf  # new", "pass  # new"),
+    "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
     "17_distilbert_150k": ("mask = (ids != 0).long()\n    return", "mask = torch.ones_like(ids)\n    return"),
     "18_pruning": (
         "following.weight = nn.Parameter(following.weight[:, keep])  # new",
@@ -61,7 +61,7 @@ MUTATIONS = {
     "21_shapes": ("wide.bias[outputs:] = -math.inf  # new", "wide.bias[outputs:] = 0.0  # new"),
     "22_out_of_memory": ("rows = max(1, budget // texts.shape[1])  # new", "rows = len(texts)  # new"),
     "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
-    "24_table_of_2022": ("ctx.save_for_backward(weights, scores)", "ctx.save_for_backward(weights)"),
+    "24_table_of_2022": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
 }
 
 
