@@ -333,9 +333,10 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         if needed is None or needed.seconds is None:
             continue
         expected, low, high = needed.seconds
-        waiting = max(0.0, expected - needed.products - needed.others)
+        others = min(needed.others, expected - needed.products)  # of compiled code, the parts are those before fusion
+        waiting = max(0.0, expected - needed.products - others)
         left = 0.0
-        for name, part, color in zip(PARTS, (needed.products, needed.others, waiting), PART_COLORS):
+        for name, part, color in zip(PARTS, (needed.products, others, waiting), PART_COLORS):
             seen = part > 0.005 * expected and name not in ax.get_legend_handles_labels()[1]
             ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
             left += part
@@ -346,7 +347,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
     _value_axis(ax.xaxis, units.format_seconds)
     ax.set_xlim(left=0)
     gpu = units.with_article(comparison.full_size_gpus[place])
-    ax.set_title(f"time per step on {gpu}, at full size (predicted)")
+    ax.set_title(f"time per step on {gpu} (predicted)")
 
 
 def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
@@ -367,7 +368,7 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
-    ax.set_title(f"peak memory on {gpu}, at full size (predicted)")
+    ax.set_title(f"peak memory on {gpu} (predicted)")
 
 
 def _title(comparison: Comparison, quantity: str) -> str:

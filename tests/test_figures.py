@@ -221,10 +221,10 @@ def test_a_verdict_lies_on_no_range(allocated):
 def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_gpu):
     figure = plot(replace(on_gpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))))
     time, memory = figure.axes[-2:]
-    assert time.get_title(loc="left") == "time per step on a T4, at full size (predicted)"
+    assert time.get_title(loc="left") == "time per step on a T4 (predicted)"
     assert [bar.get_width() for bar in time.patches] == [3.5, 0.5, 0, 4.0, 0.5, 0.25, 0.25, 1.0], "parts, then all"
     assert [text.get_text() for text in time.texts] == ["4.00 s, does not fit", "1.00 s  4.00 × faster [3.33, 5.00]"]
-    assert memory.get_title(loc="left").startswith("peak memory on a T4, at full size (predicted)")
+    assert memory.get_title(loc="left").startswith("peak memory on a T4 (predicted)")
     assert [bar.get_width() for bar in memory.patches] == [20 * GiB, 10 * GiB]
     assert [to_hex(bar.get_edgecolor()) for bar in memory.patches] == [RED.lower(), GREEN.lower()]
     assert [text.get_text() for text in memory.texts] == ["20.0 GiB, does not fit", "10.0 GiB, fits"]
@@ -236,7 +236,7 @@ def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_
 def test_on_a_cpu_the_prediction_comes_first_and_the_memory_of_the_small_model_not_at_all(make_measurement):
     both = make_measurement("old"), make_measurement("new", 0.01)
     figure = plot(Comparison("some", both, full_size=predicted_sizes(20 * GiB, 10 * GiB)))
-    titles = [ax.get_title(loc="left").partition(",")[0] for ax in figure.axes]
+    titles = [re.split(r", | \(", ax.get_title(loc="left"))[0] for ax in figure.axes]
     assert titles == ["time per step on a T4", "peak memory on a T4", "time per step"] and len(figure.axes) == 3
     assert_readable(figure)
 

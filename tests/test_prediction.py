@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
 from effgpu.measuring.device import find_device, gc_frozen
-from effgpu.predicting import prediction
+from effgpu.predicting import fake_gpu, prediction
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size, segment_size
 from effgpu.predicting.gpus import known_gpus
 from effgpu.predicting.prediction import (
@@ -597,7 +597,10 @@ COMPILED = torch.compile(torch.relu)
 @pytest.mark.parametrize("read", [lambda out: torch.compile(torch.relu)(out), lambda out: COMPILED(out)])
 def test_compiled_code_is_counted_as_eager_and_said(read):
     predicted = predict(reading(read), "T4")
-    assert predicted.verdict() == TOO_CLOSE and "compiled code" in predicted.unknown[0]
+    assert predicted.unknown == (fake_gpu.COMPILED,) and predicted.verdict() == FITS
+    high = predicted.total("T4").high
+    assert predicted.verdict(replace(GPUS["T4"], memory=2 * high)) == FITS
+    assert predicted.verdict(replace(GPUS["T4"], memory=2 * high - 1)) == TOO_CLOSE
 
 
 def test_data_are_loaded_without_workers():

@@ -58,6 +58,8 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
+
+COMPILED = "compiled code: it was counted as it runs without torch.compile"
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 
@@ -273,7 +275,7 @@ class Recorder(TorchDispatchMode):
     def note_compiled(self) -> None:
         """Say that compiled code ran without its compiler."""
         self.compiled = True
-        self.unknown["compiled code: it was counted as it runs without torch.compile"] = None
+        self.unknown[COMPILED] = None
 
     def note_module(self, module: torch.nn.Module, *_: object) -> None:
         """A hook for every parameter and buffer that a module registers."""
