@@ -31,7 +31,7 @@ from effgpu.measuring.torch_internals import (
     _pop_mode_temporarily,
 )
 from effgpu.predicting.allocator import Block, round_size
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Segment, note
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -152,7 +152,8 @@ class Recorder(TorchDispatchMode):
             self._multiplied = True
         return result
 
-    def _note(self, func, args, kwargs, result) -> None:
+    def _note(self, func, args, kwargs, result) -> tuple[list[Kernel], float]:
+        """Add the kernels of an operation to the segment; return them, with the calls that the CPU makes for it."""
         segment = self.segments[-1]
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
         segment.kernels.update(kernels)
@@ -164,7 +165,9 @@ class Recorder(TorchDispatchMode):
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
-        segment.calls += call + _LISTED * sum(map(len, lists))
+        calls = call + _LISTED * sum(map(len, lists))
+        segment.calls += calls
+        return kernels, calls
 
     def _take_apart(self, func, args, kwargs):
         """The result of an operation that is made of others, which are noted in its place; else NotImplemented.
