@@ -176,7 +176,7 @@ class _Calls:
             if self.made == 1 and isinstance(error, TypeError) and error.__traceback__.tb_next.tb_next is None:
                 takes = "one batch, as there is a loader" if self._with_batch else "nothing, as there is no loader"
                 raise TypeError(f"step: expected one that takes {takes} ({error})") from error
-            told = "out of memory" if is_out_of_memory(error) else "failed"
+            told = "ran out of memory" if is_out_of_memory(error) else "failed"
             error.add_note(f"doctor: the step {told} in call {self.made}. It has to bear being called often.")
             raise
 
