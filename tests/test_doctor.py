@@ -14,7 +14,7 @@ from effgpu.__main__ import main
 from effgpu.diagnosing import doctor as module
 from effgpu.diagnosing.diagnosis import _ADVICE, COPYING, LAUNCHING, LOADING, OPTIMIZER, PRECISION, THRESHOLD
 from effgpu.diagnosing.doctor import emptied, padding_share
-from effgpu.diagnosing.replay import Scene, saved, walk_step
+from effgpu.diagnosing.replay import Scene, in_16_bits, saved, walk_step
 from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Watch, call
 from effgpu.measuring.device import gc_frozen
 from effgpu.measuring.timing import time_turn
@@ -281,6 +281,24 @@ def test_the_share_of_padding(rows, share):
     assert padding_share([torch.tensor(rows)]) == share
 
 
+def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_was():
+    def variant():
+        model = nn.Linear(2048, 2048)
+
+        def step(rows):
+            with torch.autocast("cuda", torch.bfloat16, enabled=False):
+                model(rows).square().mean().backward()
+
+        return step
+
+    methods = torch.autocast.__enter__, torch.autocast.__exit__
+    found = effgpu.doctor(variant, [torch.ones(512, 2048)])
+    assert found.findings[0].name == PRECISION
+    with pytest.raises(RuntimeError, match="a fault"), in_16_bits(T4):
+        raise RuntimeError("a fault")
+    assert (torch.autocast.__enter__, torch.autocast.__exit__) == methods
+
+
 # --- what is told ---
 
 
@@ -368,7 +386,7 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert [one.name for one in found.findings[:3]] == [LOADING, OPTIMIZER, COPYING]
     assert found.together == pytest.approx([0.07] * 3)
     assert {row[2] for row in found.table()[1][:3]} == {"measured"}
-    assert 0.1 * len(calls) < 55, "of the 60 s that steps of 100 ms may take"
+    assert len(calls) < 450, "steps of 100 ms take less than 60 s, with the walks"
 
 
 def test_on_a_gpu_that_is_not_in_the_table_what_is_measured_is_told(on_gpu, monkeypatch):

@@ -15,6 +15,7 @@ from conftest import predicted_sizes
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
+from effgpu.diagnosing.doctor import doctor
 from effgpu.results import stored
 from effgpu.units import GiB
 
@@ -212,11 +213,15 @@ def test_the_examples_run(no_collecting):
         model = Model(8, 8)
         return model, torch.optim.SGD(model.parameters()), {"x": torch.randn(32, 8)}
 
-    names = {"create": build, "load": lambda checkpoint: build()[::2]}
+    names = {"create": build, "build": lambda: build()[:2], "device": "cpu", "load": lambda checkpoint: build()[::2]}
     results = []
     text = README.read_text() + (ROOT / "docs" / "measuring.md").read_text()
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(example.replace('"samples"', '"samples", seconds=0.01'), names)
+        if "variant" in names:
+            assert doctor(names.pop("variant"), [torch.randn(32, 8)]).findings[0].name == "launching"
+            dtypes.clear()
+            continue
         results.append(names["result"])
         assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
         dtypes.clear()

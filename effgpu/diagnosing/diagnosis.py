@@ -125,9 +125,7 @@ class Diagnosis:
         kept = memory.owners["activations"]
         if kept:
             times = (gpu.memory - memory.total().high + kept) / kept
-            room = (
-                f"about {times:.1f} × this batch would fit" if times >= 1 else f"about {max(times, 0):.1f} of it fits"
-            )
+            room = f"about {units.format_count(max(times, 0))} × this batch would fit"
             told.append(f"  activations grow with the batch: {room}; checkpointing (07) keeps fewer of them")
         return told
 

@@ -1,7 +1,6 @@
 """`doctor`: what holds a training step back, as a list of what each change would save at most, the most first."""
 
 import contextlib
-import math
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from effgpu.diagnosing.diagnosis import (
     Diagnosis,
     Finding,
 )
-from effgpu.diagnosing.replay import Range, Scene, Walk, autocast, saved, walk_step
+from effgpu.diagnosing.replay import Range, Scene, Walk, in_16_bits, saved, walk_step
 from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call, tensors_in
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
@@ -37,7 +36,7 @@ from effgpu.measuring.variants import Variant, check_worked, is_function, run_va
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
 
 DEFAULT_GPU = "T4"
-_TURN = 0.1  # seconds that a turn on a GPU takes at least, as its clock needs that long to settle
+_TURN = 0.1  # seconds that a turn on a GPU takes about, as its clock needs that long to settle
 _BATCHES = 8  # whose shapes are looked at
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 
@@ -245,7 +244,7 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
         if OPTIMIZER in names:
             stack.enter_context(emptied(watch.optimizers))
         if PRECISION in names:
-            stack.enter_context(autocast(target))
+            stack.enter_context(in_16_bits(target))
 
         def step() -> None:
             batch = feed.batch if LOADING in names else feed.next()
@@ -272,7 +271,7 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
 
     with contextlib.ExitStack() as stack:
         pace = time_turn(change(frozenset(), stack), 3)
-    count = max(1, feed.workers, math.ceil(_TURN / max(pace, 1e-6)))
+    count = max(1, feed.workers, round(_TURN / max(pace, 1e-6)))
     names = [PRECISION] + [OPTIMIZER] * bool(watch.optimizers) + [LOADING] * (feed.loader is not None)
     names += [COPYING] * any(event.kind == COPY for event in watch.events)
     seen.saved = {name: saving for (name,), saving in compare([frozenset({name}) for name in names]).items()}

@@ -5,6 +5,7 @@ starts a kernel when the one before is done and the CPU has called it. Where the
 """
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -136,7 +137,7 @@ def walk_step(variant: Variant, batch: tuple, gpu: Gpu, *, pinned: bool = False,
         step = variant()
 
         def run():
-            with watch.looking(), autocast(gpu) if halve else contextlib.nullcontext():
+            with watch.looking(), in_16_bits(gpu) if halve else contextlib.nullcontext():
                 return call(step, batch)
 
         return run
@@ -145,9 +146,17 @@ def walk_step(variant: Variant, batch: tuple, gpu: Gpu, *, pinned: bool = False,
     return Walk(tuple(watch.events), prediction, witness.owners_at_peak())
 
 
-def autocast(gpu: Gpu) -> torch.autocast:
-    """Autocast to the 16-bit format that a GPU is fast in."""
-    return torch.autocast("cuda", torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16)
+@contextlib.contextmanager
+def in_16_bits(gpu: Gpu) -> Iterator[None]:
+    """Inside, autocast is on, in the 16-bit format that a GPU is fast in; a step cannot switch it off."""
+    kind = torch.autocast
+    with kind("cuda", torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16):
+        begin, end = kind.__enter__, kind.__exit__
+        kind.__enter__, kind.__exit__ = (lambda autocast: autocast), (lambda *_: None)
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = begin, end
 
 
 class _Witness(Recorder):
