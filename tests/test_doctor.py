@@ -1,8 +1,10 @@
 """Tests of `effgpu doctor`: ten sick training scripts and a healthy one, replays, and what it leaves behind."""
 
 import itertools
+import re
 import runpy
 from functools import partial
+from pathlib import Path
 
 import patients
 import pytest
@@ -452,6 +454,32 @@ def test_the_command_refuses_what_it_cannot_use(asked, told, tmp_path, capsys):
     assert told in capsys.readouterr().err
 
 
+# --- the Trainer of transformers ---
+
+
+def test_the_trainer_as_the_docs_show_it(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    text = torch.arange(32)
+    data = [
+        {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": text[label]} for label in (0, 1) * 40
+    ]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+    def make_trainer():
+        arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, report_to=[])
+        model = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes))
+        return Trainer(model, arguments, train_dataset=data)
+
+    names = {"make_trainer": make_trainer}
+    page = Path(__file__).parent.parent / "docs" / "doctor.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code, names)
+    found = effgpu.doctor(names["variant"], names["loader"])
+    assert found.findings[0].name == LAUNCHING
+    assert {LOADING, COPYING, OPTIMIZER} <= {one.name for one in found.examined}
+
+
 # --- bad input, and what is left behind ---
 
 
@@ -549,5 +577,5 @@ def test_a_function_may_make_the_loader_anew():
 def test_the_random_state_is_the_readers():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    effgpu.doctor(training(), [ROWS])
+    effgpu.doctor(training(), torch.utils.data.DataLoader(torch.ones(64, 64), 8, shuffle=True))
     assert torch.equal(torch.get_rng_state(), before)

@@ -64,8 +64,8 @@ def doctor(variant: Variant, loader: object = None, gpu: "str | Gpu | None" = No
     target = _this_gpu() if measured else find_gpu(DEFAULT_GPU if gpu is None else gpu)
     if target.bandwidth is None and not measured:
         raise ValueError(f"gpu: expected a GPU whose speed is known, such as T4, got {target.name}")
-    feed = _Feed(loader)
     with gc_frozen(), random_states_kept():
+        feed = _Feed(loader)
         seen = run_variant(variant, partial(_examine, feed=feed, target=target if measured else None))
         if target.bandwidth is None:
             return _conclude(target, feed, seen, (), f"{target.name} is not in the table of GPUs")
