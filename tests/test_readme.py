@@ -28,7 +28,7 @@ ALT = "Memory of one training step: a tall mountain of activations, and with che
 QUESTIONS = {
     "My GPU idles": ("00", "02", "03", "12"),
     "It does not fit": ("01", "06", "07", "09", "11", "22", "23"),
-    "It is slow": ("04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
+    "It is slow": ("25", "04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
     "Is the result still right?": ("15",),
     "After training": ("18", "19"),
     "More than one GPU": ("20",),

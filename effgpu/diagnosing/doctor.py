@@ -317,8 +317,8 @@ def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], wh
     return replace(result, together=saved(scene, both))
 
 
-# Launching is to blame where nothing else makes the CPU late, and packing leaves as many texts to load.
-_BLAMED_FIRST = {LAUNCHING: (WAITS, LOADING, COPYING, COMPILING), PADDING: (LOADING, COMPILING)}
+# Launching is to blame where nothing else makes the CPU late.
+_BLAMED_FIRST = {LAUNCHING: (WAITS, LOADING, COPYING, COMPILING)}
 
 
 def _concerns(name: str, event: Event, seen: _Seen) -> bool:
