@@ -23,7 +23,7 @@ from effgpu.measuring.timing import time_turn
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.prediction import predict
-from effgpu.units import GiB, format_seconds
+from effgpu.units import GiB, format_bytes, format_seconds
 
 T4 = find_gpu("T4")
 pytestmark = pytest.mark.filterwarnings(
@@ -335,6 +335,8 @@ def test_who_owns_the_peak_is_told_with_the_line():
     assert str(site).endswith('loss = model(rows.to("cuda" if torch.cuda.is_available() else "cpu")).square().mean()')
     assert size >= 2 * 4096 * 64 * 4
     assert sum(size for *_, size in found.peak) == found.memory.allocated
+    freed = format_bytes(found.memory.owners["activations"])
+    assert f"to free at most: {freed} by checkpointing (07) or accumulating (06), " in str(found)
 
 
 # --- on a GPU ---
@@ -389,6 +391,35 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert found.together == pytest.approx([0.07] * 3)
     assert {row[2] for row in found.table()[1][:3]} == {"measured"}
     assert len(calls) < 450, "steps of 100 ms take less than 60 s, with the walks"
+
+
+def test_what_workers_load_while_the_same_batch_is_used_is_not_counted_as_fast_loading(on_gpu):
+    variant, loader, _ = on_gpu
+    inner, ahead, taken = iter(loader), [], []
+
+    class Workers:
+        """Two workers, which load ahead while the step runs on without them: what lies there costs nothing."""
+
+        num_workers = 2
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            taken.append(1)
+            return ahead.pop() if ahead else next(inner)
+
+    def note(step):
+        def run(rows):
+            if not taken:
+                ahead[:] = [ROWS] * 4
+            taken.clear()
+            step(rows)
+
+        return run
+
+    found = effgpu.doctor(lambda: note(variant()), Workers())
+    assert {one.name: one.seconds for one in found.examined}[LOADING] == pytest.approx(0.04)
 
 
 def test_on_a_gpu_that_is_not_in_the_table_what_is_measured_is_told(on_gpu, monkeypatch):

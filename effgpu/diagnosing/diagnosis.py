@@ -123,10 +123,14 @@ class Diagnosis:
         for site, owner, size in self.peak[:3]:
             told.append(f"  {units.format_bytes(size)} {owner}" + (f", {site}" if site else ""))
         kept = memory.owners["activations"]
+        state = memory.owners["gradients"] + memory.owners["optimizer state"]
+        freed = f"{units.format_bytes(kept)} by checkpointing (07) or accumulating (06)"
+        told.append(f"  to free at most: {freed}, {units.format_bytes(state)} by LoRA (23)")
         if kept:
             times = (gpu.memory - memory.total().high + kept) / kept
-            room = f"about {units.format_count(max(times, 0))} × this batch would fit"
-            told.append(f"  activations grow with the batch: {room}; checkpointing (07) keeps fewer of them")
+            told.append(
+                f"  as activations grow with it, about {units.format_count(max(times, 0))} × this batch would fit"
+            )
         return told
 
     def __repr__(self) -> str:

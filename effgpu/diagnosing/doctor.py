@@ -125,13 +125,19 @@ class _Feed:
         told = f"loader: it ended after {self._served} batches and does not start anew, and a diagnosis takes many"
         raise RuntimeError(f"{told}: give a DataLoader, a list, or a function that returns a new iterator")
 
+    def drain(self) -> None:
+        """Take what workers have loaded ahead while nobody waited."""
+        ahead = getattr(self.loader, "prefetch_factor", None) or _AHEAD
+        for _ in range(self.workers * (ahead + 1)):
+            self.next()
+
     def measure(self) -> Range:
         """Seconds that the loader takes for a batch, with a 99 % interval."""
         if self.loader is None:
             return 0.0, 0.0, 0.0
         each = max(1, self.workers)
-        for _ in range(self.workers * ((getattr(self.loader, "prefetch_factor", None) or _AHEAD) + 1) + 1):
-            self.next()  # what was loaded ahead, while nobody waited
+        self.next()  # the first one waits for workers to start
+        self.drain()
         seconds = []
         for _ in range(FEWEST_BLOCKS):
             began = time.perf_counter()
@@ -259,6 +265,8 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
         def take_turn(label: str) -> None:
             with contextlib.ExitStack() as stack:
                 turns[label].append(time_turn(change(labels[label], stack), count))
+            if LOADING in labels[label]:
+                feed.drain()
 
         take_blocks(lambda: list(labels), take_turn, lambda: [], target=1, seconds=1, blocks=FEWEST_BLOCKS)
         blocks = {label: list(map(statistics.fmean, zip(each[::2], each[1::2]))) for label, each in turns.items()}
