@@ -16,6 +16,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     "count_ops": "measuring.ops",
     **dict.fromkeys(("describe", "find_device", "memory_limit"), "measuring.device"),
     **dict.fromkeys(("largest", "predict"), "predicting.prediction"),
+    "doctor": "diagnosing.doctor",
     "bench": "benching.bench",
     "tick": "benching.ticking",
     "TickCallback": "benching.callbacks",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.benching.callbacks import TickCallback
     from effgpu.benching.ticking import tick
     from effgpu.comparison import compare
+    from effgpu.diagnosing.doctor import doctor
     from effgpu.figures import plot
     from effgpu.measuring.device import describe, find_device, memory_limit
     from effgpu.measuring.flops import count_flops

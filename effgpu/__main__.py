@@ -1,4 +1,4 @@
-"""The commands `effgpu info`, `run`, `report`, `predict`, `calibrate` and `bench`. Each imports only what it needs."""
+"""The commands of `effgpu`, from `info` to `bench`. Each imports only what it needs."""
 
 import argparse
 import math
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, TOO_CLOSE, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
-    commands = parser.add_subparsers(required=True, metavar="{info,run,report,predict,calibrate,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{info,run,report,predict,doctor,calibrate,bench}")
 
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
@@ -66,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     measured_help = "also run the step on this device, and tell who owned its peak"
     predict.add_argument("--measured", action="store_true", help=measured_help)
     predict.set_defaults(command=_predict)
+
+    doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
+    doctor.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
+    loader_help = "what gives batches, by its name in the same file: then the step takes a batch"
+    doctor.add_argument("--loader", metavar="NAME", help=loader_help)
+    doctor.add_argument("--gpu", metavar="GPU", help="predict all for this one; else this machine's, or a T4")
+    doctor.set_defaults(command=_doctor)
 
     calibrate = commands.add_parser("calibrate", help="measure this GPU, for predictions of its times from now on")
     calibrate.set_defaults(command=_calibrate)
@@ -211,28 +218,21 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _predict(chosen: argparse.Namespace) -> int:
-    import runpy
-
     from effgpu.measuring.variants import is_function
     from effgpu.predicting import prediction
     from effgpu.predicting.gpus import find_gpu
     from effgpu.units import check_positive
 
-    path, _, name = chosen.variant.rpartition(":")
-    if not path:
-        return _refuse(f"expected FILE.py:VARIANT, got {chosen.variant}")
-    if not Path(path).is_file():
-        return _refuse(f"{path}: expected a Python file")
     if (chosen.samples is None) != (chosen.batch is None):
         return _refuse("predict: expected --samples and --batch together")
     try:
+        path, name = _split(chosen.variant)
         gpus = chosen.gpu and [find_gpu(gpu) for gpu in chosen.gpu]
         if chosen.samples is not None:
             check_positive(**{"--samples": chosen.samples, "--batch": chosen.batch})
     except ValueError as error:
         return _refuse(error)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` does
-    variant = runpy.run_path(path).get(name)
+    variant = _load(path).get(name)
     if not is_function(variant):
         return _refuse(f"{path}: expected a function called {name}")
     try:
@@ -252,6 +252,50 @@ def _predict(chosen: argparse.Namespace) -> int:
     if prediction.DOES_NOT_FIT in verdicts:
         return EXCEEDED
     return TOO_CLOSE if prediction.TOO_CLOSE in verdicts else SUCCEEDED
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from effgpu.diagnosing.doctor import doctor
+    from effgpu.measuring.variants import is_function
+    from effgpu.predicting.gpus import find_gpu
+
+    try:
+        path, name = _split(chosen.variant)
+        gpu = chosen.gpu and find_gpu(chosen.gpu)
+    except ValueError as error:
+        return _refuse(error)
+    names = _load(path)
+    if not is_function(names.get(name)):
+        return _refuse(f"{path}: expected a function called {name}")
+    if chosen.loader and chosen.loader not in names:
+        return _refuse(f"{path}: expected a loader called {chosen.loader}")
+    try:
+        print(doctor(names[name], names[chosen.loader] if chosen.loader else None, gpu))
+    except (TypeError, ValueError, RuntimeError) as error:
+        if str(error).startswith(("gpu: ", "loader: ", "predict: ", "step: ", "variant ")):
+            return _refuse("; ".join([str(error), *getattr(error, "__notes__", ())]))
+        raise  # the script's own
+    return SUCCEEDED
+
+
+def _split(variant: str) -> tuple[Path, str]:
+    """The file and the function of FILE.py:VARIANT. Raises ValueError for anything else."""
+    path, _, name = variant.rpartition(":")
+    if not path:
+        raise ValueError(f"expected FILE.py:VARIANT, got {variant}")
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: expected a Python file")
+    return Path(path), name
+
+
+def _load(path: Path) -> dict[str, object]:
+    """The names of a script, which is run as a module: so a DataLoader's workers find its classes."""
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return vars(module)
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:

@@ -959,6 +959,31 @@ def lora():
     return ax.figure
 
 
+def without(ax, y, words, parts, whole=None):
+    """One step as a bar of its parts; what it lacks of the whole is marked as saved."""
+    heading(ax, 18, y - 16, words)
+    x = 18
+    for name, wide, color in parts:
+        box(ax, x, y, wide, 26, color, name)
+        x += wide
+    if whole:
+        line(ax, (whole, whole), (y - 2, y + 28), dashed=True)
+        arrow(ax, (x + 2, y + 13), (whole - 1, y + 13), GREEN, "<|-|>", 2)
+        text(ax, whole, y - 16, "saved at most", color=GREEN, ha="right", weight="bold")
+
+
+def doctor():
+    """One training step as a bar of three parts: loading, waiting, computing. Below it the same step three times, each
+    time with one part left out or shorter. What is missing at the right end is what that change saves at most."""
+    ax = card(312, "Leave one thing out, and see")
+    load, wait, compute = ("loading", 76, ORANGE), ("waits", 48, PALE), ("computing", 200, BLUE)
+    without(ax, 70, "the step as it is", (load, wait, compute))
+    without(ax, 134, "the same batch again", (wait, compute), 342)
+    without(ax, 198, "nothing is read from the GPU", (load, compute), 342)
+    without(ax, 262, "in 16 bits", (load, wait, ("", 70, BLUE)), 342)
+    return ax.figure
+
+
 def course():
     """The road of every claim: predict the gain, prove that the technique is active, prove that the result is the same,
     measure both in turns; then the verdict against the baseline: faster, slower, same or inconclusive."""
@@ -1017,6 +1042,7 @@ def main(folder=Path(__file__).parent):
         out_of_memory,
         table_of_2022,
         lora,
+        doctor,
         course,
     ):
         about = {"Title": " ".join(drawing.__doc__.split()), "Date": None, "Creator": None}

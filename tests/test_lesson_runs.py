@@ -62,6 +62,7 @@ MUTATIONS = {
     "22_out_of_memory": ("rows = max(1, budget // texts.shape[1])  # new", "rows = len(texts)  # new"),
     "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
     "24_table_of_2022": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
+    "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[1:])  # new"),
 }
 
 

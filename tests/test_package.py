@@ -21,8 +21,8 @@ import effgpu
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
 # Each room may import those above it, and itself.
-ROOMS = ["units", "measuring", "predicting", "comparison", "benching", "ablation", "results", "figures", "course"]
-ROOMS.append("__main__")
+ROOMS = ["units", "measuring", "predicting", "diagnosing", "comparison", "benching", "ablation", "results", "figures"]
+ROOMS += ["course", "__main__"]
 PATHS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

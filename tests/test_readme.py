@@ -15,6 +15,7 @@ from conftest import predicted_sizes
 from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
+from effgpu.diagnosing.doctor import doctor
 from effgpu.results import stored
 from effgpu.units import NOT_MEASURED, GiB, format_bytes
 
@@ -27,7 +28,7 @@ ALT = "Memory of one training step: a tall mountain of activations, and with che
 QUESTIONS = {
     "My GPU idles": ("00", "02", "03", "12"),
     "It does not fit": ("01", "06", "07", "09", "11", "22", "23"),
-    "It is slow": ("04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
+    "It is slow": ("25", "04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
     "Is the result still right?": ("15",),
     "After training": ("18", "19"),
     "More than one GPU": ("20",),
@@ -288,11 +289,15 @@ def test_the_examples_run(no_collecting):
         model = Model(8, 8)
         return model, torch.optim.SGD(model.parameters()), {"x": torch.randn(32, 8)}
 
-    names = {"create": build, "load": lambda checkpoint: build()[::2]}
+    names = {"create": build, "build": lambda: build()[:2], "device": "cpu", "load": lambda checkpoint: build()[::2]}
     results = []
     text = README.read_text() + (ROOT / "docs" / "measuring.md").read_text()
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(example.replace('"samples"', '"samples", seconds=0.01'), names)
+        if "variant" in names:
+            assert doctor(names.pop("variant"), [torch.randn(32, 8)]).findings[0].name == "launching"
+            dtypes.clear()
+            continue
         results.append(names["result"])
         assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
         dtypes.clear()

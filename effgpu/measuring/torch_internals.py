@@ -20,6 +20,7 @@ CHECKED = {
     "torch.utils._pytree.tree_leaves": "2.14.1",
     "torch._ops.OpOverload._schema": "2.14.1",
     "torch._dynamo.pgo._CODE_STATE": "2.14.1",
+    "torch._dynamo.utils.counters": "2.14.1",
     # to predict: fake tensors, and what cannot run on them
     "torch._subclasses.fake_tensor": "2.14.1",
     "torch._subclasses.fake_tensor.FakeTensor": "2.14.1",

@@ -31,11 +31,11 @@ from effgpu.measuring.torch_internals import (
     _pop_mode_temporarily,
 )
 from effgpu.predicting.allocator import Block, round_size
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Segment, note
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH, _EFFGPU = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _HALF = (torch.float16, torch.bfloat16)
 
 # at/autocast_mode.h, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: what
@@ -154,7 +154,8 @@ class Recorder(TorchDispatchMode):
             self._multiplied = True
         return result
 
-    def _note(self, func, args, kwargs, result) -> None:
+    def _note(self, func, args, kwargs, result) -> tuple[list[Kernel], float]:
+        """Add the kernels of an operation to the segment; return them, with the calls that the CPU makes for it."""
         segment = self.segments[-1]
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
         segment.kernels.update(kernels)
@@ -166,7 +167,9 @@ class Recorder(TorchDispatchMode):
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
-        segment.calls += call + _LISTED * sum(map(len, lists))
+        calls = call + _LISTED * sum(map(len, lists))
+        segment.calls += calls
+        return kernels, calls
 
     def _take_apart(self, func, args, kwargs):
         """The result of an operation that is made of others, which are noted in its place; else NotImplemented.
@@ -683,7 +686,7 @@ def _reader() -> tuple[str, str]:
     frame, inside = sys._getframe(2), []
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_TORCH) and file != __file__:
+        if not file.startswith((_TORCH, _EFFGPU)) or "course" in Path(file).parts:  # the course stands for a reader
             return f"line {frame.f_lineno} of {Path(file).name}", " ".join(inside)
         inside.append(Path(file).as_posix())
         frame = frame.f_back

@@ -209,9 +209,9 @@ def predict(
         raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
     gpus = _find_gpus(gpu)
     newest = (8, 0) if gpu is None else max(gpu.capability for gpu in gpus)
-    predicted = _walk(variant, gpus, newest if rules == "gpu" else None, steps)
+    predicted = walk(variant, gpus, Recorder(newest if rules == "gpu" else None), steps)
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
-        predicted = replace(predicted, older=_walk(variant, gpus, max(older), steps))
+        predicted = replace(predicted, older=walk(variant, gpus, Recorder(max(older)), steps))
     return replace(predicted, measured=_measure_owners(variant, steps)) if measured else predicted
 
 
@@ -225,9 +225,11 @@ def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
     return gpus
 
 
-def _walk(variant: Variant, gpus: tuple[Gpu, ...], capability: tuple[int, int] | None, steps: int) -> Prediction:
-    """The prediction for these GPUs, with the kernels that a GPU of this capability takes; None: by a CPU's rules."""
-    recorder = Recorder(capability)
+def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int = STEPS) -> Prediction:
+    """The prediction for these GPUs, with the kernels that a GPU of the recorder's capability takes.
+
+    Raises RuntimeError, with the reason, for a step that cannot run without values.
+    """
     try:
         with gc_frozen(), random_states_kept(), as_gpu(recorder):
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
@@ -253,7 +255,7 @@ def _walk(variant: Variant, gpus: tuple[Gpu, ...], capability: tuple[int, int] |
         tuple(recorder.unknown),
         resting,
         recorder.holds_from,
-        segments=tuple(recorder.segments) if capability else (),
+        segments=tuple(recorder.segments) if recorder.capability else (),
         compiled=recorder.compiled,
     )
 

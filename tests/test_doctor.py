@@ -1,0 +1,612 @@
+"""Tests of `effgpu doctor`: ten sick training scripts and a healthy one, replays, and what it leaves behind."""
+
+import itertools
+import re
+import runpy
+from functools import partial
+from pathlib import Path
+
+import patients
+import pytest
+import torch
+from torch import nn
+
+import effgpu
+from effgpu.__main__ import main
+from effgpu.diagnosing import doctor as module
+from effgpu.diagnosing.diagnosis import _ADVICE, COPYING, LAUNCHING, LOADING, OPTIMIZER, PRECISION, THRESHOLD
+from effgpu.diagnosing.doctor import emptied, padding_share
+from effgpu.diagnosing.replay import Scene, in_16_bits, saved, walk_step
+from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Watch, call
+from effgpu.measuring.device import gc_frozen
+from effgpu.measuring.timing import time_turn
+from effgpu.predicting.gpus import find_gpu
+from effgpu.predicting.kernels import OTHER, Kernel
+from effgpu.predicting.prediction import predict
+from effgpu.units import GiB, format_bytes, format_seconds
+
+T4 = find_gpu("T4")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:User provided device_type", "ignore:'pin_memory' argument", "ignore:CUDA is not available"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_collecting():
+    with gc_frozen():
+        yield
+
+
+def training(width=64, optimizer=torch.optim.SGD, report=lambda model, loss: None):
+    """A variant whose step takes a batch of rows."""
+
+    def variant():
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        trained = optimizer(model.parameters(), lr=0.1)
+
+        def step(rows):
+            loss = model(rows.to("cuda" if torch.cuda.is_available() else "cpu")).square().mean()
+            loss.backward()
+            report(model, loss)
+            trained.step()
+            trained.zero_grad()
+
+        return step
+
+    return variant
+
+
+ROWS = torch.ones(8, 64)
+
+
+# --- the patients ---
+
+
+@pytest.fixture(scope="module")
+def diagnose(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("patients")
+
+    def diagnose(disease=None):
+        path = folder / f"{(disease or 'healthy').replace(' ', '_')}.py"
+        path.write_text(patients.script(disease))
+        names = runpy.run_path(str(path))
+        return effgpu.doctor(names["variant"], names["loader"], "T4"), path
+
+    return diagnose
+
+
+@pytest.mark.parametrize("disease", patients.SICK)
+def test_it_names_the_disease_first_and_the_line(diagnose, disease):
+    found, path = diagnose(disease)
+    expected = patients.SICK[disease][0]
+    first = found.findings[0]
+    assert first.name == expected, found
+    assert first.seconds >= 2 * THRESHOLD * found.seconds, "a disease, not a trifle"
+    assert 0 <= first.low <= first.seconds <= first.high
+    assert first.lesson in str(found) and first.advice in str(found)
+    text = path.read_text().splitlines()
+    code = {
+        "item in the loop": "p.grad.norm().item()",
+        "logging each step": ".cpu().numpy()",
+        "unpinned copies": "tensor.to(device)",
+        "validation with grad": "validation = ",
+        "unfused AdamW on many small tensors": "scaler.step(optimizer)",
+    }.get(disease)
+    if code:
+        assert first.lines[0].file == str(path)
+        assert code in text[first.lines[0].line - 1]
+        assert f"{path.name}:{first.lines[0].line}: " in str(found)
+
+
+def test_it_finds_nothing_in_a_healthy_script(diagnose):
+    found, _ = diagnose()
+    assert not found.findings
+    assert "nothing above 5% of the step" in str(found)
+    assert "below 5% each: " in str(found)
+    assert len(found.examined) == 9
+
+
+def test_every_disease_has_its_script():
+    assert len(patients.SICK) == 10
+    assert {disease[0] for disease in patients.SICK.values()} == set(_ADVICE)
+
+
+# --- replays ---
+
+
+def seconds(*events, **scene):
+    return Scene(tuple(events), T4, launch=1e-5, **scene).seconds()
+
+
+def kernel(bytes_moved, **fields):
+    return Event(KERNEL, None, (Kernel("add", OTHER, "fp32", 0, bytes_moved),), **fields)
+
+
+def of(duration):
+    """A kernel that takes so many seconds on a T4."""
+    bytes_moved = int(duration * T4.bandwidth * 0.95)
+    assert bytes_moved > T4.cache, "or the cache makes it faster"
+    return kernel(bytes_moved)
+
+
+def test_the_slower_of_two_clocks_decides():
+    assert seconds(of(1e-3), of(1e-3)) == pytest.approx(2e-3, rel=1e-3)
+    assert seconds(*[kernel(4)] * 100) == pytest.approx(100e-5)
+
+
+def test_without_waits_loading_hides_behind_the_gpu_and_with_one_it_does_not():
+    work, load = of(1e-3), (5e-4, 5e-4, 5e-4)
+    assert seconds(work, load=load) == pytest.approx(1e-3, rel=1e-3)
+    waiting = seconds(work, Event(READ, None, waits=True), load=load)
+    assert waiting == pytest.approx(1.5e-3 + 2e-5 + T4.kernel, rel=1e-2)
+
+
+def test_workers_load_while_the_step_runs():
+    load = (3e-3, 3e-3, 3e-3)
+    assert seconds(of(1e-3), load=load) == pytest.approx(3e-3, rel=0.02)
+    assert seconds(of(1e-3), Event(READ, None, waits=True), load=load) > 4e-3
+    assert seconds(of(1e-3), Event(READ, None, waits=True), load=load, workers=2) == pytest.approx(3e-3, rel=0.02)
+
+
+def test_a_copy_from_ordinary_memory_makes_the_cpu_wait_and_takes_longer():
+    size = 12_000_000
+    pinned = seconds(Event(COPY, None, bytes=size, pinned=True), of(1e-3))
+    assert pinned == pytest.approx(1e-3 + size / 12e9, rel=1e-2)
+    ordinary = seconds(Event(COPY, None, bytes=size, waits=True), of(1e-3))
+    assert ordinary == pytest.approx(1e-3 + size / 3.7e9, rel=1e-2)
+
+
+def test_savings_are_not_added_up():
+    events = tuple([of(1e-3), *[kernel(4)] * 90])  # the CPU needs nearly as long as the GPU
+    scene = Scene(events, T4, launch=1e-5)
+    without_gpu, without_cpu = Scene(events[1:], T4, launch=1e-5), Scene(events, T4)
+    both = saved(scene, Scene(events[1:], T4))[0]
+    assert both > 2 * (saved(scene, without_gpu)[0] + saved(scene, without_cpu)[0])
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+def test_a_replay_of_a_step_without_waits_takes_as_long_as_predicted(width):
+    def variant():
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        optimizer, rows = torch.optim.AdamW(model.parameters()), torch.ones(256, width)
+
+        def step():
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    replayed = walk_step(variant, (), T4).scene(T4).range()
+    predicted = predict(variant, "T4").time()
+    assert replayed == pytest.approx((predicted.expected, predicted.low, predicted.high), rel=0.02)
+
+
+# --- what is watched ---
+
+
+def watch(function, batch=(), **options):
+    found = Watch(batch, **options)
+    with found.looking(graphs=True):
+        call(function, batch)
+    return found
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: torch.ones(2).sum().item(),
+        lambda: bool(torch.ones(1) > 0),
+        lambda: torch.ones(2).tolist(),
+        lambda: torch.ones(2).cpu().numpy(),
+        lambda: torch.ones(2).numpy(),
+        lambda: torch.ones(3).nonzero(),
+        lambda: torch.ones(3)[torch.ones(3) > 0],
+    ],
+)
+def test_a_wait_is_seen_once_with_its_line(function):
+    (event,) = watch(function).events
+    assert (event.kind, event.waits) == (READ, True)
+    assert (event.site.file, event.site.line) == (__file__, function.__code__.co_firstlineno)
+
+
+@pytest.mark.parametrize("function", [lambda: torch.ones(3)[1:], lambda: torch.ones(3)[torch.tensor([0])]])
+def test_what_does_not_wait_is_no_wait(function):
+    assert not watch(function).events
+
+
+def test_what_optimizers_and_scalers_read_is_nobodys_wait():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.AdamW([parameter], foreach=False), torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    found = watch(step)
+    assert not [event for event in found.events if event.kind == READ]
+    assert [event.waits for event in found.events] == [True], "the scaler's own wait takes its time"
+    assert list(found.optimizers) == [optimizer]
+
+
+@pytest.mark.parametrize(
+    ("move", "pinned", "rows", "waits"),
+    [
+        (lambda rows: rows.to("cpu", non_blocking=True), True, 8192, False),
+        (lambda rows: rows.to("cpu"), True, 8192, True),
+        (lambda rows: rows.to("cpu", non_blocking=True), False, 8192, True),
+        (lambda rows: rows.to(device="cpu"), False, 8, False),
+    ],
+)
+def test_a_copy_waits_unless_it_is_pinned_or_small(move, pinned, rows, waits):
+    (event,) = watch(move, (torch.ones(rows, 4),), pinned=pinned).events
+    assert (event.kind, event.bytes, event.waits) == (COPY, rows * 16, waits)
+
+
+def test_other_types_and_other_tensors_are_no_copies():
+    def step(rows):
+        rows.to(torch.float64)
+        torch.ones(3).to("cpu")
+
+    assert not watch(step, (ROWS,)).events
+
+
+def test_a_graph_is_unused_until_a_backward_pass_uses_it():
+    model = nn.Linear(64, 64)
+
+    def train():
+        loss = model(ROWS).square().mean()
+        loss.backward()
+
+    def validate():
+        return model(ROWS).square().mean()
+
+    assert not watch(train).unused_graphs()
+    ((site, size),) = watch(validate).unused_graphs().items()
+    assert site.line == validate.__code__.co_firstlineno + 1
+    assert size >= 4 * ROWS.numel()
+    with torch.no_grad():
+        assert not watch(validate).unused_graphs()
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [
+        ([[5, 6, 0, 0], [7, 0, 0, 0]], 5 / 8),
+        ([[0, 0, 5, 6], [0, 0, 0, 7]], 5 / 8),
+        ([[0, 0], [0, 0]], 0),  # all alike: the types of tokens, for example
+        ([[5, 6, 7, 0]], 0),  # one text alone has no padding
+    ],
+)
+def test_the_share_of_padding(rows, share):
+    assert padding_share([torch.tensor(rows)]) == share
+
+
+def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_was():
+    def variant():
+        model = nn.Linear(2048, 2048)
+
+        def step(rows):
+            with torch.autocast("cuda", torch.bfloat16, enabled=False):
+                model(rows).square().mean().backward()
+
+        return step
+
+    methods = torch.autocast.__enter__, torch.autocast.__exit__
+    found = effgpu.doctor(variant, [torch.ones(512, 2048)])
+    assert found.findings[0].name == PRECISION
+    with pytest.raises(RuntimeError, match="a fault"), in_16_bits(T4):
+        raise RuntimeError("a fault")
+    assert (torch.autocast.__enter__, torch.autocast.__exit__) == methods
+
+
+# --- what is told ---
+
+
+def test_without_a_loader_it_says_what_it_did_not_look_at():
+    found = effgpu.doctor(lambda: partial(call, training()(), (ROWS,)), gpu="A100")
+    assert "data loading and copies were not looked at: give the loader" in str(found)
+    assert LOADING not in {one.name for one in found.examined}
+    assert found.findings[0].name == LAUNCHING
+
+
+def test_the_table_says_ceilings_ranges_and_what_is_predicted():
+    found = effgpu.doctor(training(), [ROWS])
+    headings, rows = found.table()
+    assert headings == ["what", "saves at most, per step", "how known", "lesson", "what to change"]
+    assert {row[2] for row in rows} == {"predicted"}
+    assert all(row[1].startswith("at most ") and "[" in row[1] for row in rows)
+    assert f"T4: {format_seconds(found.seconds)} per step [" in str(found)
+    assert "memory, predicted: " in str(found)
+    assert found.findings[0].advice in found._repr_html_()
+
+
+def test_two_that_were_tried_together_save_less_than_their_sum():
+    found = effgpu.doctor(training(optimizer=partial(torch.optim.Adam, foreach=False)), [ROWS])
+    first, second = found.findings[:2]
+    assert max(first.seconds, second.seconds) <= found.together[0] < first.seconds + second.seconds
+    assert f"{first.name} and {second.name} together: at most " in str(found)
+
+
+def test_who_owns_the_peak_is_told_with_the_line():
+    found = effgpu.doctor(training(), [torch.ones(4096, 64)])
+    site, size = next((site, size) for site, owner, size in found.peak if owner == "activations")
+    assert str(site).endswith('loss = model(rows.to("cuda" if torch.cuda.is_available() else "cpu")).square().mean()')
+    assert size >= 2 * 4096 * 64 * 4
+    assert sum(size for *_, size in found.peak) == found.memory.allocated
+    freed = format_bytes(found.memory.owners["activations"])
+    assert f"to free at most: {freed} by checkpointing (07) or accumulating (06), " in str(found)
+
+
+# --- on a GPU ---
+
+
+class Costly(torch.optim.SGD):
+    """An optimizer that takes 30 ms of the simulated GPU's time."""
+
+    def step(self, closure=None):
+        self.gpu.clock += 0.03
+        return super().step(closure)
+
+
+@pytest.fixture
+def on_gpu(simulate_gpu, monkeypatch):
+    """A variant and a loader on a simulated T4: 100 ms a step, 40 of them to load, 20 to copy, 30 to optimize."""
+    gpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
+    resident, calls = torch.ones(8, 64), []
+    monkeypatch.setattr(module, "to_device", lambda batch, device: (resident,))
+
+    def variant():
+        model = nn.Linear(64, 64)
+        optimizer = Costly(model.parameters(), lr=0.1)
+        optimizer.gpu = gpu
+
+        def step(rows):
+            calls.append(1)
+            gpu.clock += 0.0 if rows is resident else 0.02
+            gpu.clock += 0.004 if torch.is_autocast_enabled("cuda") else 0.01
+            model(rows.to("cpu")).sum().backward()
+            optimizer.step()
+
+        return step
+
+    class Loader:
+        def __iter__(self):
+            while True:
+                gpu.clock += 0.04
+                yield ROWS
+
+    return variant, Loader(), calls
+
+
+def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_gpu):
+    variant, loader, calls = on_gpu
+    found = effgpu.doctor(variant, loader)
+    assert found.measured
+    assert (found.seconds, found.low, found.high) == pytest.approx([0.1] * 3)
+    measured = {one.name: one.seconds for one in found.examined if one.measured}
+    assert measured == pytest.approx({LOADING: 0.04, OPTIMIZER: 0.03, COPYING: 0.02, PRECISION: 0.006})
+    assert [one.name for one in found.findings[:3]] == [LOADING, OPTIMIZER, COPYING]
+    assert found.together == pytest.approx([0.07] * 3)
+    assert {row[2] for row in found.table()[1][:3]} == {"measured"}
+    assert len(calls) < 450, "steps of 100 ms take less than 60 s, with the walks"
+
+
+def test_what_workers_load_while_the_same_batch_is_used_is_not_counted_as_fast_loading(on_gpu):
+    variant, loader, _ = on_gpu
+    inner, ahead, taken = iter(loader), [], []
+
+    class Workers:
+        """Two workers, which load ahead while the step runs on without them: what lies there costs nothing."""
+
+        num_workers = 2
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            taken.append(1)
+            return ahead.pop() if ahead else next(inner)
+
+    def note(step):
+        def run(rows):
+            if not taken:
+                ahead[:] = [ROWS] * 4
+            taken.clear()
+            step(rows)
+
+        return run
+
+    found = effgpu.doctor(lambda: note(variant()), Workers())
+    assert {one.name: one.seconds for one in found.examined}[LOADING] == pytest.approx(0.04)
+
+
+def test_on_a_gpu_that_is_not_in_the_table_what_is_measured_is_told(on_gpu, monkeypatch):
+    variant, loader, _ = on_gpu
+    monkeypatch.setattr(torch.cuda.get_device_properties(), "name", "Voodoo 2")
+    found = effgpu.doctor(variant, loader)
+    assert all(one.measured for one in found.examined)
+    assert "nothing is predicted: Voodoo 2 is not in the table of GPUs" in str(found)
+
+
+def test_a_gpu_that_is_named_is_predicted_also_on_a_gpu(on_gpu):
+    variant, loader, calls = on_gpu
+    found = effgpu.doctor(variant, loader, "A100")
+    assert not found.measured and not any(one.measured for one in found.examined)
+    assert len(calls) == 6, "two that are watched, and two in each walk"
+
+
+def test_a_fault_during_a_turn_gives_the_optimizer_its_step_back(on_gpu, monkeypatch):
+    variant, loader, _ = on_gpu
+    made = []
+    make = Costly.__init__
+    monkeypatch.setattr(Costly, "__init__", lambda self, *a, **k: made.append(self) or make(self, *a, **k))
+
+    def fault(step, count, **options):
+        if any("step" in vars(optimizer) for optimizer in made):
+            raise RuntimeError("a fault")
+        return time_turn(step, count, **options)
+
+    monkeypatch.setattr(module, "time_turn", fault)
+    with pytest.raises(RuntimeError, match="a fault"):
+        effgpu.doctor(variant, loader)
+    assert made and not any("step" in vars(optimizer) for optimizer in made)
+
+
+# --- the command line ---
+
+
+def test_the_command_prints_the_table(tmp_path, capsys):
+    path = tmp_path / "train_tiny.py"
+    path.write_text(patients.script("tiny batch"))
+    assert main(["doctor", f"{path}:variant", "--loader", "loader", "--gpu", "A100"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("A100 40 GB: ")
+    assert "launching" in told.splitlines()[3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["{path}"], "expected FILE.py:VARIANT"),
+        (["{path}x:variant"], "expected a Python file"),
+        (["{path}:nothing"], "expected a function called nothing"),
+        (["{path}:variant", "--loader", "nothing"], "expected a loader called nothing"),
+        (["{path}:variant", "--gpu", "Voodoo 2"], "gpu: expected one of"),
+        (["{path}:variant"], "step: expected one that takes nothing"),
+        (["{path}:variant", "--loader", "number"], "loader: expected batches"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_use(asked, told, tmp_path, capsys):
+    path = tmp_path / "train_refused.py"
+    path.write_text("number = 3\ndef variant():\n    return lambda batch: None\n")
+    assert main(["doctor", *(word.format(path=path) for word in asked)]) == 2
+    assert told in capsys.readouterr().err
+
+
+# --- the Trainer of transformers ---
+
+
+def test_the_trainer_as_the_docs_show_it(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    text = torch.arange(32)
+    data = [
+        {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": text[label]} for label in (0, 1) * 40
+    ]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+    def make_trainer():
+        arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, report_to=[])
+        model = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes))
+        return Trainer(model, arguments, train_dataset=data)
+
+    names = {"make_trainer": make_trainer}
+    page = Path(__file__).parent.parent / "docs" / "doctor.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(code, names)
+    found = effgpu.doctor(names["variant"], names["loader"])
+    assert found.findings[0].name == LAUNCHING
+    assert {LOADING, COPYING, OPTIMIZER} <= {one.name for one in found.examined}
+
+
+# --- bad input, and what is left behind ---
+
+
+def test_emptied_optimizers_are_what_they_were_also_after_an_error():
+    model = nn.Linear(2, 2)
+    plain, scheduled = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    wrapped = vars(scheduled)["step"]
+    model.weight.grad = torch.ones(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="a fault"), emptied([plain, scheduled]):
+        plain.step()
+        scheduled.step()
+        assert plain.step(lambda: 3) == 3, "a closure is called"
+        assert torch.equal(model.weight, before)
+        raise RuntimeError("a fault")
+    assert "step" not in vars(plain)
+    assert vars(scheduled)["step"] is wrapped
+    plain.step()
+    assert not torch.equal(model.weight, before)
+    assert scheduler.get_last_lr() == [0.1]
+
+
+def hooks():
+    from torch.optim import optimizer
+
+    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_step_that_fails_says_in_which_call_and_leaves_nothing_behind(failing):
+    calls, before = itertools.count(1), hooks()
+
+    def report(model, loss):
+        if next(calls) == failing:
+            raise ZeroDivisionError("a fault")
+
+    with pytest.raises(ZeroDivisionError, match="a fault") as caught:
+        effgpu.doctor(training(report=report), [ROWS])
+    assert caught.value.__notes__[0] == (
+        f"doctor: the step failed in call {failing}. It has to bear being called often."
+    )
+    assert hooks() == before
+    assert not watch(lambda: None).events
+
+
+def test_out_of_memory_is_told_as_such():
+    def report(model, loss):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        effgpu.doctor(training(report=report), [ROWS])
+    assert any("the step ran out of memory in call 1" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("variant", "loader", "gpu", "told"),
+    [
+        (training(), None, None, "step: expected one that takes nothing, as there is no loader"),
+        (lambda: lambda: None, [ROWS], None, "step: expected one that takes one batch, as there is a loader"),
+        (training(), 3, None, "loader: expected batches that can be iterated over, got int"),
+        (training(), iter([ROWS] * 5), None, "loader: it ended after 5 batches and does not start anew"),
+        (training(), [], None, "loader: it ended after 0 batches"),
+        (training(), [ROWS], "16 GiB", "gpu: expected a GPU whose speed is known"),
+        (training(), [ROWS], "Voodoo 2", "gpu: expected one of"),
+        (
+            training(report=lambda model, loss: loss.reshape(1).nonzero()),
+            [ROWS],
+            None,
+            "predict: the shape of a result",
+        ),
+        (lambda: None, [ROWS], None, "variant '<lambda>': expected it to return its training step"),
+    ],
+)
+def test_bad_input_says_what_was_expected(variant, loader, gpu, told):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=told):
+        effgpu.doctor(variant, loader, gpu)
+
+
+def test_a_step_that_cannot_be_predicted_still_tells_what_was_measured():
+    with pytest.raises(RuntimeError) as caught:
+        effgpu.doctor(training(report=lambda model, loss: loss.reshape(1).nonzero()), [ROWS])
+    (note,) = caught.value.__notes__
+    assert "the loader takes " in note
+    assert "the CPU waits at test_doctor.py:" in note
+
+
+def test_a_function_may_make_the_loader_anew():
+    made = []
+    found = effgpu.doctor(training(), lambda: made.append(1) or iter([ROWS] * 5))
+    assert len(made) > 3
+    assert found.findings
+
+
+def test_the_random_state_is_the_readers():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    effgpu.doctor(training(), torch.utils.data.DataLoader(torch.ones(64, 64), 8, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
