@@ -41,8 +41,8 @@ MUTATIONS = {
         "with workloads.autocast():  # new",
     ),
     "12_debug_apis": (
-        "return torch.autograd.set_detect_anomaly(True)  # new",
-        "return torch.autograd.set_detect_anomaly(False)  # new",
+        "with torch.autograd.set_detect_anomaly(True):  # new",
+        "with torch.autograd.set_detect_anomaly(False):  # new",
     ),
     "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
     "14_compile": ("model.compile()  # new", "pass  # new"),

@@ -13,17 +13,19 @@ import nbformat
 import pytest
 
 from effgpu.comparison import MIME_TYPE
+from effgpu.course.ranks import torchrun
 
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## The arithmetic", "## Measure", "## When to use it", "## Try it"]
 # Lessons that tell the story first, then prove it; the others are still to be rewritten so.
 STORIES = tuple(path.stem for path in LESSONS if r"# The proof\n" in path.read_text())
-BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory")  # loading and copies: a table predicts, from published rates
+# Loading, copies and sending: a table predicts, from published rates.
+BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory", "20_multi_gpu")
 STORY = ["## The technique", "## Your guess", "## What happened", "## In your own script", "## When to use it"]
 STORY += ["# The proof", "## Try it"]
 CHECKED = "nbval-check-output"
-ONLY_ON_A_GPU = ("03_pinned_memory",)  # compares nothing without one
+ONLY_ON_A_GPU = ("03_pinned_memory", "20_multi_gpu")  # compare nothing without one, or without two
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -110,11 +112,38 @@ def test_every_exercise_has_a_solution_with_code(path):
 
 @pytest.mark.parametrize("name", STORIES)
 def test_the_script_to_copy_runs_as_it_stands(name, tmp_path):
-    story = prose(read(ROOT / "notebooks" / f"{name}.ipynb")).partition("## In your own script")[2]
-    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", story, re.DOTALL)[1])
+    (tmp_path / "train.py").write_text(script_to_copy(name))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "effgpu" not in (tmp_path / "train.py").read_text() and re.search(r"loss \d", done.stdout)
+
+
+def script_to_copy(name: str) -> str:
+    story = prose(read(ROOT / "notebooks" / f"{name}.ipynb")).partition("## In your own script")[2]
+    return re.search(r"```python\n(.*?)```", story, re.DOTALL)[1]
+
+
+def test_the_script_for_several_gpus_trains_the_same_on_two_ranks_and_resumes(tmp_path, monkeypatch):
+    """On two ranks it prints the losses of one process, once, and a second start goes on where the first ended."""
+
+    def losses(told: str) -> dict[int, float]:
+        return {int(epoch): float(loss) for epoch, loss in re.findall(r"^epoch (\d): loss (\S+)$", told, re.MULTILINE)}
+
+    script, longer = script_to_copy("20_multi_gpu"), tmp_path / "longer.py"
+    (tmp_path / "train.py").write_text(script)
+    longer.write_text(script.replace("range(first_epoch, 2)", "range(first_epoch, 3)"))
+    monkeypatch.chdir(tmp_path)
+    told = torchrun("train.py", cpu=True)
+    two_ranks = losses(told)
+    assert told.count("epoch") == 2, "rank 0 alone prints"
+    resumed = losses(torchrun("longer.py", cpu=True))
+    Path("checkpoint.pt").unlink()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, longer], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    one_process = losses(done.stdout)
+    assert two_ranks | resumed == pytest.approx(one_process, abs=0.005) and list(resumed) == [2]
+    assert one_process[2] < one_process[1] < one_process[0]
 
 
 @each_lesson
