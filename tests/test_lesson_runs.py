@@ -44,7 +44,11 @@ MUTATIONS = {
         "return torch.autograd.set_detect_anomaly(True)  # new",
         "return torch.autograd.set_detect_anomaly(False)  # new",
     ),
-    "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
+    "13_cudnn_benchmark": (
+        "model = model.to(memory_format=torch.channels_last)  # new\n"
+        "    images = images.to(memory_format=torch.channels_last)  # new\n",
+        "pass\n",
+    ),
     "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
