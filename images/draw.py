@@ -562,35 +562,30 @@ def pruning():
     return ax.figure
 
 
-def layer(ax, y, parts, passes, words, long=18):
-    """One layer as boxes in a row, each (name, colour, width), beside its passes over memory, `long` as their bytes."""
-    heading(ax, 18, y, words)
-    x = 18
-    for name, color, width in parts:
-        box(ax, x, y + 14, width, 30, color, name)
-        x += width + 4
-    for k in range(passes):
-        line(ax, (272 + 17 * k, 272 + 17 * k), (y + 29 - long / 2, y + 29 + long / 2), RED, 5)
-    if not passes:
-        text(ax, 298, y + 29, "none", color=GREEN, weight="bold")
-
-
 def inference():
-    """One layer, five ways, with the passes over memory of its norm and ReLU. In training: convolution, norm and ReLU
-    each keep their input for the backward pass, and there are four passes. In inference_mode: nothing is kept. In 16
-    bits: four passes of half the bytes. Compiled: norm and ReLU are one operation. In an engine: all three are one."""
-    ax = card(436, "What a layer no longer needs")
-    text(ax, 298, 52, "passes of norm", color=GREY)
-    text(ax, 298, 66, "and ReLU", color=GREY)
-    three = [("conv", BLUE, 84), ("norm", ORANGE, 64), ("ReLU", SKY, 64)]
-    layer(ax, 62, three, 4, "in training")
-    for x, width in ((18, 84), (106, 64), (174, 64)):
-        arrow(ax, (x + width / 2, 108), (x + width / 2, 124), lw=1.6)
-    box(ax, 18, 126, 220, 22, PALE, "kept for the backward pass", edge=GREY)
-    layer(ax, 178, three, 4, "inference_mode: nothing kept")
-    layer(ax, 244, three, 4, "16 bits: half the bytes", 9)
-    layer(ax, 310, [("conv", BLUE, 84), ("norm and ReLU", SKY, 132)], 2, "compiled: fewer passes", 9)
-    layer(ax, 376, [("one operation", BLUE, 220)], 0, "in an engine: all in one")
+    """Two stacks of memory. In training: weights, gradients, optimizer state, and a tall block of activations of all
+    layers. For answers: weights of half the size, and the activations of one layer."""
+    ax = card(346, "What an answer no longer needs")
+    floor = 318
+    for x, words in ((98, "in training"), (262, "for answers")):
+        text(ax, x, 56, words, weight="bold")
+    y = floor
+    for height, color, words in (
+        (36, BLUE, "weights"),
+        (36, ORANGE, "gradients"),
+        (72, GREEN, "optimizer state"),
+        (96, SKY, "activations"),
+    ):
+        y -= height
+        box(ax, 24, y, 148, height, color, words)
+    text(ax, 98, y + 64, "of all layers")
+    box(ax, 188, floor - 22, 148, 22, BLUE, "weights, 16 bits")
+    box(ax, 188, floor - 44, 148, 22, SKY, "one layer")
+    text(ax, 262, 150, "no gradients", color=GREY)
+    text(ax, 262, 168, "no optimizer", color=GREY)
+    text(ax, 262, 186, "half of the bits", color=GREY)
+    arrow(ax, (262, 204), (262, floor - 56))
+    line(ax, (18, 342), (floor + 4, floor + 4), INK, 1.2)
     return ax.figure
 
 

@@ -44,7 +44,11 @@ MUTATIONS = {
         "with torch.autograd.set_detect_anomaly(True):  # new",
         "with torch.autograd.set_detect_anomaly(False):  # new",
     ),
-    "13_cudnn_benchmark": ("    if channels_last:\n", "    if False:\n"),
+    "13_cudnn_benchmark": (
+        "model = model.to(memory_format=torch.channels_last)  # new\n"
+        "    images = images.to(memory_format=torch.channels_last)  # new\n",
+        "pass\n",
+    ),
     "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
@@ -53,10 +57,7 @@ MUTATIONS = {
         "following.weight = nn.Parameter(following.weight[:, keep])  # new",
         "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
     ),
-    "19_inference": (
-        "return torch.compile(network, dynamic=False, mode=mode), given  # new",
-        "return network, given",
-    ),
+    "19_inference": ("model.to(choose_16_bits())  # new", "pass  # new"),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
     "21_shapes": ("wide.bias[outputs:] = -math.inf  # new", "wide.bias[outputs:] = 0.0  # new"),
     "22_out_of_memory": ("rows = max(1, budget // texts.shape[1])  # new", "rows = len(texts)  # new"),

@@ -48,7 +48,7 @@ SYMPTOMS = {
     "Blog posts contradict each other": ("00", "16", "24"),
     "The trained model answers too slowly": ("19", "18"),
 }
-NEEDS_A_GPU = ("03", "13", "20", "21")  # what a CPU measures says nothing of these techniques
+NEEDS_A_GPU = ("03", "20", "21")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
 
 
@@ -215,7 +215,7 @@ FULL_SIZE = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
 def test_a_headline_is_in_words_without_an_interval_and_names_the_device(make_lesson):
     assert headline(make_lesson("07_some")) == "new: −50 % memory, 2.00 × slower on a CPU"
     assert headline(make_lesson("07_some", 0.5)) == "new: 2.00 × faster, −50 % memory on a CPU"
-    assert headline(make_lesson("13_some", gpu=True)) == "new: −50 % memory, 2.00 × slower on NVIDIA Test"
+    assert headline(make_lesson("20_some", gpu=True)) == "new: −50 % memory, 2.00 × slower on NVIDIA Test"
     assert headline(Outcome("22_some", "Compares nothing")) == ""
     assert without_interval("inconclusive (±64 %)") == "inconclusive"
 
@@ -228,10 +228,10 @@ def test_a_headline_leads_with_what_is_predicted_for_a_gpu_and_says_so(make_less
 
 
 def test_what_needs_a_gpu_has_no_headline_until_a_gpus_is_stored(make_lesson, monkeypatch):
-    assert headline(Outcome("03_some", "Pinned")) == headline(make_lesson("13_some")) == "Needs a GPU."
-    of_gpu = make_lesson("13_some", 0.5, gpu=True).comparisons
-    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: list(of_gpu) * (name == "13_some"))
-    assert headline(make_lesson("13_some")) == "new: 2.00 × faster, −50 % memory on NVIDIA Test"
+    assert headline(Outcome("03_some", "Pinned")) == headline(make_lesson("20_some")) == "Needs a GPU."
+    of_gpu = make_lesson("20_some", 0.5, gpu=True).comparisons
+    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: list(of_gpu) * (name == "20_some"))
+    assert headline(make_lesson("20_some")) == "new: 2.00 × faster, −50 % memory on NVIDIA Test"
     assert headline(make_lesson("14_some")) == "new: −50 % memory, 2.00 × slower on a CPU"
 
 
