@@ -604,6 +604,15 @@ def test_compiled_code_is_counted_as_eager_and_said(read):
     assert predicted.verdict(replace(GPUS["T4"], memory=2 * high - 1)) == TOO_CLOSE
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_module_that_copies_its_layers_is_walked_without_a_warning():
+    def variant():
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
+        return lambda: layers(torch.zeros(2, 4, 8)).sum().backward()
+
+    assert predict(variant, "T4").allocated > 0
+
+
 def test_data_are_loaded_without_workers():
     class Data(torch.utils.data.Dataset):
         def __len__(self):

@@ -6,6 +6,7 @@ machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py a
 """
 
 import html
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -231,7 +232,9 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
     Raises RuntimeError, with the reason, for a step that cannot run without values.
     """
     try:
-        with gc_frozen(), random_states_kept(), as_gpu(recorder):
+        with gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
+            # to copy a module asks for its tensors' addresses, and a fake tensor has none
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     except Exception as error:
         if why := _explain(error):
