@@ -696,19 +696,19 @@ def debug_apis():
 
 
 def batch_size():
-    """Above, the time of a step over the rows of its batch: a band of constant height, in which the weights are moved,
-    and on it a wedge of arithmetic that grows with the rows. At the knee both are equally high. Below, rows per second:
-    a curve that rises steeply up to the knee, where it reaches half of the best speed, and then levels off."""
+    """Above, the time of a step over the texts of its batch: a band of constant height, which is paid once for each
+    update, and on it a wedge that grows with the texts. At the knee both are equally high. Below, texts per second: a
+    curve that rises steeply up to the knee, where it reaches half of the best speed, and then levels off."""
     ax = card(398, "The knee")
     left, right, knee, constant = 30, 330, 75, 24
     heading(ax, 18, 60, "time of a step")
     floor = 210
     ax.fill([left, right, right, left], [floor, floor, floor - constant, floor - constant], color=ORANGE, lw=0)
     ax.fill([left, right, right], [floor - constant] * 2 + [floor - constant * (1 + 300 / knee)], color=BLUE, lw=0)
-    text(ax, right - 8, floor - constant / 2, "move the weights", ha="right")
-    text(ax, right - 8, floor - constant - 22, "compute each row", color=WHITE, ha="right")
+    text(ax, right - 8, floor - constant / 2, "once per update", ha="right")
+    text(ax, right - 8, floor - constant - 22, "for each text", color=WHITE, ha="right")
     text(ax, left + knee + 6, 106, "knee: both are equal", ha="left")
-    heading(ax, 18, 242, "rows per second")
+    heading(ax, 18, 242, "texts per second")
     base, best = 370, 100
     line(ax, (left, right), (base - best, base - best), dashed=True)
     text(ax, left + 4, base - best + 11, "best", color=GREY, ha="left")
@@ -721,7 +721,7 @@ def batch_size():
     for top, bottom in ((98, floor), (256, base)):
         line(ax, (left + knee,) * 2, (top, bottom), dashed=True)
         arrow(ax, (left, bottom), (right + 8, bottom))
-    text(ax, 180, 384, "rows in the batch", color=GREY)
+    text(ax, 180, 384, "texts in the batch", color=GREY)
     return ax.figure
 
 
