@@ -4,15 +4,15 @@ import html
 from dataclasses import dataclass
 
 from effgpu import units
-from effgpu.diagnosing.replay import Range
 from effgpu.diagnosing.watch import Site
-from effgpu.predicting.prediction import Prediction
+from effgpu.predicting.prediction import Largest, Prediction
 
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (SPREAD_OF_RATIOS in
 # predicting/time.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
 THRESHOLD = 0.05
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
+TF32 = "TF32"
 _ADVICE = {  # what to change, and the lesson about it
     LOADING: ("DataLoader(..., num_workers=2, persistent_workers=True)", "02"),
     COPYING: ("DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)", "03"),
@@ -21,6 +21,7 @@ _ADVICE = {  # what to change, and the lesson about it
     WAITS: ("keep the value on the GPU, loss.detach(), and read it every 100 steps", "12"),
     LAUNCHING: ("a larger batch, or torch.compile(model)", "05 and 14"),
     PRECISION: ("with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler", "08"),
+    TF32: ('torch.set_float32_matmul_precision("high"), where autocast is not wanted', "08"),
     PADDING: ("pack the texts, or sort them by length and pad each batch to its longest", "04"),
     COMPILING: ("torch.compile(model, dynamic=True), or pad to a few lengths", "14"),
 }
@@ -67,7 +68,8 @@ class Diagnosis:
     `seconds` is the time of the step, `low` to `high` its interval or range. `examined` are all ceilings, the largest
     first; `findings` those of 5 % of the step and more. They do not add up: `together` is what the two largest save
     when both are changed. `memory` is the prediction of the step's memory, `peak` who owns it: (line, owner, bytes).
-    `notes` say what was not looked at, and what was assumed.
+    `batches` is how many times the loader's batch fits into the GPU; None where that is not known. `notes`
+    say what was not looked at, and what was assumed.
     """
 
     gpu: str
@@ -76,19 +78,16 @@ class Diagnosis:
     high: float
     measured: bool
     examined: tuple[Finding, ...]
-    together: Range | None = None
+    together: Finding | None = None
     memory: Prediction | None = None
     peak: tuple[tuple[Site | None, str, int], ...] = ()
+    batches: Largest | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What saves 5 % of the step or more, the most first. Of what is measured, the whole interval is above 0."""
-        return tuple(
-            one
-            for one in self.examined
-            if one.seconds >= THRESHOLD * self.seconds and (one.low > 0 or not one.measured)
-        )
+        """What saves 5 % of the step or more, and surely more than nothing; the most first."""
+        return tuple(one for one in self.examined if one.seconds >= THRESHOLD * self.seconds and one.low > 0)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each finding."""
@@ -108,11 +107,12 @@ class Diagnosis:
         told = [f"{one.name}: {one.note}" for one in self.findings if one.note]
         told += [f"{one.name}: {line}" for one in self.findings for line in one.lines[:3]]
         if self.together:
-            first, second = (one.name for one in self.findings[:2])
-            seconds, low, high = map(units.format_seconds, self.together)
-            told.append(f"{first} and {second} together: at most {seconds} [{low}, {high}]")
-        rest = [one.name for one in self.examined if one not in self.findings]
-        told += [f"below {THRESHOLD:.0%} each: {', '.join(rest)}"] if rest else []
+            told.append(f"{self.together.name} together: {self.together.tell(self.seconds)}")
+        rest = [one for one in self.examined if one not in self.findings]
+        large = [one for one in rest if one.seconds >= THRESHOLD * self.seconds]
+        told += [f"{one.name}, perhaps: {one.tell(self.seconds)}" for one in large]
+        small = ", ".join(one.name for one in rest if one not in large)
+        told += [f"below {THRESHOLD:.0%} each: {small}"] if small else []
         return told + self._tell_memory() + list(self.notes)
 
     def _tell_memory(self) -> list[str]:
@@ -122,15 +122,12 @@ class Diagnosis:
         told = [f"memory, predicted: {memory.total()} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
         for site, owner, size in self.peak[:3]:
             told.append(f"  {units.format_bytes(size)} {owner}" + (f", {site}" if site else ""))
-        kept = memory.owners["activations"]
+        kept = units.format_bytes(memory.owners["activations"])
         state = memory.owners["gradients"] + memory.owners["optimizer state"]
-        freed = f"{units.format_bytes(kept)} by checkpointing (07) or accumulating (06)"
-        told.append(f"  to free at most: {freed}, {units.format_bytes(state)} by LoRA (23)")
-        if kept:
-            times = (gpu.memory - memory.total().high + kept) / kept
-            told.append(
-                f"  as activations grow with it, about {units.format_count(max(times, 0))} × this batch would fit"
-            )
+        state = units.format_bytes(state)
+        told.append(f"  to free at most: {kept} by checkpointing (07) or accumulating (06), {state} by LoRA (23)")
+        if self.batches is not None:
+            told.append(f"  {self.batches.fits} × this batch fits, up to {self.batches.may_fit} × may")
         return told
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """`doctor`: what holds a training step back, as a list of what each change would save at most, the most first."""
 
 import contextlib
+import copy
 import statistics
 import sys
 import time
@@ -20,23 +21,25 @@ from effgpu.diagnosing.diagnosis import (
     OPTIMIZER,
     PADDING,
     PRECISION,
+    TF32,
     VALIDATION,
     WAITS,
     Diagnosis,
     Finding,
 )
-from effgpu.diagnosing.replay import Range, Scene, Walk, in_16_bits, saved, walk_step
+from effgpu.diagnosing.replay import Range, Scene, Walk, as_tf32, in_16_bits, in_tf32, saved, walk_step
 from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call, tensors_in
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
-from effgpu.measuring.timing import time_turn
+from effgpu.measuring.timing import cap_seconds, time_turn
 from effgpu.measuring.torch_internals import counters
 from effgpu.measuring.turns import take_blocks
 from effgpu.measuring.variants import Variant, check_worked, is_function, run_variant, uncompiled
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
+from effgpu.predicting.prediction import Largest, largest
 
 DEFAULT_GPU = "T4"
-_TURN = 0.1  # seconds that a turn on a GPU takes about, as its clock needs that long to settle
+_SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
 _BATCHES = 8  # whose shapes are looked at
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 
@@ -49,11 +52,11 @@ def doctor(variant: Variant, loader: object = None, gpu: "str | Gpu | None" = No
     returns one. Without it, the step takes nothing, and data loading and copies are not looked at.
 
     On a GPU, the step runs as it is and with one thing changed, in turns: with the same batch again, with a batch that
-    is on the GPU, with optimizers whose step is empty, under autocast. All else is predicted, as is everything for a
-    `gpu` that is named or, on a machine without one, a T4: then the loader is measured here, the step is watched here
-    for two calls, and its time is replayed from a walk on fake tensors. Each saving is a ceiling.
+    is on the GPU, with optimizers whose step is empty, under autocast, with TF32. All else is predicted, as is
+    everything for a `gpu` that is named or, on a machine without one, a T4: then the loader is measured here, the step
+    is watched here for two calls, and its time is replayed from a walk on fake tensors. Each saving is a ceiling.
 
-    The step is called often: on a GPU for about 6 s for each of five changes. What it trains is thrown away.
+    The step is called often: on a GPU for about 6 s for each of seven changes. What it trains is thrown away.
 
     Raises ValueError for a GPU whose speed is not known, TypeError for a step that does not take what it is given,
     RuntimeError for a loader that ends and does not start anew and for a step that cannot be predicted, with the
@@ -72,12 +75,29 @@ def doctor(variant: Variant, loader: object = None, gpu: "str | Gpu | None" = No
         try:
             walk = partial(walk_step, variant, feed.batch, target, pinned=feed.pinned)
             walks = walk(), walk(halve=True)
+            batches = _largest_batch(variant, feed.batch, target)
         except RuntimeError as error:
             if not measured:
                 error.add_note(f"doctor: measured all the same: {_tell_measured(feed, seen)}")
                 raise
             return _conclude(target, feed, seen, (), str(error))
-    return _conclude(target, feed, seen, walks)
+    return replace(_conclude(target, feed, seen, walks), batches=batches)
+
+
+def _largest_batch(variant: Variant, batch: tuple, gpu: Gpu) -> Largest | None:
+    """How many times the batch fits; None without one, and for a step that takes no other size than this one."""
+
+    def variant_of(times: int) -> Variant:
+        larger = change_tensors(batch, lambda tensor: _repeat(tensor, times))
+        return lambda: partial(call, variant(), larger)
+
+    with contextlib.suppress(Exception):  # of the step: any error says that it takes no other size
+        return largest(variant_of, gpu) if batch else None
+
+
+def _repeat(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """A tensor of so many times as many samples: only its shape counts, so nothing is written into it."""
+    return tensor.new_empty(times * len(tensor), *tensor.shape[1:], device="cpu") if tensor.dim() else tensor
 
 
 def _this_gpu() -> Gpu:
@@ -163,8 +183,7 @@ class _Seen:
     compiling: float = 0.0
     shapes: int = 1
     step: Range | None = None
-    saved: dict[str, Range] = field(default_factory=dict)
-    together: dict[frozenset, Range] = field(default_factory=dict)
+    saved: dict[frozenset[str], Range] = field(default_factory=dict)  # by what was changed together
 
 
 class _Calls:
@@ -243,7 +262,8 @@ def emptied(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
 
 def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen) -> None:
     """Time the step on this GPU, as it is and with each change, in turns; then with the two changes that save most."""
-    on_gpu = to_device(feed.batch, find_device())
+    device = find_device()
+    on_gpu = change_tensors(feed.batch, lambda tensor: tensor.to(device))
 
     def change(names: frozenset[str], stack: contextlib.ExitStack) -> Callable[[], None]:
         """The step with these things changed."""
@@ -251,6 +271,8 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
             stack.enter_context(emptied(watch.optimizers))
         if PRECISION in names:
             stack.enter_context(in_16_bits(target))
+        if TF32 in names:
+            stack.enter_context(in_tf32())
 
         def step() -> None:
             batch = feed.batch if LOADING in names else feed.next()
@@ -279,17 +301,31 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
 
     with contextlib.ExitStack() as stack:
         pace = time_turn(change(frozenset(), stack), 3)
-    count = max(1, feed.workers, round(_TURN / max(pace, 1e-6)))
-    names = [PRECISION] + [OPTIMIZER] * bool(watch.optimizers) + [LOADING] * (feed.loader is not None)
-    names += [COPYING] * any(event.kind == COPY for event in watch.events)
-    seen.saved = {name: saving for (name,), saving in compare([frozenset({name}) for name in names]).items()}
-    best = frozenset(sorted(seen.saved, key=lambda name: -seen.saved[name][0])[:2])
-    seen.together = compare([best]) if len(best) == 2 else {}
+    turn = cap_seconds(_SECONDS) / (2 * FEWEST_BLOCKS)
+    count = max(1, feed.workers, round(turn / max(pace, 1e-6)))
+    names = [PRECISION] + [TF32] * _has_tf32(target) + [OPTIMIZER] * bool(watch.optimizers)
+    names += [LOADING] * (feed.loader is not None) + [COPYING] * any(event.kind == COPY for event in watch.events)
+    alone = [frozenset({name}) for name in names]
+    seen.saved = compare([*alone, _feeding(names)])
+    additive = [name for name in alone if TF32 not in name]  # under autocast, TF32 has nothing left to do
+    best = frozenset().union(*sorted(additive, key=lambda name: -seen.saved[name][0])[:2])
+    if best not in seen.saved:
+        seen.saved |= compare([best])
+
+
+def _has_tf32(gpu: Gpu) -> bool:
+    return gpu.capability >= (8, 0)
+
+
+def _feeding(names: Iterable[str]) -> frozenset[str]:
+    """What there is to change of how the step gets its batch."""
+    return frozenset(names) & {LOADING, COPYING}
 
 
 def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], why: str = "") -> Diagnosis:
     """Rank what was measured, and what replays of the walked step say of the rest. `why` there are no walks."""
-    examined = {name: Finding(name, *saving, measured=True) for name, saving in seen.saved.items()}
+    alone = {name: saving for names, saving in seen.saved.items() if len(names) == 1 for name in names}
+    examined = {name: Finding(name, *saving, measured=True) for name, saving in alone.items()}
     notes = [f"nothing is predicted: {why}"] if why else []
     if feed.loader is None:
         notes.append("data loading and copies were not looked at: give the loader, and let the step take a batch")
@@ -301,7 +337,9 @@ def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], wh
             before = scene
             for other in _BLAMED_FIRST.get(name, ()):
                 before = changes[other](before) if other in changes else before
-            examined.setdefault(name, Finding(name, *saved(before, changes[name](before))))
+            after = changes[name](before)
+            idle = _idle_seconds(seen, saved(scene, changes[WAITS](scene)), after) if name == LAUNCHING else None
+            examined.setdefault(name, Finding(name, *(idle or saved(before, after))))
         notes += [f"assumed: {told}" for told in walk.prediction.assumptions]
         notes += [f"not known: {told}" for told in walk.prediction.unknown]
     events = walk.events if walk else tuple(seen.watch.events)
@@ -316,13 +354,34 @@ def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], wh
         peak=walk.peak if walk else (),
         notes=tuple(notes),
     )
-    best = [finding.name for finding in result.findings[:2]]
-    if len(best) < 2 or seen.step:
-        return replace(result, together=seen.together.get(frozenset(best)))
-    both = scene
-    for name in changes:  # in their order, as precision replaces all events
-        both = changes[name](both) if name in best else both
-    return replace(result, together=saved(scene, both))
+    known = [finding.name for finding in result.findings if finding.measured == result.measured]
+    best = [name for name in known if name != TF32][:2]
+    together = seen.saved.get(frozenset(best))
+    if len(best) == 2 and not result.measured:
+        both = scene
+        for name in changes:  # in their order, as precision replaces all events
+            both = changes[name](both) if name in best else both
+        together = saved(scene, both)
+    if len(best) < 2 or not together:
+        return result
+    return replace(result, together=Finding(" and ".join(best), *together, measured=result.measured))
+
+
+def _idle_seconds(seen: _Seen, waits: Range, work: Scene) -> Range | None:
+    """Seconds that the GPU idles in a measured step that has its batch: the wall clock, less its predicted work.
+
+    Less the predicted `waits` and what compiling takes, too: they are other findings. None without a measured step.
+    """
+    if not seen.step:
+        return None
+    fed = seen.saved.get(_feeding(frozenset().union(*seen.saved)), (0.0, 0.0, 0.0))
+    busy = work.range()
+    ends = (1, 2), (2, 1)
+    idle = [
+        seen.step[0] - fed[0] - busy[0] - waits[0],
+        *(seen.step[low] - fed[high] - busy[high] - waits[high] for low, high in ends),
+    ]
+    return tuple(max(0.0, seconds - seen.compiling) for seconds in idle)
 
 
 # Launching is to blame where nothing else makes the CPU late.
@@ -346,6 +405,8 @@ def _changes(feed: _Feed, seen: _Seen, walks: tuple[Walk, ...]) -> dict[str, Cal
         return replace(scene, events=tuple(event._replace(scale=1 - seen.padding) for event in scene.events))
 
     changes = {PRECISION: lambda scene: replace(scene, events=walks[1].events)}
+    if _has_tf32(walks[0].prediction.gpus[0]):
+        changes[TF32] = lambda scene: replace(scene, events=tuple(map(as_tf32, scene.events)))
     changes |= {name: without(name) for name in (OPTIMIZER, WAITS, COPYING, VALIDATION)}
     changes[LAUNCHING] = lambda scene: replace(scene, launch=0.0)
     changes[LOADING] = lambda scene: replace(scene, load=(0.0, 0.0, 0.0))
@@ -390,13 +451,16 @@ def padding_share(looked_up: list[torch.Tensor]) -> float:
     return padded / total if total else 0.0
 
 
-def to_device(value: object, device: torch.device) -> object:
-    """A batch with its tensors on the device."""
-    if hasattr(value, "to"):
-        return value.to(device)
+def change_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """A batch with each of its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        changed = copy.copy(value)  # a BatchEncoding stays one
+        for key, item in value.items():
+            changed[key] = change_tensors(item, change)
+        return changed
     if isinstance(value, tuple | list):
-        items = [to_device(item, device) for item in value]
+        items = [change_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -15,14 +15,14 @@ from effgpu.measuring.variants import Variant
 from effgpu.predicting.allocator import find_peak
 from effgpu.predicting.fake_gpu import Recorder
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import Segment
+from effgpu.predicting.kernels import PRODUCT, Segment
 from effgpu.predicting.prediction import Prediction, walk
 from effgpu.predicting.time import FUSED_CALLS, LAUNCH_RANGE, kernel_seconds, step_time
 
 Range = tuple[float, float, float]  # middle, low, high
 # Bytes per second between host and GPU, over PCI Express of generation 3 and 4: the published rates that lesson 03
 # lists. Ordinary memory reaches less than pinned memory, and its rate depends on the host.
-PINNED, PAGEABLE = {3: 12e9, 4: 24e9}, {3: 3.7e9, 4: 5.7e9}
+PINNED, PAGEABLE = {3: 11e9, 4: 24e9}, {3: 3.7e9, 4: 5.7e9}
 _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
 _STEPS = 4  # that are replayed; the first does not count
@@ -157,6 +157,26 @@ def in_16_bits(gpu: Gpu) -> Iterator[None]:
             yield
         finally:
             kind.__enter__, kind.__exit__ = begin, end
+
+
+@contextlib.contextmanager
+def in_tf32() -> Iterator[None]:
+    """Inside, products of fp32 tensors are computed in TF32, unless the step says otherwise."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+def as_tf32(event: Event) -> Event:
+    """The event, with its products of fp32 tensors computed in TF32."""
+    kernels = [
+        kernel._replace(format="tf32") if (kernel.kind, kernel.format) == (PRODUCT, "fp32") else kernel
+        for kernel in event.kernels
+    ]
+    return event._replace(kernels=tuple(kernels))
 
 
 class _Witness(Recorder):

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.measuring.torch_internals import TorchDispatchMode
+from effgpu.predicting.fake_gpu import name_file
 from effgpu.predicting.kernels import Kernel
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
@@ -42,8 +43,8 @@ class Site(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        name = "cell" if "ipykernel" in self.file else Path(self.file).name
-        return f"{name}:{self.line}: {linecache.getline(self.file, self.line).strip()}".removesuffix(": ")
+        told = f"{name_file(self.file)}:{self.line}: {linecache.getline(self.file, self.line).strip()}"
+        return told.removesuffix(": ")
 
 
 class Event(NamedTuple):

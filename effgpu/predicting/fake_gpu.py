@@ -681,13 +681,18 @@ def _in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
+def name_file(path: str) -> str:
+    """The name of a file of code, as a reader knows it: a notebook's cell lies in a file with a number for its name."""
+    return "cell" if "ipykernel" in path else Path(path).name
+
+
 def _reader() -> tuple[str, str]:
     """The line outside of PyTorch that reads a value, and the files of PyTorch that lie in between."""
     frame, inside = sys._getframe(2), []
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _EFFGPU)) or "course" in Path(file).parts:  # the course stands for a reader
-            return f"line {frame.f_lineno} of {Path(file).name}", " ".join(inside)
+            return f"{name_file(file)}:{frame.f_lineno}", " ".join(inside)
         inside.append(Path(file).as_posix())
         frame = frame.f_back
     return "the step", " ".join(inside)
