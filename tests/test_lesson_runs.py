@@ -17,7 +17,7 @@ from effgpu.measuring import timing
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
 MUTATIONS = {
     "00_measuring": ("length = int(share * texts.shape[1])", "length = texts.shape[1]"),
-    "01_anatomy": ("training(native=True, **sizes)  # new", "training(native=False, **sizes)  # new"),
+    "01_anatomy": ("training(nn.LayerNorm, nn.GELU, **size)  # new", "training(WrittenNorm, nn.GELU, **size)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("slots[k % 2].copy_(", "slots[0].copy_("),
     "04_padding_and_packing": ("torch.full((len(text),), number)", "torch.full((len(text),), 1)"),
