@@ -212,38 +212,40 @@ def dataloader():
     return ax.figure
 
 
-def lanes(ax, y, copies, steps, copy, step):
-    """A lane of copies above a lane of steps, each a numbered box at its start."""
-    for down, words, starts, width, color in ((0, "copy", copies, copy, ORANGE), (30, "step", steps, step, BLUE)):
-        text(ax, 18, y + down + 13, words, ha="left")
-        for k, start in enumerate(starts):
-            box(ax, 62 + start, y + down, width, 26, color, str(k + 1))
+def lane(ax, y, words, boxes):
+    """A row of boxes over time, each with its start, its width, its colour and its words."""
+    text(ax, 18, y + 13, words, ha="left")
+    for start, width, color, inside in boxes:
+        box(ax, 66 + start, y, width, 26, color, inside)
 
 
 def pinned_memory():
-    """Pageable host memory is copied twice: by the CPU into pinned memory, then by the copy engine to the GPU. A batch
-    that is pinned already is copied once. In one stream copies and steps alternate; where the copies have a stream of
-    their own, each runs beside the step before it, and more steps fit into the same time."""
-    ax = card(440, "Copy while the step runs")
-    copy, step = 34, 48
-    heading(ax, 18, 60, "pageable: copied twice", False)
-    heading(ax, 18, 146, "pinned: copied once", True)
-    box(ax, 18, 76, 80, 30, PALE, "pageable", edge=GREY)
-    arrow(ax, (100, 91), (134, 91), lw=2)
-    text(ax, 116, 117, "CPU", color=GREY)
-    for y in (76, 162):
-        box(ax, 137, y, 72, 30, ORANGE, "pinned")
-        arrow(ax, (211, y + 15), (278, y + 15), lw=2)
-        text(ax, 244, y + 41, "copy engine", color=GREY)
-        box(ax, 281, y, 61, 30, BLUE, "GPU")
-    heading(ax, 18, 232, "one stream: in turns", False)
-    turns = [k * (copy + step) for k in range(3)]
-    lanes(ax, 246, turns, [start + copy for start in turns], copy, step)
-    heading(ax, 18, 330, "a stream for the copies: at once", True)
-    steps = [copy + k * step for k in range(5)]
-    lanes(ax, 344, [0, *steps[:-1]], steps, copy, step)
-    arrow(ax, (62, 412), (342, 412))
-    text(ax, 202, 426, "time", color=GREY)
+    """A batch is copied twice: by the CPU into pinned memory, then to the GPU. From ordinary memory, every step waits
+    for both copies. With pinning, a thread of the loader makes copy 1 during the step before, and a step waits for copy
+    2 alone, so that more steps fit into the same time."""
+    ax = card(350, "Wait for one copy, not for two")
+    first, second, step = 28, 16, 46
+    for x, words, color in ((18, "ordinary", PALE), (141, "pinned", ORANGE), (281, "GPU", BLUE)):
+        box(ax, x, 54, 61 if words == "GPU" else 74, 30, color, words, edge=GREY if color == PALE else WHITE)
+    for start, end, words in ((94, 139, "copy 1"), (217, 279, "copy 2")):
+        arrow(ax, (start, 69), (end, 69), lw=2)
+        text(ax, (start + end) / 2, 95, words, color=GREY)
+    heading(ax, 18, 132, "ordinary memory", False)
+    boxes = []
+    for start in [k * (first + second + step) for k in range(3)]:
+        boxes += [(start, first, ORANGE, "1"), (start + first, second, ORANGE, "2")]
+        boxes += [(start + first + second, step, BLUE, "step")]
+    lane(ax, 150, "loop", boxes)
+    heading(ax, 18, 210, "pinned by the loader", True)
+    turns = [first + k * (second + step) for k in range(4)]
+    ahead = [0, *[start + second for start in turns[:-1]]]
+    lane(ax, 228, "loader", [(start, first, ORANGE, "1") for start in ahead])
+    boxes = []
+    for start in turns:
+        boxes += [(start, second, ORANGE, "2"), (start + second, step, BLUE, "step")]
+    lane(ax, 258, "loop", boxes)
+    arrow(ax, (66, 304), (342, 304))
+    text(ax, 204, 322, "time", color=GREY)
     return ax.figure
 
 
