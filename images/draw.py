@@ -337,11 +337,11 @@ def fall(start, end=1.0):
 
 
 def lr_schedules():
-    """The learning rate over a run, for four schedules with one peak: constant; warm-up with cosine, a short straight
-    rise and a long fall; one cycle, a longer rise and a fall; WSD, a short rise, a long flat part and a short fall.
-    Below, one cycle that is stepped once per epoch instead of once per batch: it stays near zero."""
+    """The learning rate over a run, for four schedules with one peak: warm-up with linear, a short straight rise and a
+    long straight fall; warm-up with cosine; one cycle, a longer rise and a fall; WSD, a short rise, a long flat part
+    and a short fall. Below, one cycle that is stepped once per epoch instead of once per update: it stays near zero."""
     ax = card(414, "One peak, four schedules")
-    rate(ax, 20, 136, [(0, 1), (1, 1)], "constant")
+    rate(ax, 20, 136, [(0, 0.1), (0.1, 1), (1, 0)], "warm-up + linear")
     rate(ax, 190, 136, [(0, 0.1), (0.1, 1), *fall(0.1)], "warm-up + cosine")
     rise = [(0.3 * (1 - x), y) for x, y in reversed(fall(0))]
     rate(ax, 20, 246, [*rise, *fall(0.3)], "one cycle")
