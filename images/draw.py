@@ -795,10 +795,10 @@ def epoch_area(ax, left, floor, wide, high, share):
 
 def distilbert_150k():
     """The time of an epoch as an area: how many positions it has, wide, times what a position costs, high. The naive
-    epoch is a large rectangle, most of it hatched padding. With a list of tips it is as wide and less high. With texts
-    of similar length in a batch it is narrow and as high as at first. With both it is narrow and low: a small corner of
+    epoch is a large rectangle, most of it hatched padding. With texts of similar length in a batch it is narrow and as
+    high as at first. In 16 bits it is as wide as at first and low. With both it is narrow and low: a small corner of
     the first."""
-    ax = card(388, "Time is an area")
+    ax = card(366, "Time is an area")
     heading(ax, 36, 62, "naive")
     epoch_area(ax, 36, 190, 190, 112, 0.18)
     arrow(ax, (22, 190), (22, 78), style="<|-|>")
@@ -809,12 +809,12 @@ def distilbert_150k():
     epoch_area(ax, 252, 190, 38, 112, 0.92)
     text(ax, 252, 208, "far fewer,", ha="left")
     text(ax, 252, 224, "same cost", ha="left")
-    heading(ax, 36, 254, "the list of tips")
-    epoch_area(ax, 36, 338, 190, 68, 0.18)
-    text(ax, 36, 356, "cheaper, but as many", ha="left")
-    heading(ax, 252, 254, "both")
-    epoch_area(ax, 252, 338, 38, 40, 0.92)
-    text(ax, 252, 356, "a small corner", ha="left")
+    heading(ax, 36, 260, "16 bits")
+    epoch_area(ax, 36, 316, 190, 40, 0.18)
+    text(ax, 36, 334, "cheaper, but as many", ha="left")
+    heading(ax, 252, 260, "both")
+    epoch_area(ax, 252, 316, 38, 40, 0.92)
+    text(ax, 252, 334, "a small corner", ha="left")
     return ax.figure
 
 
