@@ -728,32 +728,22 @@ def batch_size():
 
 
 def shapes():
-    """A matrix of 256 columns is four full tiles of 128 by 128. With one column more it needs six tiles, of which two
-    are nearly empty and take as long as the others. Below, tiles over time: four tiles on four multiprocessors are one
-    wave; a fifth tile makes a second wave, in which three of the four idle."""
-    ax = card(358, "Work comes in whole tiles")
-    for left, columns, right, words in ((18, 2, True, "256 columns"), (188, 3, False, "257 columns")):
+    """Three rows of a matrix in memory, which a GPU loads 8 numbers at a time: one line is one load. With 15 numbers in
+    a row, the second and the third row begin inside of a load. With one number of padding after each row, every row
+    begins with a load."""
+    ax = card(258, "A GPU loads 8 numbers at once")
+    colors = (BLUE, ORANGE, GREEN)
+    for left, padding, right, words in ((14, 0, False, "15 columns"), (194, 1, True, "15 + 1 columns")):
         heading(ax, left, 60, words, right)
-        for k in range(2 * columns):
-            x, y = left + 51 * (k % columns), 76 + 51 * (k // columns)
-            if k % columns < 2:
-                box(ax, x, y, 49, 49, BLUE, "128²")
+        row_size = 15 + padding
+        for place in range(3 * row_size):
+            row, column = divmod(place, row_size)
+            x, y = left + 19 * (place % 8), 76 + 23 * (place // 8)
+            if column == 15:
+                box(ax, x, y, 18, 21, WHITE, edge=GREY, radius=2, ls=(0, (2.5, 2)))
             else:
-                box(ax, x, y, 49, 49, WHITE, edge=GREY, ls=(0, (2.5, 2)))
-                box(ax, x, y, 5, 49, BLUE, radius=2)
-        text(ax, left, 192, ("four tiles, all full", "six tiles, a third empty")[not right], color=GREY, ha="left")
-    for left, tiles, right, words in ((18, 4, True, "4 tiles: one wave"), (188, 5, False, "5 tiles: two waves")):
-        heading(ax, left, 228, words, right)
-        for k in range(8 if tiles > 4 else 4):
-            x, y = left + 77 * (k // 4), 243 + 22 * (k % 4)
-            if k < tiles:
-                box(ax, x, y, 75, 20, BLUE, str(k + 1))
-            else:
-                idle(ax, x, y, 75, 20, "idle")
-    text(ax, 100, 287, "four", ha="left", color=GREY)
-    text(ax, 100, 302, "processors", ha="left", color=GREY)
-    arrow(ax, (18, 336), (342, 336))
-    text(ax, 180, 346, "time", color=GREY)
+                box(ax, x, y, 18, 21, colors[row], str(row + 1) if column == 0 else "", radius=2)
+        text(ax, left, 228, ("every row begins a load" if right else "rows begin inside a load"), color=GREY, ha="left")
     return ax.figure
 
 
