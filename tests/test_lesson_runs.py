@@ -54,8 +54,8 @@ MUTATIONS = {
     "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
     "17_distilbert_150k": ("mask = (ids != 0).long()\n    return", "mask = torch.ones_like(ids)\n    return"),
     "18_pruning": (
-        "following.weight = nn.Parameter(following.weight[:, keep])  # new",
-        "following.weight = nn.Parameter(following.weight[:, : len(keep)])  # new",
+        "last.weight = nn.Parameter(last.weight[:, keep])  # new",
+        "last.weight = nn.Parameter(last.weight[:, : len(keep)])  # new",
     ),
     "19_inference": ("model.to(choose_16_bits())  # new", "pass  # new"),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
