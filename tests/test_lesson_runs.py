@@ -60,7 +60,7 @@ MUTATIONS = {
     "19_inference": ("model.to(choose_16_bits())  # new", "pass  # new"),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
     "21_shapes": ("wide.bias[outputs:] = -math.inf  # new", "wide.bias[outputs:] = 0.0  # new"),
-    "22_out_of_memory": ("rows = max(1, budget // texts.shape[1])  # new", "rows = len(texts)  # new"),
+    "22_out_of_memory": ("loss = loss / len(labels)  # new", "loss = loss / len(some_labels)  # new"),
     "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
     "24_table_of_2022": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
     "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[1:])  # new"),
