@@ -851,24 +851,25 @@ def under_limit(ax, floor, levels, words):
 
 
 def out_of_memory():
-    """Memory over the steps of a run, under the dashed line of what the GPU has, and where each run fails. One long
-    batch is a single spike. A leak is a staircase. Logits that pile up climb once validation begins. In fragmented
+    """Memory over the steps of a run, under the dashed line of what the GPU has, and where each run fails. A step
+    that is too large crosses it at once. One long batch is a single spike. A leak is a staircase. Logits that pile up climb once validation begins. In fragmented
     memory, the free holes together are large enough for a new tensor, but no single hole is. After an error that keeps
     the failed step alive, the floor stays high, and a smaller step fails as well."""
-    ax = card(546, "When does it fail?")
+    ax = card(644, "When does it fail?")
     tooth = (0, 12, 24, 12)
+    under_limit(ax, 120, [6, 18, 34, 50, 34], "the step is too large")
     under_limit(
-        ax, 120, [6 + height for height in tooth * 5] + [6, 30, 52, 30] + [6 + h for h in tooth] + [6], "one long batch"
+        ax, 218, [6 + height for height in tooth * 5] + [6, 30, 52, 30] + [6 + h for h in tooth] + [6], "one long batch"
     )
-    under_limit(ax, 218, [6 + 6 * (k // 4) + tooth[k % 4] for k in range(15)], "a leak")
+    under_limit(ax, 316, [6 + 6 * (k // 4) + tooth[k % 4] for k in range(15)], "a leak")
     train = [6 + height for height in tooth * 3]
-    under_limit(ax, 316, [*train, *(6 + 4 * (k // 2) + 5 * (k % 2) for k in range(22))], "validation: logits pile up")
-    heading(ax, 18, 348, "fragmentation: holes that are too small")
+    under_limit(ax, 414, [*train, *(6 + 4 * (k // 2) + 5 * (k % 2) for k in range(22))], "validation: logits pile up")
+    heading(ax, 18, 446, "fragmentation: holes that are too small")
     for k in range(9):
         box(
             ax,
             18 + 36 * k,
-            362,
+            460,
             36,
             24,
             WHITE if k % 2 else BLUE,
@@ -876,16 +877,16 @@ def out_of_memory():
             radius=2,
             **({"ls": (0, (2.5, 2))} if k % 2 else {}),
         )
-    box(ax, 148, 394, 64, 24, ORANGE, "new", radius=2)
-    text(ax, 230, 406, "✗", size=14, color=RED, weight="bold")
+    box(ax, 148, 492, 64, 24, ORANGE, "new", radius=2)
+    text(ax, 230, 504, "✗", size=14, color=RED, weight="bold")
     level = [6, 18, 36, 52, 34]
     under_limit(
         ax,
-        504,
+        602,
         [*level, *(30 + height for height in (0, 12, 20, 12, 0, 12, 20, 12))],
         "after the error: the floor stays high",
     )
-    text(ax, 180, 522, "dashed: what the GPU has", color=GREY)
+    text(ax, 180, 620, "dashed: what the GPU has", color=GREY)
     return ax.figure
 
 
