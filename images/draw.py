@@ -851,10 +851,11 @@ def under_limit(ax, floor, levels, words):
 
 
 def out_of_memory():
-    """Memory over the steps of a run, under the dashed line of what the GPU has, and where each run fails. A step
-    that is too large crosses it at once. One long batch is a single spike. A leak is a staircase. Logits that pile up climb once validation begins. In fragmented
-    memory, the free holes together are large enough for a new tensor, but no single hole is. After an error that keeps
-    the failed step alive, the floor stays high, and a smaller step fails as well."""
+    """Memory over the steps of a run, under the dashed line of what the GPU has, and where each run fails. A step that
+    is too large crosses the line at once. One long batch is a single spike. A leak is a staircase. Logits that pile up
+    climb once validation begins. In fragmented memory, the free holes together are large enough for a new tensor, but
+    no single hole is. After an error that keeps the failed step alive, the floor stays high, and a smaller step fails
+    as well."""
     ax = card(644, "When does it fail?")
     tooth = (0, 12, 24, 12)
     under_limit(ax, 120, [6, 18, 34, 50, 34], "the step is too large")
