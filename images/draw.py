@@ -918,8 +918,8 @@ def table_of_2022():
 def lora():
     """Above, a layer: the input goes through the large frozen matrix W, and beside it through two thin matrices A and
     B, which are trained. Both outputs are added. Below, memory by owner as stacked bars. Full fine-tuning: weights,
-    gradients, optimizer state, activations. LoRA: weights and activations, and thin slices of the others. QLoRA: a
-    short bar of weights, the same thin slices, the same activations."""
+    gradients, optimizer state, activations. LoRA: half the bytes of weights, thin slices of gradients and state, the
+    same activations. QLoRA: a short bar of weights, the same thin slices, the same activations."""
     ax = card(420, "Freeze the large, train the thin")
     text(ax, 30, 136, "x", size=14, weight="bold")
     for y in (104, 192):
@@ -936,7 +936,7 @@ def lora():
     arrow(ax, (300, 136), (338, 136), lw=2)
     heading(ax, 14, 238, "memory")
     kinds = (BLUE, "weights"), (SKY, "gradients"), (GREY, "optimizer state"), (GREEN, "activations")
-    rows = {"full": (60, 60, 120, 50), "LoRA": (62, 2, 4, 50), "QLoRA": (16, 2, 4, 50)}
+    rows = {"full": (60, 60, 120, 50), "LoRA": (32, 2, 4, 50), "QLoRA": (10, 2, 4, 50)}
     for row, (name, parts) in enumerate(rows.items()):
         x, y = 62, 254 + 34 * row
         text(ax, 14, y + 13, name, ha="left")
