@@ -234,7 +234,7 @@ class Comparison:
         ]
         if columns:
             heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}, predicted"
-            columns.append((heading, lambda m: at(m, 0, lambda each: units.format_bytes(each.allocated))))
+            columns.append((heading, lambda m: at(m, 0, FullSize.tell_memory)))
         return columns
 
     @property

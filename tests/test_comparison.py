@@ -373,6 +373,16 @@ def test_full_size_has_columns_and_is_stored(make_measurement):
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
+def test_a_doubt_about_memory_stands_in_the_column_of_memory(make_measurement):
+    both = make_measurement("old"), make_measurement("new", 0.01)
+    sizes = predicted_sizes(15 * GiB, 14 * GiB, ("does not fit", "too close to tell"))
+    _, rows = Comparison("big", both, full_size=sizes).table()
+    assert [row[1:3] for row in rows] == [
+        ["4.00 s, does not fit", "15.0 GiB"],
+        ["4.00 × faster [3.33, 5.00]", "14.0 GiB, too close to tell"],
+    ]
+
+
 def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
     assert tell_ratio((1.04, 0.98, 1.11)) == "no clear difference [0.98, 1.11]"
     assert tell_ratio((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"

@@ -9,7 +9,7 @@ from effgpu import units
 from effgpu.measuring.variants import Variant, check_variants, is_function
 from effgpu.predicting.gpus import Gpu, find_gpu
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, PRODUCT
-from effgpu.predicting.prediction import FITS, Prediction, predict
+from effgpu.predicting.prediction import DOES_NOT_FIT, TOO_CLOSE, Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
 
 GPUS = ("T4", "A100 80 GB")
@@ -38,14 +38,19 @@ class FullSize:
     ratio: Range | None = None
 
     def tell_time(self) -> str:
-        """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and whether the step does not fit."""
+        """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit."""
         if self.seconds is None:
             told = units.NOT_MEASURED
         elif self.ratio is None:
             told = units.format_seconds(self.seconds[0])
         else:
             told = tell_ratio(self.ratio)
-        return told if self.verdict == FITS else f"{told}, {self.verdict}"
+        return f"{told}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else told
+
+    def tell_memory(self) -> str:
+        """In words: "9.35 GiB"; and that it is too close to tell whether the step fits."""
+        told = units.format_bytes(self.allocated)
+        return f"{told}, {TOO_CLOSE}" if self.verdict == TOO_CLOSE else told
 
 
 def tell_ratio(ratio: Range) -> str:
