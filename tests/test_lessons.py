@@ -110,6 +110,7 @@ def test_every_exercise_has_a_solution_with_code(path):
         assert re.search(r"<details>\s*<summary>Solution</summary>.*```python\n.*</details>", task, re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
 def test_the_script_to_copy_runs_as_it_stands(name, tmp_path):
     (tmp_path / "train.py").write_text(script_to_copy(name))
