@@ -201,7 +201,7 @@ def test_a_replay_of_a_step_without_waits_takes_as_long_as_predicted(width):
 
 def watch(function, batch=(), **options):
     found = Watch(batch, **options)
-    with found.looking(graphs=True):
+    with found.looking():
         call(function, batch)
     return found
 

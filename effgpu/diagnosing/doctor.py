@@ -212,7 +212,7 @@ def _examine(step: Callable, feed: _Feed, target: Gpu | None) -> _Seen:
     run(feed.batch)
     compiles = _count_graphs() > graphs
     watch = Watch(feed.batch, pinned=feed.pinned)
-    with uncompiled(), watch.looking(graphs=True):
+    with uncompiled(), watch.looking():
         run(feed.batch)
     seen = _Seen(watch, padding_share(watch.tokens), watch.unused_graphs())
     if feed.loader is not None:

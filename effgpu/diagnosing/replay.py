@@ -137,7 +137,7 @@ def walk_step(variant: Variant, batch: tuple, gpu: Gpu, *, pinned: bool = False,
         step = variant()
 
         def run():
-            with watch.looking(), in_16_bits(gpu) if halve else contextlib.nullcontext():
+            with watch.looking(walked=True), in_16_bits(gpu) if halve else contextlib.nullcontext():
                 return call(step, batch)
 
         return run
@@ -200,6 +200,11 @@ class _Witness(Recorder):
                 key = self._sites.get(place), block.owner
                 owned[key] = owned.get(key, 0) + block.size
         return tuple((*key, size) for key, size in sorted(owned.items(), key=lambda item: -item[1]))
+
+    def _read(self, func, args, kwargs):
+        if getattr(args[0], "constant", None) is None:
+            self._watch.read()
+        return super()._read(func, args, kwargs)
 
     def _note(self, func, args, kwargs, result):
         kernels, calls = super()._note(func, args, kwargs, result)

@@ -113,8 +113,8 @@ class Watch:
         self._on_host = WeakTensorKeyDictionary()
 
     @contextlib.contextmanager
-    def looking(self, *, graphs: bool = False) -> Iterator[None]:
-        """Note what happens inside; with `graphs`, also what autograd keeps, and whether it is used."""
+    def looking(self, *, walked: bool = False) -> Iterator[None]:
+        """Note what happens inside. A step that is `walked` has a recorder, which says what is read, and no graphs."""
         from torch.optim import optimizer
 
         with contextlib.ExitStack() as stack:
@@ -123,10 +123,10 @@ class Watch:
                 (optimizer.register_optimizer_step_post_hook, self._end_optimizing),
             ):
                 stack.callback(register(act).remove)
-            if graphs:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, self._use))
             stack.enter_context(_Moves(self))
-            stack.enter_context(_Reads(self))
+            if not walked:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, self._use))
+                stack.enter_context(_Reads(self))
             yield
 
     def unused_graphs(self) -> dict[Site, int]:
