@@ -282,8 +282,7 @@ def gradient_checkpointing():
     kept(ax, 422, False, trace, "with: keep the input of each block")
     line(ax, (21, 338), (356, 356), dashed=True)
     arrow(ax, (21 + 15 * TICK, 357), (21 + 15 * TICK, 388), GREEN, "<|-|>", 2)
-    text(ax, 130, 371, "saved", ha="left")
-    text(ax, 338, 347, "peak without", size=9, color=GREY, ha="right")
+    text(ax, 130, 371, "memory saved", ha="left")
     box(ax, 21, 453, 16, 16, ORANGE)
     text(ax, 42, 461, "computed again", ha="left")
     text(ax, 250, 461, "time added", ha="right")
@@ -713,13 +712,13 @@ def batch_size():
     heading(ax, 18, 242, "texts per second")
     base, best = 370, 100
     line(ax, (left, right), (base - best, base - best), dashed=True)
-    text(ax, left + 4, base - best + 11, "best", color=GREY, ha="left")
+    text(ax, left + 4, base - best - 10, "best speed", color=GREY, ha="left")
     xs = [left + x for x in range(0, 301, 3)]
     line(ax, xs, [base - best * (x - left) / (knee + x - left) for x in xs], BLUE, 2.6)
-    for knees, words in ((1, "1/2"), (3, "3/4")):
+    for knees, words in ((1, "half of it"), (3, "3/4 of it")):
         x, y = left + knees * knee, base - best * knees / (knees + 1)
         dot(ax, x, y, 5, ORANGE)
-        text(ax, x + 14, y + 14, words, weight="bold")
+        text(ax, x + 8, y + 14, words, ha="left", weight="bold")
     for top, bottom in ((98, floor), (256, base)):
         line(ax, (left + knee,) * 2, (top, bottom), dashed=True)
         arrow(ax, (left, bottom), (right + 8, bottom))
