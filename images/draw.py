@@ -892,17 +892,16 @@ def out_of_memory():
 
 
 def table_of_2022():
-    """What of a published number holds, as a table of ticks and crosses. Memory: on another GPU yes, with newer code
-    no. The time of more work, such as checkpointing: yes and yes. The time on other hardware, such as 16 bits: no and
-    no."""
+    """What of a published number holds, as a table of ticks and crosses. Peak memory: on another GPU yes, with newer
+    code no. The time lost by checkpointing: yes and yes. The time won by 16 bits: no and no."""
     ax = card(286, "Does a published number hold?")
     for x, words in ((226, ("another", "GPU")), (308, ("newer", "code"))):
         text(ax, x, 62, words[0], weight="bold")
         text(ax, x, 78, words[1], weight="bold")
     rows = (
-        ("memory", "the peak of a step", True, False),
-        ("time of more work", "checkpointing", True, True),
-        ("time on other hardware", "16 bits", False, False),
+        ("peak memory", "of a training step", True, False),
+        ("time lost", "by checkpointing", True, True),
+        ("time won", "by 16 bits", False, False),
     )
     for k, (name, example, *answers) in enumerate(rows):
         y = 100 + 60 * k
