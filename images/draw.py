@@ -809,7 +809,7 @@ def distilbert_150k():
 
 
 def ladder():
-    """Seven bars of tokens per second, from naive to compiled. Each rung adds one technique, and each bar is at least
+    """Seven bars of speed, from naive to compiled. Each rung adds one technique, and each bar is at least
     as long as the one below it. TF32, 16 bits and attention bring most."""
     ax = card(320, "One technique more at each rung")
     names = ("naive", "+ TF32", "+ AdamW", "+ 16 bits", "+ attention", "+ vocabulary", "+ compile")
@@ -817,7 +817,7 @@ def ladder():
         y = 254 - 32 * k
         text(ax, 18, y + 12, name, ha="left")
         box(ax, 108, y, width, 24, BLUE if k else GREY)
-    text(ax, 108, 296, "tokens per second on an A100, predicted", ha="left", color=GREY)
+    text(ax, 108, 296, "speed on an A100 (predicted)", ha="left", color=GREY)
     return ax.figure
 
 
