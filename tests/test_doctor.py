@@ -353,6 +353,7 @@ def test_the_table_says_ceilings_ranges_and_what_is_predicted():
     assert all(row[1].startswith("at most ") and "[" in row[1] for row in rows)
     assert f"T4: {format_seconds(found.seconds)} per step [" in str(found)
     assert "memory, predicted: " in str(found)
+    assert "  100 MiB – 450 MiB of it are CUDA's own" in str(found)
     assert found.findings[0].advice in found._repr_html_()
 
 

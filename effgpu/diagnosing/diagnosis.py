@@ -119,7 +119,9 @@ class Diagnosis:
         if self.memory is None:
             return []
         memory, gpu = self.memory, self.memory.gpus[0]
+        own = " – ".join(map(units.format_bytes, gpu.context))
         told = [f"memory, predicted: {memory.total()} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
+        told.append(f"  {own} of it are CUDA's own")
         for site, owner, size in self.peak[:3]:
             told.append(f"  {units.format_bytes(size)} {owner}" + (f", {site}" if site else ""))
         kept = units.format_bytes(memory.owners["activations"])

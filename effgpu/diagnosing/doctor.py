@@ -420,10 +420,10 @@ def _detail(name: str, feed: _Feed, seen: _Seen, events: tuple[Event, ...]) -> d
     """The lines that a finding is about, the most frequent first, and what was seen."""
     concerned = [event for event in events if _concerns(name, event, seen)]
     size = units.format_bytes(sum(event.bytes for event in concerned))
-    by = f"workers: {feed.workers}" if feed.workers else "the process that trains"
     kept = units.format_bytes(sum(seen.unused.values()))
     notes = {
-        LOADING: f"{units.format_seconds(seen.loading[0])} per batch, measured here ({by})" * (seen.step is None),
+        LOADING: f"{units.format_seconds(seen.loading[0])} per batch, measured here, num_workers={feed.workers}"
+        * (seen.step is None),
         COPYING: f"{size} from {'pinned' if feed.pinned else 'ordinary'} memory",
         WAITS: f"the CPU waits {len(concerned)} times in a step",
         VALIDATION: f"{kept} are kept here for a backward pass that never comes",
