@@ -548,6 +548,8 @@ def pruning():
     heading(ax, 18, 204, "neurons taken out: less work", True)
     lost = (1, 4)
     matrix(ax, 34, 226, 6, 8, BLUE)
+    text(ax, 82, 219, "first matrix", color=GREY, size=10)
+    text(ax, 82, 309, "second matrix", color=GREY, size=10)
     matrix(ax, 34, 316, 4, 6, SKY)
     for row in lost:
         matrix(ax, 34, 226 + 12 * row, 1, 8, ORANGE)
