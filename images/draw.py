@@ -405,6 +405,30 @@ def gradient_accumulation():
     return ax.figure
 
 
+def autocast():
+    """What mixed precision does with a weight. The weights stay in 32 bits. Tensor cores multiply a copy of them in 16
+    bits with activations in 16 bits. The gradients of the weights are in 32 bits again, and the optimizer updates the
+    32-bit weights with them. 32-bit boxes are twice as tall as 16-bit boxes."""
+    ax = card(282, "Multiply in 16 bits, keep 32")
+    box(ax, 18, 58, 90, 52, BLUE, "weights")
+    box(ax, 135, 71, 70, 26, SKY, "copy")
+    box(ax, 135, 121, 90, 26, SKY, "activations")
+    box(ax, 252, 71, 90, 76, ORANGE, "tensor\ncores")
+    box(ax, 252, 190, 90, 52, BLUE, "gradients")
+    box(ax, 135, 203, 90, 26, PALE, "optimizer")
+    arrow(ax, (109, 84), (134, 84))
+    arrow(ax, (206, 84), (251, 84))
+    arrow(ax, (226, 134), (251, 134))
+    arrow(ax, (297, 148), (297, 189))
+    arrow(ax, (251, 216), (226, 216))
+    line(ax, (134, 63), (216, 216), GREY, 1.4)
+    arrow(ax, (63, 216), (63, 111))
+    for x, color, words in ((18, BLUE, "32 bits"), (100, SKY, "16 bits")):
+        box(ax, x, 254, 16, 16, color)
+        text(ax, x + 22, 262, words, ha="left")
+    return ax.figure
+
+
 def mixed_precision():
     """The bits of four number formats, to scale. fp32: a sign, 8 bits of range, 23 of precision. TF32, as tensor cores
     round to it: 8 and 10, while the number still takes 32 bits of memory. bf16: 8 and 7. fp16: 5 and 10. bf16 has the
@@ -1004,6 +1028,7 @@ def main(folder=Path(__file__).parent):
         zero_grad,
         gradient_accumulation,
         gradient_checkpointing,
+        autocast,
         mixed_precision,
         no_grad_validation,
         debug_apis,
