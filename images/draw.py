@@ -137,17 +137,16 @@ def rounds():
 
 
 def anatomy():
-    """The memory of one training step, and the work in it. Weights and optimizer state are a constant floor.
-    Activations rise through the forward pass and fall through the backward pass, while gradients grow beneath them. At
-    the peak there is no gradient yet. Below, bars of arithmetic and of data moved for three groups of operations:
-    matrix products have nearly all of the arithmetic, the norms and GELU and the rest most of the data moved."""
-    ax = card(430, "One step: its memory, its work")
-    xs, floor, turn = (24, 126, 290, 336), 196, 126  # forward ends at the turn
+    """The memory of one training step. Weights and optimizer state are a constant floor. Activations rise through the
+    forward pass and fall through the backward pass, while gradients grow beneath them. At the peak there is hardly any
+    gradient."""
+    ax = card(240, "The memory of one step")
+    xs, floor, turn = (24, 112, 262, 336), 196, 112  # forward ends at the turn
     owners = (  # heights at these places, and where the name stands
         ("weights", BLUE, (20, 20, 20, 20), (180, 186)),
         ("optimizer state", SKY, (34, 34, 34, 34), (180, 159)),
-        ("gradients", GREEN, (0, 0, 20, 20), (288, 132)),
-        ("activations", ORANGE, (0, 74, 0, 0), (176, 118)),
+        ("gradients", GREEN, (0, 0, 20, 20), (290, 132)),
+        ("activations", ORANGE, (0, 74, 0, 0), (154, 120)),
     )
     below = [floor] * 4
     for words, color, heights, place in owners:
@@ -157,18 +156,9 @@ def anatomy():
         below = above
     line(ax, (turn, turn), (52, 68), RED, dashed=True)
     dot(ax, turn, 69, 4, RED)
-    text(ax, turn + 8, 56, "peak: no gradient yet", ha="left")
-    for left, right, words in zip(xs, xs[1:], ("forward", "backward", "step")):
+    text(ax, turn + 8, 56, "peak: hardly any gradient", ha="left")
+    for left, right, words in zip(xs, xs[1:], ("forward", "backward", "optimizer"), strict=False):
         box(ax, left, floor + 5, right - left, 20, PALE, words)
-    groups = (("matrix products", 196, 60), ("norms, GELU", 4, 120), ("optimizer, rest", 3, 46))
-    for k, (words, arithmetic, moved) in enumerate(groups):
-        y = 248 + 48 * k
-        text(ax, 18, y + 17, words, ha="left", weight="bold")
-        box(ax, 142, y, arithmetic, 16, BLUE, radius=2)
-        box(ax, 142, y + 18, moved, 16, ORANGE, radius=2)
-    for x, color, words in ((76, BLUE, "arithmetic"), (196, ORANGE, "data moved")):
-        box(ax, x, 398, 16, 16, color)
-        text(ax, x + 22, 406, words, ha="left")
     return ax.figure
 
 
@@ -411,6 +401,30 @@ def gradient_accumulation():
     text(ax, 158, 262, "memory saved", ha="left")
     box(ax, left, 347, 16, 12, GREEN, radius=2)
     text(ax, left + 22, 353, "gradients, added up", ha="left")
+    return ax.figure
+
+
+def autocast():
+    """What mixed precision does with a weight. The weights stay in 32 bits. Tensor cores multiply a copy of them in 16
+    bits with activations in 16 bits. The gradients of the weights are in 32 bits again, and the optimizer updates the
+    32-bit weights with them. 32-bit boxes are twice as tall as 16-bit boxes."""
+    ax = card(282, "Multiply in 16 bits, keep 32")
+    box(ax, 18, 58, 90, 52, BLUE, "weights")
+    box(ax, 135, 71, 70, 26, SKY, "copy")
+    box(ax, 135, 121, 90, 26, SKY, "activations")
+    box(ax, 252, 71, 90, 76, ORANGE, "tensor\ncores")
+    box(ax, 252, 190, 90, 52, BLUE, "gradients")
+    box(ax, 135, 203, 90, 26, PALE, "optimizer")
+    arrow(ax, (109, 84), (134, 84))
+    arrow(ax, (206, 84), (251, 84))
+    arrow(ax, (226, 134), (251, 134))
+    arrow(ax, (297, 148), (297, 189))
+    arrow(ax, (251, 216), (226, 216))
+    line(ax, (134, 63), (216, 216), GREY, 1.4)
+    arrow(ax, (63, 216), (63, 111))
+    for x, color, words in ((18, BLUE, "32 bits"), (100, SKY, "16 bits")):
+        box(ax, x, 254, 16, 16, color)
+        text(ax, x + 22, 262, words, ha="left")
     return ax.figure
 
 
@@ -998,6 +1012,7 @@ def main(folder=Path(__file__).parent):
         zero_grad,
         gradient_accumulation,
         gradient_checkpointing,
+        autocast,
         mixed_precision,
         no_grad_validation,
         debug_apis,
