@@ -836,10 +836,13 @@ def ladder():
     return ax.figure
 
 
-def under_limit(ax, floor, levels, words):
-    """Memory over the moments of a run, as heights, under the dashed line of what the GPU has, and where it fails."""
+def under_limit(ax, floor, levels, words, goes_on=False):
+    """Memory over the moments of a run, as heights, under the dashed line of what the GPU has, until the run fails."""
     heading(ax, 18, floor - 71, words)
     xs = [18 + 324 * k / (len(levels) - 1) for k in range(len(levels))]
+    failed = next(k for k, level in enumerate(levels) if level > 46)
+    if not goes_on:
+        xs, levels = xs[: failed + 1], levels[: failed + 1]
     ax.fill_between(xs, [floor - level for level in levels], floor, color="#CFE6F5", lw=0)
     line(ax, xs, [floor - level for level in levels], BLUE, 2)
     line(ax, (18, 342), (floor - 46, floor - 46), RED, 1.2, dashed=True)
@@ -850,20 +853,20 @@ def under_limit(ax, floor, levels, words):
 
 
 def out_of_memory():
-    """Memory over the steps of a run, under the dashed line of what the GPU has, and where each run fails. A step that
-    is too large crosses the line at once. One long batch is a single spike. A leak is a staircase. Logits that pile up
-    climb once validation begins. In fragmented memory, the free holes together are large enough for a new tensor, but
-    no single hole is. After an error that keeps the failed step alive, the floor stays high, and a smaller step fails
-    as well."""
+    """Memory over time, under the dashed line of what the GPU has, until each run fails. A single step that is too
+    large reaches the line in its own forward pass. Over many steps: one long batch is a single spike, a leak is a
+    staircase, and logits that pile up climb once validation begins. In fragmented memory, the free holes together are
+    large enough for a new tensor, but no single hole is. After an error that keeps the failed step alive, the floor,
+    drawn as a line, stays high, and smaller steps fail as well."""
     ax = card(644, "When does it fail?")
     tooth = (0, 12, 24, 12)
-    under_limit(ax, 120, [6, 18, 34, 50, 34], "the step is too large")
-    under_limit(
-        ax, 218, [6 + height for height in tooth * 5] + [6, 30, 52, 30] + [6 + h for h in tooth] + [6], "one long batch"
-    )
-    under_limit(ax, 316, [6 + 6 * (k // 4) + tooth[k % 4] for k in range(15)], "a leak")
+    under_limit(ax, 120, [6, 14, 22, 30, 38, 50, 50], "one step: too large")
+    spike = [6 + height for height in tooth * 5] + [6, 30, 52, 30] + [6 + h for h in tooth] + [6]
+    under_limit(ax, 218, spike, "many steps: one long batch")
+    under_limit(ax, 316, [6 + 6 * (k // 4) + tooth[k % 4] for k in range(17)], "many steps: a leak")
     train = [6 + height for height in tooth * 3]
-    under_limit(ax, 414, [*train, *(6 + 4 * (k // 2) + 5 * (k % 2) for k in range(22))], "validation: logits pile up")
+    logits = [*train, *(6 + 4 * (k // 2) + 5 * (k % 2) for k in range(22))]
+    under_limit(ax, 414, logits, "validation: logits pile up")
     heading(ax, 18, 446, "fragmentation: holes that are too small")
     for k in range(9):
         box(
@@ -879,14 +882,12 @@ def out_of_memory():
         )
     box(ax, 148, 492, 64, 24, ORANGE, "new", radius=2)
     text(ax, 230, 504, "✗", size=14, color=RED, weight="bold")
-    level = [6, 18, 36, 52, 34]
-    under_limit(
-        ax,
-        602,
-        [*level, *(30 + height for height in (0, 12, 20, 12, 0, 12, 20, 12))],
-        "after the error: the floor stays high",
-    )
-    text(ax, 180, 620, "dashed: what the GPU has", color=GREY)
+    level = [6, 18, 36, 52, 30]
+    again = [30 + height for height in (0, 12, 20, 0, 0, 12, 20, 0)]
+    under_limit(ax, 602, [*level, *again], "after the error: the floor stays high", goes_on=True)
+    line(ax, (18 + 324 * 4 / 12, 342), (602 - 30, 602 - 30), ORANGE, 2)
+    text(ax, 246, 587, "kept by the error", color=INK)
+    text(ax, 180, 622, "dashes: what the GPU has", color=GREY)
     return ax.figure
 
 
