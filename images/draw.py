@@ -634,7 +634,9 @@ def compiling():
 def state(ax, x, y, half, words):
     """What one GPU holds, under its texts: all of them, or their half number 1 or 2."""
     text(ax, x + 46, y, words, weight="bold")
-    box(ax, x + (46 * (half - 1) if half else 0), y + 12, 46 if half else 92, 18, GREEN, "half" if half else "all texts")
+    box(
+        ax, x + (46 * (half - 1) if half else 0), y + 12, 46 if half else 92, 18, GREEN, "half" if half else "all texts"
+    )
     top = y + 34
     for height, color, name in ((24, BLUE, "weights"), (24, ORANGE, "gradients"), (44, SKY, "optimizer")):
         box(ax, x, top, 92, height, color, name)
