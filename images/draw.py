@@ -646,35 +646,29 @@ def compiling():
     return ax.figure
 
 
-def state(ax, x, y, rows, words, part=None):
-    """What one GPU holds, under its share of the rows; of `part` 0 or 1 only the left or the right half is there."""
+def state(ax, x, y, half, words):
+    """What one GPU holds, under its texts: all of them, or their half number 1 or 2."""
     text(ax, x + 46, y, words, weight="bold")
-    box(ax, x + (46 * (rows - 1) if rows else 0), y + 12, 46 if rows else 92, 18, GREEN, "rows")
+    box(
+        ax, x + (46 * (half - 1) if half else 0), y + 12, 46 if half else 92, 18, GREEN, "half" if half else "all texts"
+    )
     top = y + 34
     for height, color, name in ((24, BLUE, "weights"), (24, ORANGE, "gradients"), (44, SKY, "optimizer")):
-        if part is None:
-            box(ax, x, top, 92, height, color, name)
-        else:
-            box(ax, x, top, 92, height, WHITE, edge=GREY, ls=(0, (2.5, 2)))
-            box(ax, x + 46 * part, top, 46, height, color, "half")
+        box(ax, x, top, 92, height, color, name)
         top += height
 
 
 def multi_gpu():
-    """What each GPU holds. One GPU: all rows, weights, gradients and the optimizer's state. DDP on two: half of the
-    rows each, but weights, gradients and state in full on both; the gradients go between them. FSDP2 on two: half of
-    the rows and half of everything else; the weights go between them twice, the gradients once."""
-    ax = card(512, "What is split, what is sent")
+    """What each GPU holds. One GPU: all texts, weights, gradients and the optimizer's state. DDP on two: half of the
+    texts each, but weights, gradients and state in full on both; the gradients are averaged between them."""
+    ax = card(362, "Split the texts, average the gradients")
     heading(ax, 18, 62, "one GPU")
     state(ax, 134, 62, 0, "GPU 1")
-    for y, part, words in ((220, (None, None), "DDP"), (378, (0, 1), "FSDP2")):
-        heading(ax, 18, y - 22, words)
-        for k in (0, 1):
-            state(ax, 24 + 220 * k, y, k + 1, f"GPU {k + 1}", part[k])
-        arrow(ax, (120, y + 70), (240, y + 70), RED, "<|-|>", 2)
-        text(ax, 180, y + 82 if part[0] is None else y + 84, "gradients")
-    arrow(ax, (120, 424), (240, 424), RED, "<|-|>", 2)
-    text(ax, 180, 412, "weights, twice")
+    heading(ax, 18, 202, "DDP: two GPUs")
+    for k in (0, 1):
+        state(ax, 24 + 220 * k, 224, k + 1, f"GPU {k + 1}")
+    arrow(ax, (120, 294), (240, 294), RED, "<|-|>", 2)
+    text(ax, 180, 307, "average")
     return ax.figure
 
 
