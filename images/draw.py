@@ -918,10 +918,10 @@ def table_of_2022():
 
 def lora():
     """Above, a layer: the input goes through the large frozen matrix W, and beside it through two thin matrices A and
-    B, which are trained. Both outputs are added. Below, memory by owner as stacked bars. Full fine-tuning: weights,
-    gradients, optimizer state, activations. LoRA: half the bytes of weights, thin slices of gradients and state, the
-    same activations. QLoRA: a short bar of weights, the same thin slices, the same activations."""
-    ax = card(420, "Freeze the large, train the thin")
+    B, which are trained. Both outputs are added. Below, memory at its peak by owner as stacked bars. Full fine-tuning:
+    weights, gradients, optimizer state, few activations. LoRA: half the bytes of weights, thin slices of gradients and
+    state, more activations. QLoRA: a short bar of weights, the same thin slices and activations."""
+    ax = card(446, "Freeze the large, train the thin")
     text(ax, 30, 136, "x", size=14, weight="bold")
     for y in (104, 192):
         arrow(ax, (42, 136), (86, y), lw=2)
@@ -935,16 +935,17 @@ def lora():
     arrow(ax, (186, 112), (276, 134), lw=2)
     arrow(ax, (238, 186), (278, 146), lw=2)
     arrow(ax, (300, 136), (338, 136), lw=2)
-    heading(ax, 14, 238, "memory")
+    line(ax, (14, 346), (248, 248), PALE)
+    heading(ax, 14, 266, "memory at the peak")
     kinds = (BLUE, "weights"), (SKY, "gradients"), (GREY, "optimizer state"), (GREEN, "activations")
-    rows = {"full": (60, 60, 120, 50), "LoRA": (32, 2, 4, 50), "QLoRA": (10, 2, 4, 50)}
+    rows = {"full": (66, 66, 132, 7), "LoRA": (35, 2, 3, 23), "QLoRA": (12, 2, 3, 25)}
     for row, (name, parts) in enumerate(rows.items()):
-        x, y = 62, 254 + 34 * row
+        x, y = 62, 280 + 34 * row
         text(ax, 14, y + 13, name, ha="left")
         for (color, _), wide in zip(kinds, parts, strict=True):
             box(ax, x, y, wide, 26, color, radius=3, lw=0.8 if wide > 10 else 0.3)
             x += wide
-    for x, y, (color, words) in zip((18, 130, 18, 180), (364, 364, 388, 388), kinds, strict=True):
+    for x, y, (color, words) in zip((18, 130, 18, 180), (390, 390, 414, 414), kinds, strict=True):
         box(ax, x, y, 16, 16, color)
         text(ax, x + 22, y + 8, words, ha="left")
     return ax.figure
