@@ -494,15 +494,15 @@ def padding_and_packing():
 
 def optimizers():
     """Bytes for each parameter in fp32, as stacked bars. AdamW: 4 of weight, 4 of gradient, 8 of state, and another 4
-    while it steps. Fused: 16. In the backward pass: little more than 12, as nearly all gradients are gone again. Muon
-    and SGD with momentum: 12. AdamW with 8-bit state: 10. With 4-bit state: 9. Adafactor: little more than 8."""
+    while it steps. Fused: 16. In the backward pass: little more than 12, as nearly all gradients are gone again. SGD
+    with momentum: 12. AdamW with 8-bit state: 10. With 4-bit state: 9. Adafactor: little more than 8."""
     ax = card(376, "Bytes for each parameter")
     byte, left, held = 11.4, 112, ((BLUE, 4), (SKY, 4))
     rows = {
         "AdamW": (*held, (ORANGE, 4), (GREEN, 4), (WHITE, 4)),
         "… fused": (*held, (ORANGE, 4), (GREEN, 4)),
         "… in backward": ((BLUE, 4), (SKY, 0.4), (ORANGE, 4), (GREEN, 4)),
-        "Muon, SGD": (*held, (ORANGE, 4)),
+        "momentum SGD": (*held, (ORANGE, 4)),
         "8-bit AdamW": (*held, (ORANGE, 1), (GREEN, 1)),
         "4-bit AdamW": (*held, (ORANGE, 0.5), (GREEN, 0.5)),
         "Adafactor": (*held, (GREEN, 0.25)),
