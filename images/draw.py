@@ -502,7 +502,7 @@ def optimizers():
         "AdamW": (*held, (ORANGE, 4), (GREEN, 4), (WHITE, 4)),
         "… fused": (*held, (ORANGE, 4), (GREEN, 4)),
         "… in backward": ((BLUE, 4), (SKY, 0.4), (ORANGE, 4), (GREEN, 4)),
-        "momentum SGD": (*held, (ORANGE, 4)),
+        "SGD with mean": (*held, (ORANGE, 4)),
         "8-bit AdamW": (*held, (ORANGE, 1), (GREEN, 1)),
         "4-bit AdamW": (*held, (ORANGE, 0.5), (GREEN, 0.5)),
         "Adafactor": (*held, (GREEN, 0.25)),
