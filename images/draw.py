@@ -507,15 +507,15 @@ def padding_and_packing():
 
 def optimizers():
     """Bytes for each parameter in fp32, as stacked bars. AdamW: 4 of weight, 4 of gradient, 8 of state, and another 4
-    while it steps. Fused: 16. In the backward pass: little more than 12, as nearly all gradients are gone again. Muon
-    and SGD with momentum: 12. AdamW with 8-bit state: 10. With 4-bit state: 9. Adafactor: little more than 8."""
+    while it steps. Fused: 16. In the backward pass: little more than 12, as nearly all gradients are gone again. SGD
+    with momentum: 12. AdamW with 8-bit state: 10. With 4-bit state: 9. Adafactor: little more than 8."""
     ax = card(376, "Bytes for each parameter")
     byte, left, held = 11.4, 112, ((BLUE, 4), (SKY, 4))
     rows = {
         "AdamW": (*held, (ORANGE, 4), (GREEN, 4), (WHITE, 4)),
         "… fused": (*held, (ORANGE, 4), (GREEN, 4)),
         "… in backward": ((BLUE, 4), (SKY, 0.4), (ORANGE, 4), (GREEN, 4)),
-        "Muon, SGD": (*held, (ORANGE, 4)),
+        "SGD with mean": (*held, (ORANGE, 4)),
         "8-bit AdamW": (*held, (ORANGE, 1), (GREEN, 1)),
         "4-bit AdamW": (*held, (ORANGE, 0.5), (GREEN, 0.5)),
         "Adafactor": (*held, (GREEN, 0.25)),
@@ -910,10 +910,10 @@ def table_of_2022():
 
 def lora():
     """Above, a layer: the input goes through the large frozen matrix W, and beside it through two thin matrices A and
-    B, which are trained. Both outputs are added. Below, memory by owner as stacked bars. Full fine-tuning: weights,
-    gradients, optimizer state, activations. LoRA: half the bytes of weights, thin slices of gradients and state, the
-    same activations. QLoRA: a short bar of weights, the same thin slices, the same activations."""
-    ax = card(420, "Freeze the large, train the thin")
+    B, which are trained. Both outputs are added. Below, memory at its peak by owner as stacked bars. Full fine-tuning:
+    weights, gradients, optimizer state, few activations. LoRA: half the bytes of weights, thin slices of gradients and
+    state, more activations. QLoRA: a short bar of weights, the same thin slices and activations."""
+    ax = card(446, "Freeze the large, train the thin")
     text(ax, 30, 136, "x", size=14, weight="bold")
     for y in (104, 192):
         arrow(ax, (42, 136), (86, y), lw=2)
@@ -927,16 +927,17 @@ def lora():
     arrow(ax, (186, 112), (276, 134), lw=2)
     arrow(ax, (238, 186), (278, 146), lw=2)
     arrow(ax, (300, 136), (338, 136), lw=2)
-    heading(ax, 14, 238, "memory")
+    line(ax, (14, 346), (248, 248), PALE)
+    heading(ax, 14, 266, "memory at the peak")
     kinds = (BLUE, "weights"), (SKY, "gradients"), (GREY, "optimizer state"), (GREEN, "activations")
-    rows = {"full": (60, 60, 120, 50), "LoRA": (32, 2, 4, 50), "QLoRA": (10, 2, 4, 50)}
+    rows = {"full": (66, 66, 132, 7), "LoRA": (35, 2, 3, 23), "QLoRA": (12, 2, 3, 25)}
     for row, (name, parts) in enumerate(rows.items()):
-        x, y = 62, 254 + 34 * row
+        x, y = 62, 280 + 34 * row
         text(ax, 14, y + 13, name, ha="left")
         for (color, _), wide in zip(kinds, parts, strict=True):
             box(ax, x, y, wide, 26, color, radius=3, lw=0.8 if wide > 10 else 0.3)
             x += wide
-    for x, y, (color, words) in zip((18, 130, 18, 180), (364, 364, 388, 388), kinds, strict=True):
+    for x, y, (color, words) in zip((18, 130, 18, 180), (390, 390, 414, 414), kinds, strict=True):
         box(ax, x, y, 16, 16, color)
         text(ax, x + 22, y + 8, words, ha="left")
     return ax.figure
