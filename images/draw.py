@@ -757,22 +757,12 @@ def shapes():
 
 
 def cudnn_benchmark():
-    """Steps over time with cuDNN's benchmark. With one shape there is one search, then fast steps. With a new shape in
-    every step there is a search in every step. Below, the same numbers in two orders of memory: contiguous has plane
-    after plane of red, green and blue; channels_last has pixel after pixel, its three channels side by side."""
-    ax = card(372, "Search once, or again and again")
-    heading(ax, 18, 60, "one shape: one search", True)
-    box(ax, 18, 75, 70, 28, ORANGE, "search")
-    for k in range(8):
-        box(ax, 88 + 31.5 * k, 75, 31.5, 28, BLUE, "step")
-    heading(ax, 18, 130, "new shapes: a search in every step", False)
-    for k in range(3):
-        box(ax, 18 + 101.5 * k, 145, 70, 28, ORANGE, "search")
-        box(ax, 88 + 101.5 * k, 145, 31.5, 28, BLUE, "step")
-    arrow(ax, (18, 185), (340, 185))
-    text(ax, 180, 196, "time", color=GREY)
+    """The same numbers in two orders of memory: the usual order has plane after plane of red, green and blue;
+    channels_last has pixel after pixel, its three channels side by side. Below, cudnn.benchmark over time. With one
+    shape there is one search, then fast steps. With a new shape in every step there is a search in every step."""
+    ax = card(392, "Two switches for convolutions")
     shades = (("R", RED), ("G", GREEN), ("B", BLUE))
-    orders = ((226, "contiguous: plane after plane", False), (296, "channels_last: pixel after pixel", True))
+    orders = ((60, "usual order: plane after plane", False), (130, "channels_last: pixel after pixel", True))
     for y, words, last in orders:
         heading(ax, 18, y, words)
         for k in range(12):
@@ -780,7 +770,17 @@ def cudnn_benchmark():
             name, shade = shades[channel]
             box(ax, 18 + 27 * k, y + 14, 27, 26, shade)
             text(ax, 31.5 + 27 * k, y + 27, f"{name}{pixel + 1}", color=WHITE)
-    text(ax, 18, 355, "one image of four pixels, in memory", color=GREY, ha="left")
+    text(ax, 18, 189, "one image of four pixels, in memory", color=GREY, ha="left")
+    heading(ax, 18, 232, "cudnn.benchmark, one shape: one search", True)
+    box(ax, 18, 247, 70, 28, ORANGE, "search")
+    for k in range(8):
+        box(ax, 88 + 31.5 * k, 247, 31.5, 28, BLUE, "step")
+    heading(ax, 18, 302, "new shapes: a search in every step", False)
+    for k in range(3):
+        box(ax, 18 + 101.5 * k, 317, 70, 28, ORANGE, "search")
+        box(ax, 88 + 101.5 * k, 317, 31.5, 28, BLUE, "step")
+    arrow(ax, (18, 358), (340, 358))
+    text(ax, 180, 371, "time", color=GREY)
     return ax.figure
 
 
