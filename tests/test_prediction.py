@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
 from effgpu.measuring.device import find_device, gc_frozen
+from effgpu.measuring.torch_internals import _pop_mode_temporarily
 from effgpu.predicting import fake_gpu, prediction
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size, segment_size
 from effgpu.predicting.gpus import known_gpus
@@ -570,6 +571,17 @@ def test_a_number_that_is_read_is_said_with_its_line(read):
     assert predicted.verdict() == FITS
     assert len(predicted.assumptions) == 1 and re.match(r"test_prediction.py:\d+ reads", predicted.assumptions[0])
     assert "assumed: test_prediction.py:" in repr(predicted)
+
+
+def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
+    def variant():
+        model = nn.Linear(4, 4)
+        with _pop_mode_temporarily():  # below what takes a GPU's name for the CPU's, as a tensor from outside is
+            rows = torch.empty(4, 4, device="cuda")
+        return lambda: model(rows).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"outside of the variant: keep those on the CPU, and .* \.to\(device\)"):
+        predict(variant, "T4")
 
 
 @pytest.mark.parametrize("read", [lambda out: bool(out.sum() > 0), lambda out: out.argmax().item()])

@@ -48,7 +48,7 @@ SYMPTOMS = {
     "Blog posts contradict each other": ("00", "16", "24"),
     "The trained model answers too slowly": ("19", "18"),
 }
-NEEDS_A_GPU = ("03", "20", "21")  # what a CPU measures says nothing of these techniques
+NEEDS_A_GPU = ("03", "20")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
 
 

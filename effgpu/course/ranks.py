@@ -1,13 +1,11 @@
-"""Two ranks: start a script on them; the bytes that a rank holds and sends; times of its steps, which take turns."""
+"""Two ranks: start a script on them; the bytes that a rank sends; times of its steps, which take turns."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from effgpu.measuring.device import describe
 from effgpu.measuring.ops import count_ops
@@ -51,14 +49,6 @@ def bytes_sent(step: Callable[[], object]) -> float:
 
     ranks, calls = dist.get_world_size(), count_ops(step, key=key)
     return sum(count * ROUNDS[kind] * size * (ranks - 1) / ranks for (kind, size), count in calls.items())
-
-
-def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Bytes of this rank's weights, gradients and optimizer state. Of a sharded tensor, only its slice counts."""
-    weights = list(model.parameters())
-    state = [t for values in optimizer.state.values() for t in values.values() if t.numel() > 1]
-    owners = weights, [p.grad for p in weights], state
-    return [sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in owner) for owner in owners]
 
 
 def take_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[tuple[float, float]]]:

@@ -27,9 +27,16 @@ from effgpu.diagnosing.diagnosis import (
     Diagnosis,
     Finding,
 )
-from effgpu.diagnosing.replay import Range, Scene, Walk, as_tf32, in_16_bits, in_tf32, saved, walk_step
+from effgpu.diagnosing.replay import Range, Scene, Walk, as_tf32, in_16_bits, saved, walk_step
 from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call, tensors_in
-from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
+from effgpu.measuring.device import (
+    describe,
+    find_device,
+    gc_frozen,
+    is_out_of_memory,
+    multiplying_as,
+    random_states_kept,
+)
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.timing import cap_seconds, time_turn
 from effgpu.measuring.torch_internals import counters
@@ -272,7 +279,7 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
         if PRECISION in names:
             stack.enter_context(in_16_bits(target))
         if TF32 in names:
-            stack.enter_context(in_tf32())
+            stack.enter_context(multiplying_as("tf32"))
 
         def step() -> None:
             batch = feed.batch if LOADING in names else feed.next()

@@ -159,17 +159,6 @@ def in_16_bits(gpu: Gpu) -> Iterator[None]:
             kind.__enter__, kind.__exit__ = begin, end
 
 
-@contextlib.contextmanager
-def in_tf32() -> Iterator[None]:
-    """Inside, products of fp32 tensors are computed in TF32, unless the step says otherwise."""
-    products = torch.backends.cuda.matmul
-    before, products.fp32_precision = products.fp32_precision, "tf32"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
-
-
 def as_tf32(event: Event) -> Event:
     """The event, with its products of fp32 tensors computed in TF32."""
     kernels = [

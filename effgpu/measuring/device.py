@@ -222,6 +222,17 @@ def random_states_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def multiplying_as(precision: str) -> Iterator[None]:
+    """Inside, a GPU multiplies fp32 tensors in this precision, "ieee" or "tf32", unless the code says otherwise."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
     """Freeze existing objects so that gc.collect() stays fast, after a collection.
 

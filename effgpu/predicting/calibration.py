@@ -1,15 +1,14 @@
 """The line of the table of GPUs for the GPU that is here: what it reaches, measured in under a minute."""
 
-import contextlib
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
 import torch
 from torch import nn
 
-from effgpu.measuring.device import describe, find_device
+from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.measuring.timing import time_for
 from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, UNKNOWN_CONTEXT, Gpu, find_gpu, own_table, read_table
 from effgpu.predicting.prediction import predict
@@ -38,7 +37,7 @@ def calibrate(seconds: float = SECONDS) -> Gpu:
     rates = {name: _measure_products(dtype, seconds) for name, dtype in formats.items()}
     for name, precision in {"fp32": "ieee", "tf32": "tf32"}.items():
         if name == "fp32" or device.capability >= (8, 0):
-            with _multiplying_as(precision):
+            with multiplying_as(precision):
                 rates[name] = _measure_products(torch.float32, seconds)
     return replace(
         known,
@@ -89,16 +88,6 @@ def _row(gpu: Gpu) -> dict[str, object]:
         "kernel_us": f"{gpu.kernel * 1e6:.3g}",
         "launch_us": f"{gpu.launch * 1e6:.3g}",
     }
-
-
-@contextlib.contextmanager
-def _multiplying_as(precision: str) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = precision
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _time(step: Callable[[], object], seconds: float) -> float:

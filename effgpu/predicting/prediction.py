@@ -365,6 +365,9 @@ def _explain(error: BaseException) -> str | None:
     unsupported = fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException
     if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
+    if "devices" in str(error) and "cuda" in str(error):
+        told = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
+        return f"{told}: keep those on the CPU, and let the step move them with .to(device)"
     if "Found no NVIDIA driver" in str(error) or "Torch not compiled with CUDA" in str(error):
         return "the step calls torch.cuda itself, and there is no GPU here: leave such calls out where there is none"
     return None

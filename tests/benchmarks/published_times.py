@@ -23,6 +23,7 @@ from benchmarks import published_memory
 from torch.nn import functional as F
 
 from effgpu import units
+from effgpu.measuring.device import multiplying_as
 from effgpu.predicting.fake_gpu import on_real_tensors
 from effgpu.predicting.prediction import predict
 from effgpu.predicting.time import Time, time_ratio
@@ -278,9 +279,7 @@ CASES = [
 
 def run(case: Case) -> Outcome:
     """Predict a case."""
-    switch = torch.backends.cuda.matmul
-    before, switch.fp32_precision = switch.fp32_precision, case.matmul
-    try:
+    with multiplying_as(case.matmul):
         predicted = predict(case.variant, case.gpu)
         time, sheet = predicted.time(), _data_sheet(predicted.segments, case.gpu)
         expected = time.expected
@@ -288,8 +287,6 @@ def run(case: Case) -> Outcome:
             more = predict(case.besides[0], case.gpu)
             expected += case.besides[1] * (more.time().expected - time.expected)
             sheet += case.besides[1] * (_data_sheet(more.segments, case.gpu) - sheet)
-    finally:
-        switch.fp32_precision = before
     return Outcome(case, time, expected, sheet)
 
 
