@@ -57,7 +57,7 @@ MUTATIONS = {
         "last.weight = nn.Parameter(last.weight[:, keep])  # new",
         "last.weight = nn.Parameter(last.weight[:, : len(keep)])  # new",
     ),
-    "19_inference": ("model.to(choose_16_bits())  # new", "pass  # new"),
+    "19_inference": ("model.to(workloads.choose_16_bits())  # new", "pass  # new"),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
     "21_shapes": ("wide.bias[outputs:] = -math.inf  # new", "wide.bias[outputs:] = 0.0  # new"),
     "22_out_of_memory": ("loss = loss / len(labels)  # new", "loss = loss / len(some_labels)  # new"),

@@ -307,3 +307,13 @@ def test_a_default_step_fills_a_gpu_and_fits(name):
 def test_a_bad_argument_is_named(make, arguments, error):
     with pytest.raises(error, match=f"^{next(iter(arguments))}: expected"):
         make(**arguments)
+
+
+@pytest.mark.parametrize(
+    "supported, fast, format",
+    [(False, False, torch.bfloat16), (True, False, torch.float16), (True, True, torch.bfloat16)],
+)
+def test_the_16_bits_are_those_that_a_gpu_does_not_emulate(monkeypatch, supported, fast, format):
+    answers = {True: supported, False: fast}
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: answers[including_emulation])
+    assert workloads.choose_16_bits() == format

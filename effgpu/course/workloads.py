@@ -210,6 +210,18 @@ def image_classifier(
         return _resnet(), images, torch.tensor(labels, device=device)
 
 
+def choose_16_bits() -> torch.dtype:
+    """Return the 16-bit format that this GPU is fast in: bfloat16, or float16 on one that only emulates bfloat16.
+
+    A T4 is such a GPU. Without a GPU it is bfloat16. Lesson 08 writes it out.
+
+    >>> with torch.autocast(device.type, choose_16_bits()):
+    >>>     loss = cross_entropy(model(texts), labels)
+    """
+    emulated = torch.cuda.is_bf16_supported() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if emulated else torch.bfloat16
+
+
 def autocast() -> torch.autocast:
     """Return a context for the forward pass, as people train: bfloat16 on a GPU that has it, else no change.
 
