@@ -369,7 +369,7 @@ def test_full_size_has_columns_and_is_stored(make_measurement):
     assert rows[0][1:3] == ["4.00 s, does not fit", "20.0 GiB"] and rows[1][1:3] == [
         *("4.00 × faster [3.33, 5.00]", "5.00 GiB")
     ]
-    assert "9 of 10 published times" in result.caption()
+    assert "9 of 10 published times and ratios" in result.caption()
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
@@ -379,7 +379,7 @@ def test_a_doubt_about_memory_stands_in_the_column_of_memory(make_measurement):
     _, rows = Comparison("big", both, full_size=sizes).table()
     assert [row[1:3] for row in rows] == [
         ["4.00 s, does not fit", "15.0 GiB"],
-        ["4.00 × faster [3.33, 5.00]", "14.0 GiB, too close to tell"],
+        ["4.00 × faster [3.33, 5.00]", "14.0 GiB, may not fit"],
     ]
 
 

@@ -585,9 +585,9 @@ def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
 
 
 @pytest.mark.parametrize("read", [lambda out: bool(out.sum() > 0), lambda out: out.argmax().item()])
-def test_where_sizes_may_depend_on_a_value_nothing_surely_fits(read):
+def test_where_sizes_may_depend_on_a_value_the_line_is_named(read):
     predicted = predict(reading(read), "T4")
-    assert predicted.verdict() == TOO_CLOSE and predicted.unknown[0].startswith("test_prediction.py:")
+    assert predicted.unknown[0].startswith("test_prediction.py:")
 
 
 @pytest.mark.parametrize(
@@ -741,14 +741,15 @@ def made(allocated, reserved=None, unknown=(), resting=0):
 
 
 @given(st.integers(0, 200 * GiB), st.integers(0, 8 * GiB), st.sampled_from(list(GPUS)))
-def test_fits_leaves_room_for_the_error_and_the_context(allocated, more, name):
+def test_fits_leaves_room_for_the_error_and_the_context_and_twice_that_for_what_is_unknown(allocated, more, name):
     gpu, predicted = GPUS[name], made(allocated, allocated + more)
     needed, verdict = predicted.total(name), predicted.verdict(name)
     assert needed.low <= needed.high == int((allocated + more) * (1 + MORE)) + gpu.context[1]
     assert (verdict == FITS) == (needed.high <= gpu.memory)
     assert (verdict == DOES_NOT_FIT) == (needed.low > gpu.memory)
     if verdict == FITS:
-        assert made(allocated, allocated + more, ("something",)).verdict(name) == TOO_CLOSE
+        rough = made(allocated, allocated + more, ("something",))
+        assert rough.verdict(name) == (FITS if 2 * needed.high <= gpu.memory else TOO_CLOSE)
 
 
 def test_what_rests_decides_where_something_is_unknown():

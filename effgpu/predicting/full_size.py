@@ -48,9 +48,9 @@ class FullSize:
         return f"{told}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else told
 
     def tell_memory(self) -> str:
-        """In words: "9.35 GiB"; and that it is too close to tell whether the step fits."""
+        """In words: "9.35 GiB"; and that the step may not fit, where that is too close to tell."""
         told = units.format_bytes(self.allocated)
-        return f"{told}, {TOO_CLOSE}" if self.verdict == TOO_CLOSE else told
+        return f"{told}, may not fit" if self.verdict == TOO_CLOSE else told
 
 
 def tell_ratio(ratio: Range) -> str:
@@ -123,6 +123,5 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
 
 
 def _against(time: Time, baseline: Time) -> Range:
-    if (time.sources, time.waits, time.compiled) == (baseline.sources, baseline.waits, baseline.compiled):
-        return 1.0, 1.0, 1.0
-    return tuple(time_ratio(time, baseline))
+    the_same = all(getattr(time, what) == getattr(baseline, what) for what in ("sources", "between_waits", "compiled"))
+    return (1.0, 1.0, 1.0) if the_same else tuple(time_ratio(time, baseline))

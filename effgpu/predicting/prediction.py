@@ -18,7 +18,7 @@ from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
-from effgpu.predicting.fake_gpu import COMPILED, Recorder, as_gpu, observed_by
+from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.time import Time, step_time
@@ -91,7 +91,7 @@ class Prediction:
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
         """Return "fits", "does not fit" or "too close to tell". "fits" means that the high end of `total` fits.
 
-        Compiled code is counted uncompiled, so twice the high end must fit.
+        What is not known, such as what compiled code keeps, may need more: then twice the high end must fit.
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
         """
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
@@ -100,9 +100,9 @@ class Prediction:
         total = self.total(gpu)
         if total.low > gpu.memory:
             return DOES_NOT_FIT
-        if self.unknown == (COMPILED,) and gpu.capability >= self.holds_from:
-            return FITS if 2 * total.high <= gpu.memory else TOO_CLOSE
-        return FITS if self._is_known(gpu) and total.high <= gpu.memory else TOO_CLOSE
+        if gpu.capability < self.holds_from:
+            return TOO_CLOSE
+        return FITS if total.high * (2 if self.unknown else 1) <= gpu.memory else TOO_CLOSE
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.

@@ -175,7 +175,8 @@ class Time:
 
     `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth" or "launching
     operations". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of operation. Their sum is
-    what the GPU works; `expected` is more where the GPU waits for the CPU. Loading data is not in it.
+    what the GPU works; `expected` is more where the GPU waits for the CPU. `between_waits` has, of each stretch between
+    two waits of the CPU, the seconds of both: the longer count. Loading data is not in it.
     """
 
     gpu: Gpu
@@ -185,12 +186,12 @@ class Time:
     bound: str
     table: dict[str, Row]
     compiled: bool = False
-    waits: tuple[tuple[float, float], ...] = field(default=(), compare=False)  # of each segment: the GPU's, the CPU's
+    between_waits: tuple[tuple[float, float], ...] = field(default=(), compare=False)
     sources: dict[tuple[str, str, str], float] = field(default_factory=dict, compare=False)
 
     def with_launches(self, times: float) -> float:
         """Expected seconds on a CPU that takes so many times as long to launch an operation."""
-        return sum(max(gpu, times * cpu) for gpu, cpu in self.waits)
+        return sum(max(gpu, times * cpu) for gpu, cpu in self.between_waits)
 
     def times(self, steps: int) -> str:
         """What so many steps take, in words: "23.5 s [20.1 s, 27.4 s]"."""
@@ -236,13 +237,13 @@ def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) 
     if compiled:
         fused = _add_up(segments, gpu, fused=True)
         expected, low = math.sqrt(expected * _range(fused, gpu)[0]), _range(fused, gpu)[1]
-    cpu = sum(calls for _, calls in work.waits) * gpu.launch
+    cpu = sum(calls for _, calls in work.between_waits) * gpu.launch
     bound = max(work.bounds, key=work.bounds.get) if work.bounds else LAUNCH_BOUND
     if cpu > sum(work.seconds.values()):
         bound = LAUNCH_BOUND
     table = {kind: Row(work.seconds[kind], *work.counts[kind]) for kind in KINDS if kind in work.counts}
-    waits = tuple((seconds, calls * gpu.launch) for seconds, calls in work.waits)
-    return Time(gpu, expected, low, high, bound, table, compiled, waits, dict(work.sources))
+    between_waits = tuple((seconds, calls * gpu.launch) for seconds, calls in work.between_waits)
+    return Time(gpu, expected, low, high, bound, table, compiled, between_waits, dict(work.sources))
 
 
 @dataclass
@@ -251,7 +252,7 @@ class _Work:
     counts: dict = field(default_factory=lambda: defaultdict(lambda: (0, 0, 0)))  # by kind: FLOPs, bytes, kernels
     sources: Counter = field(default_factory=Counter)  # seconds by what they are uncertain for: see _group
     bounds: Counter = field(default_factory=Counter)
-    waits: list = field(default_factory=list)
+    between_waits: list = field(default_factory=list)  # (the GPU's seconds, the CPU's calls)
 
 
 def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work:
@@ -275,7 +276,7 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             what = "launch" if bound == LAUNCH_BOUND else what
             layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(LAYOUTS)) else ""
             work.sources[what, kernel.format * bool(computes), layout] += seconds
-        work.waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
+        work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
     return work
 
 
@@ -302,7 +303,7 @@ def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
     off = math.exp(NINE_OF_TEN * spread)
     ends = zip((1.0, 1 / off, off), (1.0, *LAUNCH_RANGE))  # of the GPU's time, and of the CPU's
     return tuple(
-        sum(max(seconds * times, calls * gpu.launch * launches) for seconds, calls in work.waits)
+        sum(max(seconds * times, calls * gpu.launch * launches) for seconds, calls in work.between_waits)
         for times, launches in ends
     )
 
