@@ -507,15 +507,15 @@ def padding_and_packing():
 
 def optimizers():
     """Bytes for each parameter in fp32, as stacked bars. AdamW: 4 of weight, 4 of gradient, 8 of state, and another 4
-    while it steps. Fused: 16. In the backward pass: little more than 12, as nearly all gradients are gone again. SGD
+    while it updates. Fused: 16. In the backward pass: little more than 12, as nearly all gradients are gone again. SGD
     with momentum: 12. AdamW with 8-bit state: 10. With 4-bit state: 9. Adafactor: little more than 8."""
     ax = card(376, "Bytes for each parameter")
-    byte, left, held = 11.4, 112, ((BLUE, 4), (SKY, 4))
+    byte, left, held = 10.9, 122, ((BLUE, 4), (SKY, 4))
     rows = {
         "AdamW": (*held, (ORANGE, 4), (GREEN, 4), (WHITE, 4)),
         "… fused": (*held, (ORANGE, 4), (GREEN, 4)),
         "… in backward": ((BLUE, 4), (SKY, 0.4), (ORANGE, 4), (GREEN, 4)),
-        "SGD with mean": (*held, (ORANGE, 4)),
+        "SGD, momentum": (*held, (ORANGE, 4)),
         "8-bit AdamW": (*held, (ORANGE, 1), (GREEN, 1)),
         "4-bit AdamW": (*held, (ORANGE, 0.5), (GREEN, 0.5)),
         "Adafactor": (*held, (GREEN, 0.25)),
@@ -530,8 +530,8 @@ def optimizers():
             style = {"edge": "#B4B9C0", "hatch": "////"} if color == WHITE else {"lw": 0.8}
             box(ax, x, y, count * byte, 26, color, radius=3, **style)
             x += count * byte
-    keys = ((BLUE, "weight"), (SKY, "gradient"), (ORANGE, "mean"), (GREEN, "mean square"))
-    keys += ((WHITE, "while it steps"),)
+    keys = ((BLUE, "weight"), (SKY, "gradient"), (ORANGE, "mean gradient"), (GREEN, "mean square"))
+    keys += ((WHITE, "while it updates"),)
     for x, y, (color, words) in zip((18, 104, 204, 18, 150), (326, 326, 326, 350, 350), keys, strict=True):
         style = {"edge": "#B4B9C0", "hatch": "////"} if color == WHITE else {}
         box(ax, x, y, 16, 16, color, **style)
@@ -552,8 +552,8 @@ def pruning():
     """Above, a matrix of weights loses most of its cells to a mask: it keeps its shape, and every cell is
     still stored and multiplied. Below, two matrices in a row lose two of their shared neurons: two rows of the first,
     two columns of the second. What remains are two smaller matrices."""
-    ax = card(392, "A hole, or less to multiply")
-    heading(ax, 18, 60, "masked: same shape, same work", False)
+    ax = card(392, "Zeros, or smaller matrices?")
+    heading(ax, 18, 60, "zeros: same shape, same work", False)
     holes = {(r, c) for r in range(6) for c in range(8) if (3 * r + 5 * c + r * c) % 4}
     matrix(ax, 34, 78, 6, 8, BLUE)
     arrow(ax, (142, 114), (192, 114), lw=2)
