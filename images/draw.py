@@ -501,7 +501,7 @@ def padding_and_packing():
     mask(ax, 36, 316, [(5, PINK), (3, GREEN), (2, RED)])
     heading(ax, 195, 300, "sees other texts", False)
     mask(ax, 213, 316, [(10, ORANGE)])
-    text(ax, 18, 419, "the mask of the last packed row", color=GREY, ha="left")
+    text(ax, 18, 419, "mask of the last row: a bar is what one token sees", color=GREY, ha="left")
     return ax.figure
 
 
