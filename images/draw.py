@@ -718,14 +718,14 @@ def batch_size():
     ax.fill([left, right, right], [floor - constant] * 2 + [floor - constant * (1 + 300 / knee)], color=BLUE, lw=0)
     text(ax, right - 8, floor - constant / 2, "once per update", ha="right")
     text(ax, right - 8, floor - constant - 22, "for each text", color=WHITE, ha="right")
-    text(ax, left + knee + 6, 106, "knee: both are equal", ha="left")
+    text(ax, left + knee + 6, 106, "knee: equal times", ha="left")
     heading(ax, 18, 242, "texts per second")
     base, best = 370, 100
     line(ax, (left, right), (base - best, base - best), dashed=True)
     text(ax, left + 4, base - best - 10, "best speed", color=GREY, ha="left")
     xs = [left + x for x in range(0, 301, 3)]
     line(ax, xs, [base - best * (x - left) / (knee + x - left) for x in xs], BLUE, 2.6)
-    for knees, words in ((1, "half of it"), (3, "3/4 of it")):
+    for knees, words in ((1, "half of the best speed"), (3, "3/4 of it")):
         x, y = left + knees * knee, base - best * knees / (knees + 1)
         dot(ax, x, y, 5, ORANGE)
         text(ax, x + 8, y + 14, words, ha="left", weight="bold")
