@@ -878,9 +878,9 @@ def out_of_memory():
     text(ax, 230, 504, "✗", size=14, color=RED, weight="bold")
     level = [6, 18, 36, 52, 30]
     again = [30 + height for height in (0, 12, 20, 0, 0, 12, 20, 0)]
-    under_limit(ax, 602, [*level, *again], "after the error: the floor stays high", goes_on=True)
+    under_limit(ax, 602, [*level, *again], "after an error: small steps fail, too", goes_on=True)
     line(ax, (18 + 324 * 4 / 12, 342), (602 - 30, 602 - 30), ORANGE, 2)
-    text(ax, 246, 587, "kept by the error", color=INK)
+    text(ax, 246, 587, "tensors kept by the error", color=INK)
     text(ax, 180, 622, "dashes: what the GPU has", color=GREY)
     return ax.figure
 
