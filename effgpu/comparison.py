@@ -252,9 +252,7 @@ class Comparison:
         if len(self) > 1:
             told.append("“2 × faster” takes half the time, “2 × slower” twice; in brackets the 99 % interval.")
         if self.full_size:
-            told.append(
-                "Predicted: at full size; 9 of 10 published times and ratios lay in such brackets (docs/predict.md)."
-            )
+            told.append("Predicted: at full size; in brackets a range, not an interval (docs/predict.md).")
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:

@@ -369,7 +369,7 @@ def test_full_size_has_columns_and_is_stored(make_measurement):
     assert rows[0][1:3] == ["4.00 s, does not fit", "20.0 GiB"] and rows[1][1:3] == [
         *("4.00 × faster [3.33, 5.00]", "5.00 GiB")
     ]
-    assert "9 of 10 published times and ratios" in result.caption()
+    assert "in brackets a range, not an interval" in result.caption()
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 

@@ -378,7 +378,7 @@ def test_the_largest_batch_is_that_of_the_step_with_so_many_samples():
     found = effgpu.doctor(training(), [torch.ones(4096, 64)])
     expected = effgpu.largest(lambda times: sized(4096 * times), "T4")
     assert (found.batches.fits, found.batches.may_fit) == (expected.fits, expected.may_fit)
-    assert f"  {expected.fits} × this batch fits, up to {expected.may_fit} × may" in str(found)
+    assert f"  a batch {expected.fits} times as large fits, one {expected.may_fit} times as large may fit" in str(found)
 
 
 def test_of_a_step_that_takes_one_size_the_largest_batch_is_not_known():
@@ -414,7 +414,7 @@ def test_who_owns_the_peak_is_told_with_the_line():
     assert size >= 2 * 4096 * 64 * 4
     assert sum(size for *_, size in found.peak) == found.memory.allocated
     freed = format_bytes(found.memory.owners["activations"])
-    assert f"to free at most: {freed} by checkpointing (07) or accumulating (06), " in str(found)
+    assert f"to free at most: {freed} by checkpointing (lesson 07) or accumulating (06), " in str(found)
 
 
 # --- on a GPU ---

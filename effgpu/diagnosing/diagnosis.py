@@ -125,11 +125,12 @@ class Diagnosis:
         for site, owner, size in self.peak[:3]:
             told.append(f"  {units.format_bytes(size)} {owner}" + (f", {site}" if site else ""))
         kept = units.format_bytes(memory.owners["activations"])
-        state = memory.owners["gradients"] + memory.owners["optimizer state"]
-        state = units.format_bytes(state)
-        told.append(f"  to free at most: {kept} by checkpointing (07) or accumulating (06), {state} by LoRA (23)")
+        state = units.format_bytes(memory.owners["gradients"] + memory.owners["optimizer state"])
+        freed = f"{kept} by checkpointing (lesson 07) or accumulating (06), {state} by LoRA (23)"
+        told.append(f"  to free at most: {freed}")
         if self.batches is not None:
-            told.append(f"  {self.batches.fits} × this batch fits, up to {self.batches.may_fit} × may")
+            fits, may_fit = self.batches.fits, self.batches.may_fit
+            told.append(f"  a batch {fits} times as large fits, one {may_fit} times as large may fit")
         return told
 
     def __repr__(self) -> str:

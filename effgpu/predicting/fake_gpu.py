@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode):
                 )
             if value.dim() and value.numel():
                 self._add(value)
-                self.assumptions["tensors from outside of the variant are on the GPU, too"] = None
+                self.assumptions["what the variant takes from outside of itself is on the GPU, too"] = None
 
     def _take_for_a_moment(self, size: int) -> None:
         if size > 0:
