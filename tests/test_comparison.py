@@ -384,7 +384,9 @@ def test_a_doubt_about_memory_stands_in_the_column_of_memory(make_measurement):
 
 
 def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
-    assert tell_ratio((1.04, 0.98, 1.11)) == "no clear difference [0.98, 1.11]"
+    assert tell_ratio((1.04, 0.98, 1.11)) == "1.02 × faster to 1.11 × slower"
+    assert tell_ratio((1.04, 0.999, 1.11)) == "same to 1.11 × slower"
+    assert tell_ratio((1.0, 0.999, 1.001)) == "same"
     assert tell_ratio((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"
 
 

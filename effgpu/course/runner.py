@@ -90,7 +90,8 @@ class Headline:
         place = next((place for place, each in enumerate(after) if each.verdict != DOES_NOT_FIT), 0)
         old, new = before[place], after[place]
         time = tell_ratio(new.ratio).partition(" [")[0] if new.ratio else ""
-        told = [time.replace("difference", "difference in time"), _tell_change(old.allocated, new.allocated)]
+        time = "no clear difference in time" if " to " in time else time
+        told = [time, _tell_change(old.allocated, new.allocated)]
         rescued = ", so that it fits" if [old.verdict, new.verdict] == [DOES_NOT_FIT, FITS] else ""
         return f"{', '.join(filter(None, told))} on {units.with_article(new.gpu)}{rescued} (predicted)"
 

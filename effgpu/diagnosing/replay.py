@@ -176,8 +176,8 @@ class _Witness(Recorder):
         self._watch = watch
         self._sites: dict[int, Site | None] = {}  # by the block's place
 
-    def begin_step(self) -> None:
-        super().begin_step()
+    def note_kernels(self) -> None:
+        super().note_kernels()
         self._watch.events.clear()
 
     def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:

@@ -103,8 +103,8 @@ class Recorder(TorchDispatchMode):
         self.name_owners()
         self.first, self._started = self._events, True
 
-    def begin_step(self) -> None:
-        """Note the kernels of the step that follows, in place of those of the one before."""
+    def note_kernels(self) -> None:
+        """Note the kernels of the step that follows, the last one."""
         self.segments = [Segment()]
 
     def stop(self) -> None:
@@ -332,6 +332,8 @@ class _Translator(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # most calls ask for a tensor's shape, type or the like
+            return func(*args, **kwargs)
         if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "is_pinned":

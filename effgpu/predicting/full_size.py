@@ -54,15 +54,15 @@ class FullSize:
 
 
 def tell_ratio(ratio: Range) -> str:
-    """A predicted ratio of times in words, with its range; "no clear difference [0.95, 1.04]" where that holds 1.
+    """A predicted ratio of times in words, with its range; "1.05 × faster to 1.04 × slower" where that holds 1.
 
-    "same" is of two steps that run the same kernels, "no clear difference" of others.
+    "same" is of two steps that run the same kernels.
     """
     value, low, high = ratio
     if low == high == 1:
         return "same"
     if low <= 1 <= high:
-        return f"no clear difference [{low:.2f}, {high:.2f}]"
+        return " to ".join(dict.fromkeys(map(units.format_speed, (low, high))))
     return units.format_speed(value, low, high)
 
 
