@@ -9,7 +9,7 @@ import time
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
-SUCCEEDED, FAILED, REFUSED, EXCEEDED, TOO_CLOSE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
 counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
     arguments or files, a step that cannot be predicted, or no GPU to calibrate. 3: more time or memory than `bench`
-    allows, or than a GPU of `predict` has. 4: too close to tell, for a GPU of `predict` or by the intervals of `bench`.
+    allows, or than a GPU of `predict` has. 4: it may not fit, or the intervals of `bench` do not tell.
     130: Ctrl-C.
     """
     chosen = _parser().parse_args(arguments)
@@ -251,7 +251,7 @@ def _predict(chosen: argparse.Namespace) -> int:
     verdicts = {predicted.verdict(gpu) for gpu in gpus or ()}
     if prediction.DOES_NOT_FIT in verdicts:
         return EXCEEDED
-    return TOO_CLOSE if prediction.TOO_CLOSE in verdicts else SUCCEEDED
+    return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
@@ -349,7 +349,7 @@ def _bench(chosen: argparse.Namespace) -> int:
     exceeded, unclear = result.judge(chosen.fail_if_slower, chosen.fail_if_more_memory)
     for told in [*exceeded, *unclear]:
         print(f"effgpu: {told}", file=sys.stderr)
-    return EXCEEDED if exceeded else TOO_CLOSE if unclear else SUCCEEDED
+    return EXCEEDED if exceeded else UNCLEAR if unclear else SUCCEEDED
 
 
 def _refuse(reason: object) -> int:

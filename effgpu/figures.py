@@ -21,7 +21,7 @@ from effgpu.ablation import Ablation, format_share
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
-from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, OWNERS, TOO_CLOSE, Prediction
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT, OWNERS, Prediction
 from effgpu.results import stored
 from effgpu.units import FORMATS
 
@@ -55,7 +55,7 @@ STYLE = {
     "ytick.color": "#222222",
 }
 OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, ORANGE, GREEN, PALE)))
-VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, TOO_CLOSE: GREY}
+VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
 PARTS = ("matrix products", "everything else", "waiting for the CPU")  # of a predicted time
 PART_COLORS = (BLUE, GREY, ORANGE)
 WIDTH = 6.4

@@ -375,7 +375,7 @@ def test_full_size_has_columns_and_is_stored(make_measurement):
 
 def test_a_doubt_about_memory_stands_in_the_column_of_memory(make_measurement):
     both = make_measurement("old"), make_measurement("new", 0.01)
-    sizes = predicted_sizes(15 * GiB, 14 * GiB, ("does not fit", "too close to tell"))
+    sizes = predicted_sizes(15 * GiB, 14 * GiB, ("does not fit", "may not fit"))
     _, rows = Comparison("big", both, full_size=sizes).table()
     assert [row[1:3] for row in rows] == [
         ["4.00 s, does not fit", "15.0 GiB"],

@@ -22,8 +22,8 @@ from effgpu.predicting.gpus import known_gpus
 from effgpu.predicting.prediction import (
     DOES_NOT_FIT,
     FITS,
+    MAY_NOT_FIT,
     MORE,
-    TOO_CLOSE,
     Gpu,
     Prediction,
     Range,
@@ -614,7 +614,7 @@ def test_compiled_code_is_counted_as_eager_and_said(read):
     assert predicted.unknown == (fake_gpu.COMPILED,) and predicted.verdict() == FITS
     high = predicted.total("T4").high
     assert predicted.verdict(replace(GPUS["T4"], memory=2 * high)) == FITS
-    assert predicted.verdict(replace(GPUS["T4"], memory=2 * high - 1)) == TOO_CLOSE
+    assert predicted.verdict(replace(GPUS["T4"], memory=2 * high - 1)) == MAY_NOT_FIT
 
 
 @pytest.mark.filterwarnings("error")
@@ -749,11 +749,11 @@ def test_fits_leaves_room_for_the_error_and_the_context_and_twice_that_for_what_
     assert (verdict == DOES_NOT_FIT) == (needed.low > gpu.memory)
     if verdict == FITS:
         rough = made(allocated, allocated + more, ("something",))
-        assert rough.verdict(name) == (FITS if 2 * needed.high <= gpu.memory else TOO_CLOSE)
+        assert rough.verdict(name) == (FITS if 2 * needed.high <= gpu.memory else MAY_NOT_FIT)
 
 
 def test_what_rests_decides_where_something_is_unknown():
-    assert made(100 * GiB, unknown=("compiled",), resting=GiB).verdict("T4") == TOO_CLOSE
+    assert made(100 * GiB, unknown=("compiled",), resting=GiB).verdict("T4") == MAY_NOT_FIT
     assert made(100 * GiB, unknown=("compiled",), resting=20 * GiB).verdict("T4") == DOES_NOT_FIT
 
 

@@ -9,7 +9,7 @@ from effgpu import units
 from effgpu.measuring.variants import Variant, check_variants, is_function
 from effgpu.predicting.gpus import Gpu, find_gpu
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, PRODUCT
-from effgpu.predicting.prediction import DOES_NOT_FIT, TOO_CLOSE, Prediction, predict
+from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
 
 GPUS = ("T4", "A100 80 GB")
@@ -30,7 +30,7 @@ class FullSize:
     gpu: str
     memory: int
     allocated: int
-    verdict: Literal["fits", "does not fit", "too close to tell"]
+    verdict: Literal["fits", "does not fit", "may not fit"]
     bound: str = ""
     seconds: Range | None = None
     products: float | None = None
@@ -48,9 +48,9 @@ class FullSize:
         return f"{told}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else told
 
     def tell_memory(self) -> str:
-        """In words: "9.35 GiB"; and that the step may not fit, where that is too close to tell."""
+        """In words: "9.35 GiB"; and that the step may not fit."""
         told = units.format_bytes(self.allocated)
-        return f"{told}, may not fit" if self.verdict == TOO_CLOSE else told
+        return f"{told}, {self.verdict}" if self.verdict == MAY_NOT_FIT else told
 
 
 def tell_ratio(ratio: Range) -> str:

@@ -24,7 +24,7 @@ from effgpu.predicting.kernels import Segment
 from effgpu.predicting.time import Time, step_time
 from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html_table, with_article
 
-FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to tell"
+FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
@@ -89,7 +89,7 @@ class Prediction:
         return Range(low, high)
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
-        """Return "fits", "does not fit" or "too close to tell". "fits" means that the high end of `total` fits.
+        """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
 
         What is not known, such as what compiled code keeps, may need more: then twice the high end must fit.
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
@@ -101,8 +101,8 @@ class Prediction:
         if total.low > gpu.memory:
             return DOES_NOT_FIT
         if gpu.capability < self.holds_from:
-            return TOO_CLOSE
-        return FITS if total.high * (2 if self.unknown else 1) <= gpu.memory else TOO_CLOSE
+            return MAY_NOT_FIT
+        return FITS if total.high * (2 if self.unknown else 1) <= gpu.memory else MAY_NOT_FIT
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
