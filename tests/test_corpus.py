@@ -20,11 +20,6 @@ from effgpu.course import corpus
 SPLITS = st.sampled_from(["train", "test"])
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return corpus.train_tokenizer(vocab_size=2048)
-
-
 @pytest.fixture
 def sizes(tmp_path, monkeypatch):
     """The number of lines of each file of two packages in which every line is unique: "<package> <file> <number>"."""
@@ -123,44 +118,6 @@ def test_text_labels_can_be_learned():
     assert sum(guess(text) == label for text, label in zip(texts, labels)) > 0.4 * len(texts)
 
 
-# Tokenizer
-
-
-@settings(max_examples=50, deadline=None)
-@given(text=st.text(max_size=60).filter(lambda text: not any(map(text.__contains__, corpus.SPECIAL_TOKENS.values()))))
-def test_decoding_gives_the_text_back(tokenizer, text):
-    tokens = tokenizer(text)["input_ids"]
-    assert tokens[0] == tokenizer.cls_token_id and tokens[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == text
-
-
-def test_tokenizer_pads_and_truncates(tokenizer):
-    texts = ["return", "import os\n" * 3, "x = 1\n" * 400]
-    batch = tokenizer(texts, padding="longest", truncation=True, max_length=20, return_tensors="pt")
-    assert set(batch) == {"input_ids", "attention_mask"}, "token types would not fit a DistilBERT"
-    assert batch["input_ids"].shape == (3, 20)
-    assert torch.equal(batch["attention_mask"] == 0, batch["input_ids"] == tokenizer.pad_token_id)
-    lengths = batch["attention_mask"].sum(1).tolist()
-    assert lengths[:2] == [len(tokenizer(text)["input_ids"]) for text in texts[:2]] and lengths[2] == 20
-    assert batch["input_ids"][2, -1] == tokenizer.eos_token_id
-    assert len(tokenizer(texts[2], truncation=True)["input_ids"]) == tokenizer.model_max_length == 512
-
-
-def test_tokenizer_has_the_size_asked_for_and_is_the_same_again(tokenizer, monkeypatch):
-    assert len(tokenizer) == 2048 and tokenizer.pad_token_id == 0
-    monkeypatch.setattr(corpus, "TOKENIZER_TEXTS", 300)
-    vocabularies = [corpus.train_tokenizer(vocab_size=512, seed=seed).get_vocab() for seed in (0, 0, 1)]
-    assert vocabularies[0] == vocabularies[1] != vocabularies[2]
-    assert sorted(vocabularies[0].values()) == list(range(512))
-    assert len(corpus.train_tokenizer(vocab_size=corpus.SMALLEST_VOCABULARY)) == corpus.SMALLEST_VOCABULARY
-
-
-def test_a_vocabulary_that_the_texts_cannot_fill_is_refused(monkeypatch):
-    monkeypatch.setattr(corpus, "TOKENIZER_TEXTS", 5)
-    with pytest.raises(ValueError, match="vocab_size: expected at most"):
-        corpus.train_tokenizer(vocab_size=8192)
-
-
 # Images
 
 
@@ -249,7 +206,6 @@ def test_a_spawned_worker_draws_the_same_glyphs():
         (corpus.load_text, {"count": 0}, ValueError),
         (corpus.load_text, {"count": 2.0}, TypeError),
         (corpus.load_text, {"split": "validation"}, ValueError),
-        (corpus.train_tokenizer, {"vocab_size": corpus.SMALLEST_VOCABULARY - 1}, ValueError),
         (corpus.Glyphs, {"seed": None}, TypeError),
         (corpus.Glyphs, {"transform": 3}, TypeError),
         (corpus.load_images, {"size": 15}, ValueError),

@@ -20,7 +20,6 @@ from effgpu.measuring.device import (
     free_memory,
     is_out_of_memory,
     memory_limit,
-    pick_sizes,
 )
 from effgpu.units import GiB, MiB
 
@@ -33,19 +32,6 @@ def _collections_are_short():
         yield
 
 
-TIERS = {"cpu": "cpu", "small": "small", "large": "large"}
-
-
-def test_pick_sizes_goes_by_the_memory_of_the_gpu(simulate_gpu):
-    assert pick_sizes(**TIERS) == "cpu"
-    simulate_gpu(**T4)
-    assert pick_sizes(**TIERS) == "small"
-    simulate_gpu(memory=36 * GiB - 1)
-    assert pick_sizes(**TIERS) == "small"
-    simulate_gpu(memory=36 * GiB)
-    assert pick_sizes(**TIERS) == "large"
-
-
 def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gpu):
     """As with PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.125, whatever a limit does meanwhile."""
     gpu = simulate_gpu(memory=128 * GiB)
@@ -53,10 +39,9 @@ def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gp
     for limit in (64 * GiB, 2 * GiB):
         with memory_limit(limit):
             assert gpu.fraction == min(limit / (128 * GiB), 0.125)
-            assert pick_sizes(**TIERS) == "small"
             assert (describe().name, describe().memory) == ("NVIDIA H200, 16.0 GiB of it", 16 * GiB)
         assert gpu.fraction == 0.125
-    assert pick_sizes(**TIERS) == "small" and describe().slug == "nvidia-h200-16-0-gib-of-it"
+    assert describe().slug == "nvidia-h200-16-0-gib-of-it"
 
 
 def test_a_fraction_above_one_is_the_whole_gpu(simulate_gpu):

@@ -20,7 +20,7 @@ MUTATIONS = {
     "01_anatomy": ("training(nn.LayerNorm, nn.GELU, **size)  # new", "training(WrittenNorm, nn.GELU, **size)  # new"),
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("images.to(device, non_blocking=True)", "torch.zeros_like(images, device=device)"),
-    "04_padding_and_packing": ("torch.full((len(text),), number)", "torch.full((len(text),), 1)"),
+    "04_padding_and_packing": ("torch.full_like(text, number)", "torch.full_like(text, 1)"),
     "05_batch_size": (
         "cross_entropy(model(texts[chosen]), labels[chosen])",
         'cross_entropy(model(texts[chosen]), labels[chosen], reduction="sum")',

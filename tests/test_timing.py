@@ -128,24 +128,6 @@ def test_a_variant_in_place_of_its_step_is_refused_once_it_has_built_one(on_gpu,
     assert len(built) == 1
 
 
-def test_the_fastest_of_short_calls_is_found_in_windows_of_a_millisecond(monkeypatch):
-    clock, runs = [100.0], iter([1.0] * 5 + [2.0, 0.5] + [3.0] * 3)  # how slow calls are; the first five tell how many
-    monkeypatch.setattr(timing, "time_for", lambda step, seconds: [spent(step) for _ in range(5)])
-
-    def spent(step):
-        nonlocal pace
-        before, pace = clock[0], next(runs)
-        step()
-        return clock[0] - before
-
-    def step():
-        clock[0] += 0.0002 * pace
-
-    pace = 1.0
-    assert timing.time_fastest(step, 1) == pytest.approx(0.0001)  # in runs of five, one of half a millisecond
-    assert clock[0] == pytest.approx(100 + 5 * 0.0002 + 5 * 0.0002 * (2 + 0.5 + 3 * 3))
-
-
 @given(duration=st.floats(1e-5, 100), seconds=st.floats(0.001, 0.1))
 def test_steps_fill_the_time_and_are_never_fewer_than_five(duration, seconds):
     clock = [100.0]

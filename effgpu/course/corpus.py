@@ -19,9 +19,7 @@ import torch
 
 if TYPE_CHECKING:  # imported where they are used: each takes a second or more
     from datasets import Dataset
-    from tokenizers import Tokenizer
     from torchvision.transforms.v2 import Transform
-    from transformers import PreTrainedTokenizerFast
 
 # The classes of load_text. Every CPython from 3.11 on ships the source of these packages.
 PACKAGES = (
@@ -31,11 +29,6 @@ PACKAGES = (
 TRAIN_SHARE = 0.8  # of the lines of each file, from its top
 LOG_LINES, SPREAD_LINES = math.log(7), 0.9  # mean and standard deviation of the logarithm of a window's lines
 MOST_LINES = 120  # of a window
-
-SPECIAL_TOKENS = {"pad_token": "<pad>", "cls_token": "<cls>", "eos_token": "<eos>", "mask_token": "<mask>"}
-SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)  # every byte has a token of its own
-MOST_TOKENS = 512  # the positions of a BERT
-TOKENIZER_TEXTS = 20_000  # windows to train a tokenizer on; they hold each line of the train split about twice
 
 # The text fonts that every matplotlib from 3.9 on ships. Its other fonts draw symbols, boxes or nothing. A whole family
 # is held out, because the bold or italic cut of a font seen in training is too similar to it.
@@ -113,51 +106,6 @@ def _find_sources(package: str) -> list[Path]:
     if not names:
         raise FileNotFoundError(f"no source of the package {package!r}: load_text needs Python with its source files")
     return [paths[name] for name in names]
-
-
-def train_tokenizer(*, vocab_size: int = 8192, seed: int = 0) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE tokenizer of `vocab_size` tokens, trained on the train split. It takes seconds.
-
-    It puts <cls> before a text and <eos> after it, pads with <pad> (id 0) and has <mask>. Every byte has a token, so no
-    text is unknown, and decoding with `skip_special_tokens=True` gives the text back, unless it contains one of these
-    four. `model_max_length` is 512. It returns input_ids and attention_mask but no token types, so
-    `model(**tokenizer(texts, padding="longest", truncation=True, return_tensors="pt"))` fits DistilBERT and GPT-2.
-
-    Raises TypeError or ValueError for a bad argument. `vocab_size` is at least 260, and at most the 26,000 or so tokens
-    that the texts can fill.
-    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2.
-    """
-    check_int("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
-    check_int("seed", seed)
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = _train_bpe(draw_texts(TOKENIZER_TEXTS, "train", seed)[0], vocab_size)
-    if bpe.get_vocab_size() < vocab_size:
-        raise ValueError(f"vocab_size: expected at most {bpe.get_vocab_size()}, all the texts hold, got {vocab_size}")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        model_max_length=MOST_TOKENS,
-        model_input_names=["input_ids", "attention_mask"],
-        **SPECIAL_TOKENS,
-    )
-
-
-def _train_bpe(texts: list[str], vocab_size: int) -> "Tokenizer":
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS.values()),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    ends = [(token, bpe.token_to_id(token)) for token in ("<cls>", "<eos>")]
-    bpe.post_processor = processors.TemplateProcessing(single="<cls> $A <eos>", special_tokens=ends)
-    return bpe
 
 
 class Glyphs(torch.utils.data.Dataset):

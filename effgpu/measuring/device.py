@@ -15,9 +15,8 @@ import psutil
 import torch
 
 from effgpu.measuring.torch_internals import clear_workspaces
-from effgpu.units import GiB, check_positive, format_bytes
+from effgpu.units import check_positive, format_bytes
 
-LARGE_GPU = 36 * GiB  # data-centre cards have more, gaming cards and a T4 have less
 _CAPABILITY_OF = {
     "fp16 tensor cores": (7, 0),
     "torch.compile": (7, 0),
@@ -138,16 +137,6 @@ def describe() -> Device:
 def describe_cpu(versions: dict[str, str]) -> Device:
     """Describe this machine's CPU, whether or not there is a GPU, for results with these versions of the libraries."""
     return Device(_cpu_name(), "cpu", psutil.virtual_memory().total, _count_cores(), versions=versions)
-
-
-def pick_sizes(*, cpu, small, large):
-    """Return the sizes that fit this machine: `cpu`, `small` (a GPU under 36 GiB: T4, gaming cards) or `large`.
-
-    >>> batch, seq = pick_sizes(cpu=(8, 64), small=(32, 128), large=(128, 128))
-    """
-    if find_device().type == "cpu":
-        return cpu
-    return large if _gpu_memory() >= LARGE_GPU else small
 
 
 def free_memory() -> float:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from numbers import Integral
-from statistics import median
 
 import torch
 
@@ -62,20 +61,6 @@ def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST
     times = time_steps(step, fewest)
     more = round((cap_seconds(seconds) - sum(times)) * fewest / max(sum(times), 1e-6))
     return times + (time_steps(step, more) if more > 0 else [])
-
-
-def time_fastest(step: Callable[[], object], seconds: float) -> float:
-    """Seconds of the fastest call of `step`, in windows of a millisecond or more that fill `seconds`.
-
-    Shorter windows are below the timer's resolution.
-    """
-    count = max(1, round(_MILLISECOND / median(time_for(step, _MILLISECOND))))
-
-    def often() -> None:
-        for _ in range(count):
-            step()
-
-    return min(time_for(often, seconds)) / count
 
 
 @contextlib.contextmanager

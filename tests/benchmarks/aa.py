@@ -29,9 +29,8 @@ import torch
 
 import effgpu
 from effgpu.comparison import Comparison
-from effgpu.measuring.device import pick_sizes
 from effgpu.measuring.intervals import interval_of_blocks
-from effgpu.measuring.timing import time_fastest
+from effgpu.measuring.timing import time_for
 from effgpu.measuring.turns import take_blocks
 from effgpu.units import format_seconds
 
@@ -65,7 +64,7 @@ def training(width: int, parts: int):
         torch.manual_seed(0)
         device = effgpu.find_device()
         layers = [torch.nn.Linear(width, width).to(device) for _ in range(LAYERS)]
-        x = torch.randn(pick_sizes(cpu=32, small=2048, large=8192), width, device=device)
+        x = torch.randn(32 if device.type == "cpu" else 2048, width, device=device)
 
         def step():
             for part in range(parts):
@@ -78,14 +77,14 @@ def training(width: int, parts: int):
 
 def step_of(milliseconds: float):
     """A variant whose step takes about so long, in parts of a tenth of a millisecond or so."""
-    part = time_fastest(training(128, 1)(), 0.2)
+    part = min(time_for(training(128, 1)(), 0.2))
     return training(128, max(1, round(milliseconds / 1000 / part)))
 
 
 def width_of_a_part(milliseconds: float) -> int:
     """The width at which a step of all parts takes about so long."""
     for width in range(32, 2048, 32):
-        if time_fastest(training(width, 1)(), 0.05) * PARTS * 1000 >= milliseconds:
+        if min(time_for(training(width, 1)(), 0.05)) * PARTS * 1000 >= milliseconds:
             return width
     return 2048
 

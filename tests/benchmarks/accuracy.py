@@ -15,12 +15,11 @@ import torch
 from torch.utils.benchmark import Timer
 
 import effgpu
-from effgpu.measuring.device import pick_sizes
 from effgpu.measuring.intervals import interval_of_blocks
 
 TURNS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
 device = effgpu.find_device()
-width = pick_sizes(cpu=256, small=1024, large=2048)
+width = 256 if device.type == "cpu" else 1024
 
 
 def network():
