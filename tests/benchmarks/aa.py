@@ -36,7 +36,7 @@ from effgpu.units import format_seconds
 
 STEPS = {1.3: 2.5, 16: 2.5, 100: 2.5}  # milliseconds of a step, and the most seconds per variant
 PARTS = 100  # of a step, so that one that is 3 % slower has 103
-LAYERS = 8  # that the parts take in turn: steps with one matrix differ by up to 1 %, by where it lies in memory
+LAYERS = 8  # that the parts take in turn: two steps with one matrix differed by up to 1 %, by where it lies in memory
 PRECISION = 0.01  # the half width that the comparisons below aim at
 FALSE, FOUND, COVERED = 1 / 200, 99 / 100, 0.985  # false verdicts at most, slower steps found and coverage at least
 BURSTS = """
