@@ -1,4 +1,4 @@
-"""Tests of effgpu.flops: FLOPs by arithmetic."""
+"""Tests of effgpu.measuring.flops: FLOPs by arithmetic."""
 
 import pytest
 import torch

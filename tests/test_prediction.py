@@ -844,6 +844,19 @@ def test_the_largest_batch_fits_and_the_next_may_not():
     assert f"{result.fits} fits a 2 GiB" in repr(result)
 
 
+def test_of_steps_with_something_unknown_the_largest_is_the_largest_that_fits():
+    def variant_of(batch):
+        def variant():
+            torch.compile(torch.relu)
+            return linear(4096, batch)()
+
+        return variant
+
+    result = largest(variant_of, "8 GiB", most=10**5)
+    assert result.tried[result.fits].unknown and result.tried[result.fits].verdict() == FITS
+    assert predict(variant_of(result.fits + 1), "8 GiB").verdict() == MAY_NOT_FIT
+
+
 def test_nothing_may_fit():
     assert repr(largest(lambda batch: linear(4096, batch), "100 MiB")) == "nothing fits a 100 MiB"
 

@@ -142,7 +142,7 @@ def map_of_the_course() -> str:
         "## What pays on which GPU",
         "",
         "Each lesson's technique against the same step without it, at the size of real training. **Predicted**, not",
-        "measured: 9 of 10 published times of transformers lay in such brackets ([audit](../docs/predict.md)). The",
+        "measured: 9 of 10 published times of transformers lay in such ranges ([audit](../docs/predict.md)). The",
         "lesson says what is compared, and at which size. Techniques do not add up: see [16](16_ladder.ipynb).",
         "",
         f"| technique | {' | '.join(gpus)} | peak memory |",

@@ -102,7 +102,7 @@ class Prediction:
             return DOES_NOT_FIT
         if gpu.capability < self.holds_from:
             return MAY_NOT_FIT
-        return FITS if total.high * (2 if self.unknown else 1) <= gpu.memory else MAY_NOT_FIT
+        return FITS if self._enough(gpu) <= gpu.memory else MAY_NOT_FIT
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
@@ -116,6 +116,11 @@ class Prediction:
         if not self.segments:
             raise ValueError('expected a prediction by a GPU\'s rules, to predict a time, got one with rules="cpu"')
         return step_time(self.segments, gpu, compiled=self.compiled)
+
+    def _enough(self, gpu: Gpu) -> int:
+        """The bytes that the step fits: the high end of `total`, and twice that where something is not known."""
+        one = self.older if self.older and gpu.capability < self.holds_from else self
+        return one.total(gpu).high * (2 if one.unknown else 1)
 
     def _is_known(self, gpu: Gpu) -> bool:
         return not self.unknown and gpu.capability >= self.holds_from
@@ -314,9 +319,8 @@ def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, m
     def surplus(size: int, end: str) -> int:
         if size not in tried:
             tried[size] = predict(variant_of(size), gpu)
-        if end == "high" and tried[size].unknown:
-            return 1
-        return getattr(tried[size].total(gpu), end) - gpu.memory
+        needed = tried[size].total(gpu).low if end == "low" else tried[size]._enough(gpu)
+        return needed - gpu.memory
 
     with gc_frozen():
         fits = _bisect(partial(surplus, end="high"), most)
