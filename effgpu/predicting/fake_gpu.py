@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.measuring.torch_internals import (
+    DisableTorchFunction,
     DispatchKey,
     DispatchKeySet,
     FakeTensor,
@@ -30,6 +31,7 @@ from effgpu.measuring.torch_internals import (
     _len_torch_function_stack,
     _pop_mode_temporarily,
 )
+from effgpu.predicting import shapes
 from effgpu.predicting.allocator import Block, round_size
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
 from effgpu.units import GiB, MiB
@@ -74,6 +76,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.capability = capability
         self._counted = torch.Tensor if real else FakeTensor
+        self.fakes: FakeTensorMode | None = None
         self.blocks: list[Block] = []
         self.first = 0
         self.assumptions: dict[str, None] = {}  # in the order of their appearance
@@ -127,7 +130,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        kwargs = kwargs or {}
+        with DisableTorchFunction():  # what is asked of tensors in here needs no translation, which takes long
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func, args: tuple, kwargs: dict):
         if func is aten._local_scalar_dense.default:
             return self._read(func, args, kwargs)
         if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
@@ -135,8 +141,8 @@ class Recorder(TorchDispatchMode):
         if self._counted is FakeTensor:
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
-        result = func(*args, **kwargs)
         name = func._schema.name
+        result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
         if name in _EXTRA and self.capability:
             self._take_for_a_moment(_EXTRA[name](self, args, result))
         self._see(result)
@@ -243,7 +249,9 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
-        if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
+        if self.optimizing and tensor.is_floating_point():  # an optimizer reads its count of steps, which is on the CPU
+            return 1.0
+        if self.segments and not self.optimizing:
             self.segments.append(Segment())
         where, inside = _reader()
         quiet = any(part in inside for part in _READS_WITHOUT_EFFECT)
@@ -368,7 +376,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
     with (
         _registered(_kernels(recorder) if recorder.capability else {}),
         _replaced(recorder),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensorMode(allow_non_fake_inputs=True) as recorder.fakes,
         observed_by(recorder),
         _Translator(recorder),
     ):
