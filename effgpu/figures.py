@@ -1,4 +1,4 @@
-"""Every plot: time and memory, the memory of a step, a sweep, an ablation. The only import of matplotlib."""
+"""Every plot: time and memory, the memory of a step, a prediction, a sweep. The only import of matplotlib."""
 
 import io
 import math
@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
-from effgpu.ablation import Ablation, format_share
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
@@ -74,12 +73,10 @@ def plot(
 ) -> Figure:
     """Draw a result. What is drawn follows from its type.
 
-    - What `compare` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with 99 %
-      intervals and verdicts. A diamond marks a prediction, a dotted outline reserved memory. Faint
-      triangles are the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was
-      given, panels show the predicted time on each GPU, with its range and where it goes, and the predicted memory.
-    - What `ablate` gave: what each switch changes alone, beside what it changes on top of all the rest, in shares of
-      the baseline, with 99 % intervals. The more the two differ, the more the switch interacts with others.
+    - What `compare`, `ablate` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with
+      99 % intervals and verdicts. A diamond marks a prediction, a dotted outline reserved memory. Faint triangles are
+      the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was given, panels
+      show the predicted time on each GPU, with its range and where it goes, and the predicted memory.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
     - What `predict` gave: the predicted peak by owners, above each GPU's memory (bar, in the colour of the verdict)
@@ -97,8 +94,6 @@ def plot(
         options = "xlabel, ylabel, log and format_value"
         raise TypeError(f"{options}: expected only with a sweep, not with what is a {type(result).__name__}")
     match result:
-        case Ablation():
-            return _plot_ablation(result)
         case Comparison():
             return _plot_comparison(result)
         case Prediction():
@@ -107,7 +102,7 @@ def plot(
             return _plot_traces({"": result})
         case Mapping():
             return _plot_sweep(result, xlabel, ylabel, log, format_value) if is_sweep else _plot_traces(result)
-    expected = "a comparison, an ablation, a prediction, a trace, or a mapping of labels to traces or series"
+    expected = "a comparison, a prediction, a trace, or a mapping of labels to traces or series"
     raise TypeError(f"result: expected {expected}, got {type(result).__name__}")
 
 
@@ -135,14 +130,7 @@ def _plot_comparison(comparison: Comparison) -> Figure:
         quantities = ["time"]  # the memory of a small model is nobody's question
     panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in quantities]
     panels = [*panels, *large] if comparison.device.kind == "cuda" else [*large, *panels]
-    return _plot_rows(comparison, [m.label for m in comparison], panels)
-
-
-def _plot_ablation(ablation: Ablation) -> Figure:
-    panels = [partial(_draw_changes, ablation=ablation, quantity=q) for q in _measured(ablation)]
-    figure = _plot_rows(ablation, ablation.switches, panels, row_height=0.55)
-    figure.axes[-1].set_xlabel(f"%: the change, as a share of what {ablation.whole.label!r} takes", fontsize=9)
-    return figure
+    return _plot_rows(comparison, panels)
 
 
 def _plot_traces(traces: Mapping[str, Trace]) -> Figure:
@@ -253,12 +241,10 @@ def _elsewhere(comparison: Comparison) -> list[Comparison]:
     return [other for other in stored(comparison.name) if other.device.name != comparison.device.name]
 
 
-def _plot_rows(
-    comparison: Comparison, labels: Sequence[str], panels: Sequence[Callable], row_height: float = 0.42
-) -> Figure:
-    """A figure of panels above one another in which each label has a row, the first on top."""
-    labels = ["\n".join(fill(line, LONGEST_LINE) for line in label.split("\n")) for label in labels]
-    row_height = max(row_height, NAME_HEIGHT * max(label.count("\n") + 1 for label in labels))
+def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
+    """A figure of panels above one another in which each variant has a row, the first on top."""
+    labels = ["\n".join(fill(line, LONGEST_LINE) for line in m.label.split("\n")) for m in comparison]
+    row_height = max(0.42, NAME_HEIGHT * max(label.count("\n") + 1 for label in labels))
     with _figure(len(panels), height=0.75 + row_height * len(labels)) as (figure, axes):
         for draw, ax in zip(panels, axes):
             draw(ax)
@@ -282,19 +268,17 @@ def _draw_legend(figure: Figure, axes: Iterable) -> None:
 
 
 def _fit_texts(figure: Figure, axes: Iterable) -> None:
-    """Widen panels of bars that begin at 0 until the texts behind the bars end within the panel."""
+    """Widen panels of bars until the texts behind the bars end within the panel."""
     for ax in axes:
         for text in ax.texts:
             text.set_in_layout(False)  # else the panel would shrink for a text that is too long
     figure.draw_without_rendering()
     for ax in axes:
-        low, high = ax.get_xlim()
-        if low == 0:
-            width = ax.get_window_extent().width
-            for text in ax.texts:
-                room = width - (text.get_window_extent().x1 - ax.transData.transform(text.xy)[0])
-                high = max(high, text.xy[0] * width / max(room, 0.1 * width))
-            ax.set_xlim(low, high)
+        high, width = ax.get_xlim()[1], ax.get_window_extent().width
+        for text in ax.texts:
+            room = width - (text.get_window_extent().x1 - ax.transData.transform(text.xy)[0])
+            high = max(high, text.xy[0] * width / max(room, 0.1 * width))
+        ax.set_xlim(right=high)
 
 
 def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
@@ -386,10 +370,9 @@ def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> No
         ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", capsize=3, linewidth=1.2)
 
 
-def _write(ax, x: float, row: float, text: str, *, before: bool = False) -> None:
-    """A text behind, or before, the end of a bar."""
-    look = {"textcoords": "offset points", "va": "center", "ha": "right" if before else "left", "fontsize": 9}
-    ax.annotate(text, (x, row), xytext=(-6 if before else 8, 0), **look)
+def _write(ax, x: float, row: float, text: str) -> None:
+    """A text behind the end of a bar."""
+    ax.annotate(text, (x, row), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
 
 
 def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
@@ -410,28 +393,6 @@ def _make_room(ax, x: float) -> None:
     ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
 
 
-def _draw_changes(ax, ablation: Ablation, quantity: str) -> None:
-    """Two bars a switch, outwards from no change."""
-    sides = {"alone": ((), BLUE, -0.2), "on top of all the rest": (ablation.switches, ORANGE, 0.2)}
-    ends = [0.0]
-    for side, (among, color, offset) in sides.items():
-        for row, switch in enumerate(ablation.switches):
-            change = ablation.effect(switch, among, quantity)
-            value, low, high = (change.value, change.low, change.high) if change else (0, 0, 0)
-            look = {"color": color, "hatch": _hatch(ablation, quantity), "label": "" if row else side}
-            ax.barh(row + offset, value, height=0.36, **look)
-            _draw_interval(ax, row + offset, value, low, high)
-            text = change.short if change else _why_none(ablation, switch, among)
-            _write(ax, low if value < 0 else high, row + offset, text, before=value < 0)
-            ends += [low, high]
-    low, high = min(ends), max(ends)
-    room = 0.75 * (high - low or 1)
-    ax.set_xlim(low - room * (low < 0), high + room)
-    ax.axvline(0, color="#222222", linewidth=0.8)
-    _value_axis(ax.xaxis, format_share)
-    ax.set_title(_title(ablation, quantity))
-
-
 def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float, float, float] | None:
     """What is drawn of a measurement, and the ends of its interval; None where there is nothing."""
     value = comparison.value(m.label, quantity)
@@ -440,12 +401,6 @@ def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float
     ratio = comparison.time_ratio(m.label) if m is not comparison.baseline else None
     middle, (low, high) = (ratio.value, (ratio.low, ratio.high)) if ratio else (m.median, m.interval or (m.median,) * 2)
     return value, value * min(low / middle, 1), value * max(high / middle, 1)  # rounding may put an end inside
-
-
-def _why_none(ablation: Ablation, switch: str, among: Iterable[str]) -> str:
-    """Why a switch has no effect that could be drawn: one of the two that it is the difference of ran out of memory."""
-    both = ablation.find({*among} | {switch}), ablation.find({*among} - {switch})
-    return next((m.failed for m in both if m.failed), units.NOT_MEASURED)
 
 
 def _draw_trace(ax, trace: Trace) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from effgpu.ablation import Ablation
 from effgpu.benching.bench import Bench
 from effgpu.comparison import Comparison
 
@@ -25,7 +24,7 @@ def save(comparisons: Iterable[Comparison], path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> list[Comparison]:
-    """Read what `save` wrote, ablations and benches as such. Raises ValueError, naming the file, for anything else."""
+    """Read what `save` wrote, benches as such. Raises ValueError, naming the file, for anything else."""
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -44,8 +43,8 @@ def load(path: str | Path) -> list[Comparison]:
 
 
 def comparison_from_dict(row: dict) -> Comparison:
-    """A comparison from what its `to_dict` gave, or an ablation or a bench, where that says that it is one."""
-    return {"ablation": Ablation, "bench": Bench}.get(row.get("kind"), Comparison).from_dict(row)
+    """A comparison from what its `to_dict` gave, or a bench, where that says that it is one."""
+    return (Bench if row.get("kind") == "bench" else Comparison).from_dict(row)
 
 
 def stored(name: str) -> list[Comparison]:

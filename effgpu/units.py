@@ -91,11 +91,6 @@ def read_ratio(name: str, value: object) -> float:
     )
 
 
-def format_optional(value: object | None) -> str:
-    """A value as it shows itself; `None` (not measured) -> `"–"`."""
-    return NOT_MEASURED if value is None else str(value)
-
-
 def check_positive(kind: type = Real, **values: object) -> None:
     """Raises ValueError, with its name, for a value that is not a positive and finite number of this kind."""
     for name, value in values.items():

@@ -20,7 +20,6 @@ from matplotlib.text import Text
 from nbclient import NotebookClient
 
 from effgpu import figures
-from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.figures import GREEN, RED, plot
 from effgpu.measuring.intervals import interval_of_blocks
@@ -80,6 +79,10 @@ def read_ticks(axis, unit, scale):
 def marks(ax, marker):
     """The places of all triangles ("^"), diamonds ("D") or rings ("o") in a panel."""
     return [point for line in ax.lines if line.get_marker() == marker for point in zip(*line.get_data())]
+
+
+def flat(pairs):
+    return [end for pair in pairs for end in pair]
 
 
 def triangles(ax):
@@ -405,7 +408,7 @@ def test_a_sweep_takes_whatever_is_a_number_and_says_what_is_not_finite():
 @pytest.mark.parametrize(
     ("wrong", "options", "error", "message"),
     [
-        (None, {}, TypeError, "result: expected a comparison, an ablation, a prediction, a trace, or a mapping"),
+        (None, {}, TypeError, "result: expected a comparison, a prediction, a trace, or a mapping"),
         ({}, {}, ValueError, "result: expected at least one labelled trace or series, got an empty mapping"),
         ({"a": [1, 2]}, {}, TypeError, "result['a']: expected a trace, or a mapping of x to a value, got list"),
         ({"a": {1: 1.0}, "b": {}}, {}, ValueError, "result['b']: expected at least one x with a value"),
@@ -426,66 +429,6 @@ def test_a_sweep_of_two_quantities_is_refused(make_measurement):
     with pytest.raises(ValueError, match="of one quantity, got items per second and time per step"):
         plot({"a": points}, xlabel="workers")
     plot({"a": points | {2: make_measurement("a", failed=True)}}, xlabel="workers")
-
-
-# Of an ablation
-
-SECONDS = {"none": 10, "a": 6, "b": 7, "c": 10.1, "a + b": 4, "a + c": 6.1, "b + c": 7.1, "a + b + c": 5}
-PEAKS = {"none": 8, "a": 4, "b": 9, "c": 8, "a + b": 5, "a + c": 4, "b + c": 9, "a + b + c": 5}
-
-
-@pytest.fixture
-def make_ablation(cpu, make_gpu):
-    """A function that makes an ablation of three switches; the times of some combinations are noisy."""
-
-    def make(device=None, failed=(), noisy=(), items=None):
-        found = []
-        for label, seconds in SECONDS.items():
-            noise = 0.4 if label in noisy else 0.001
-            turns = tuple((seconds * (1 + noise * (-1) ** number) / 1000,) * 2 for number in range(16))
-            fields = {"peak_allocated": PEAKS[label] * MiB, "items": items and items[label]}
-            joules = None if device is None else seconds / 5
-            ok = Measurement(label, turns, device or cpu, joules=joules, unit="samples", **fields)
-            found.append(Measurement(label, (), device or cpu, failed="out of memory") if label in failed else ok)
-        return Ablation("synthetic", tuple(found))
-
-    return make
-
-
-def flat(pairs):
-    return [end for pair in pairs for end in pair]
-
-
-def test_switches_stand_alone_beside_on_top_of_the_rest(make_ablation, make_gpu):
-    ablation = make_ablation(make_gpu(), noisy=["c"])
-    figure = plot(ablation)
-    assert_readable(figure)
-    time, memory, energy = figure.axes
-    assert ticks(time.yaxis) == ["a", "b", "c"]
-    for ax, alone, on_top in (
-        (time, [-0.4, -0.3, 0.01], [-0.21, -0.11, 0.1]),
-        (memory, [-0.5, 0.125, 0], [-0.5, 0.125, 0]),
-        (energy, [-0.4, -0.3, 0.01], [-0.21, -0.11, 0.1]),
-    ):
-        assert [bar.get_width() for bar in ax.patches] == pytest.approx([*alone, *on_top], abs=1e-3)
-        assert all(ax.get_xlim()[0] < bar.get_width() < ax.get_xlim()[1] for bar in ax.patches)
-    assert texts(time)[:3] == ["−40.0 %", "−30.0 %", "+1.0 %  inconclusive"]
-    assert legend(time.figure) == ["alone", "on top of all the rest"]
-    assert energy.get_xlabel() == "%: the change, as a share of what 'none' takes" and not time.get_xlabel()
-    intervals = [c.lines[2][0].get_segments()[0] for c in time.containers if hasattr(c, "lines")]
-    (of_c,) = [segment[:, 0] for segment in intervals if segment[0, 1] == pytest.approx(2 - 0.2)]
-    assert of_c == pytest.approx([ablation.effect("c").low, ablation.effect("c").high])
-
-
-def test_switches_whose_effect_did_not_fit_say_so_and_a_cpus_are_hatched(make_ablation):
-    assert {text for ax in plot(make_ablation(failed=SECONDS)).axes for text in texts(ax)} == {"out of memory"}
-    figure = plot(make_ablation(failed=["none", "b"]))
-    assert_readable(figure)
-    time, memory = figure.axes
-    assert texts(time)[:3] == ["out of memory"] * 3 and texts(time)[3:] == ["−35.0 %", "−18.3 %", "+16.7 %"]
-    assert texts(memory)[:3] == ["out of memory"] * 3
-    assert all(bar.get_hatch() for bar in time.patches) and not any(bar.get_hatch() for bar in memory.patches)
-    assert memory.get_xlabel().endswith("what 'a' takes") and "a CPU's times" in figure.get_supxlabel()
 
 
 LONG = "bf16 + fused optimizer + channels_last + compiled blocks"

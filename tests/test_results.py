@@ -6,7 +6,6 @@ import os
 import pytest
 
 from effgpu import results
-from effgpu.ablation import Ablation
 from effgpu.comparison import Comparison
 from effgpu.results import FORMAT, load, save, stored
 
@@ -74,13 +73,6 @@ def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, resu
     path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"some file\.json: expected comparisons as effgpu writes them"):
         load(path)
-
-
-def test_an_ablation_comes_back_as_one_and_nothing_else_does(tmp_path, make_measurement):
-    ablation = Ablation("some", tuple(make_measurement(on) for on in ("none", "a", "b", "a + b")))
-    comparison = Comparison("other", (make_measurement("none"), make_measurement("zeros")))
-    saved = [ablation, ablation.stack, comparison]
-    assert load(save(saved, tmp_path / "results.json")) == saved
 
 
 def test_results_of_two_machines_in_one_file_are_refused_by_name(tmp_path, make_measurement, make_gpu):

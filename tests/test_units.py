@@ -18,7 +18,6 @@ from effgpu.units import (
     format_change,
     format_count,
     format_joules,
-    format_optional,
     format_seconds,
     format_speed,
     read_ratio,
@@ -58,7 +57,7 @@ def test_reads_back_within_three_digits(kind, data):
 
 @pytest.mark.parametrize(
     "format_value",
-    [format_seconds, format_bytes, format_joules, format_count, format_speed, format_change, format_optional],
+    [format_seconds, format_bytes, format_joules, format_count, format_speed, format_change],
 )
 def test_what_was_not_measured_is_a_dash(format_value):
     assert format_value(None) == units.NOT_MEASURED == "–"
@@ -107,7 +106,6 @@ def test_what_was_not_measured_is_a_dash(format_value):
         (format_change(0.95), "−5.0 %"),
         (format_change(1.0996), "+10 %"),
         (format_change(13.5), "+1,250 %"),
-        (format_optional(3), "3"),
         (units.singular("batches"), "batch"),
         (units.singular("samples"), "sample"),
         (units.with_article("T4"), "a T4"),
