@@ -15,14 +15,13 @@ from urllib.parse import quote
 from tqdm import tqdm
 
 from effgpu import results, units
-from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, SLOWER, Comparison
+from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
 from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds
 INTERRUPTED = "interrupted"
-PAYS, TRADE, NO_DIFFERENCE, UNCLEAR, COSTS = "pays", "a trade", "no difference", "inconclusive", "does not pay"
 _STABLE_METADATA = {  # instead of what the kernel reports, which differs between machines
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -31,11 +30,10 @@ _STABLE_METADATA = {  # instead of what the kernel reports, which differs betwee
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot of a lesson: the PNG in base64, and its alternative text. `shows` names the comparison that it plots."""
+    """A plot of a lesson: the PNG in base64, and its alternative text."""
 
     png: str
     alt: str
-    shows: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,25 +42,6 @@ class Headline:
 
     comparison: Comparison
     label: str
-
-    @property
-    def verdict(self) -> str:
-        """Whether the variant pays.
-
-        PAYS: less time or memory, more of neither. TRADE: less of one, more of the other. COSTS: only more, or the
-        variant ran out of memory. NO_DIFFERENCE: the same time and memory. UNCLEAR: memory is the same and the time is
-        inconclusive. A change in memory below the comparison's `min_effect` counts as none.
-        """
-        time = self.comparison.verdict(self.label)
-        if self.comparison[self.label].failed:
-            return COSTS
-        if self.comparison.baseline.failed:
-            return PAYS  # it fits where the baseline does not
-        less = time == FASTER or self._memory_change() < 0
-        more = time == SLOWER or self._memory_change() > 0
-        if less or more:
-            return TRADE if less and more else PAYS if less else COSTS
-        return UNCLEAR if time == INCONCLUSIVE else NO_DIFFERENCE
 
     @property
     def time(self) -> str:
@@ -75,8 +54,10 @@ class Headline:
 
     @property
     def memory(self) -> str:
-        """The change of the peak memory in words, "−45 % memory"; empty if it is none or was not measured."""
-        return f"{self.comparison.tell(self.label, 'memory')} memory" if self._memory_change() else ""
+        """The change of the peak memory in words, "−45 % memory"; empty below `min_effect`, or not measured."""
+        ratio = self.comparison.ratio(self.label, "memory") or 1
+        changed = max(ratio, 1 / ratio) >= 1 + self.comparison.min_effect
+        return f"{self.comparison.tell(self.label, 'memory')} memory" if changed else ""
 
     @property
     def full_size(self) -> str:
@@ -100,11 +81,6 @@ class Headline:
         verdict = self.comparison.verdict(self.label)
         time = "" if verdict == INCONCLUSIVE and self.memory else self.time
         return ", ".join(filter(None, [time, self.memory] if verdict == FASTER else [self.memory, time]))
-
-    def _memory_change(self) -> int:
-        """1 if the peak rises, -1 if it falls, 0 if it changes by less than `min_effect` or was not measured."""
-        ratio = self.comparison.ratio(self.label, "memory") or 1
-        return 0 if max(ratio, 1 / ratio) < 1 + self.comparison.min_effect else 1 if ratio > 1 else -1
 
 
 def _tell_change(before: float, after: float) -> str:
@@ -253,10 +229,10 @@ def show_line(line: str) -> None:
 
 def read_lessons(folder: Path) -> list[Outcome]:
     """Return the outcomes of the executed lessons in a folder. Files that are not notebooks are skipped."""
-    import nbformat
-
     outcomes = []
     for path in sorted(folder.glob("*.ipynb")):
+        import nbformat  # where there are no lessons, a report needs no nbformat
+
         try:
             outcomes.append(_outcome(path.stem, nbformat.read(path, as_version=4)))
         except Exception:  # nbformat raises errors of many types
@@ -384,9 +360,8 @@ def _outcome(name: str, notebook) -> Outcome:
         if not shown and (plotted := re.search(r"^effgpu\.plot\((\w+)\)", cell.source, re.MULTILINE)):
             shown = [variables[plotted[1]]] if plotted[1] in variables else []  # shown by its name in an earlier cell
         alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
-        shows = shown[0].name if shown else ""
         images = ["".join(bundle["image/png"].split()) for bundle in data if "image/png" in bundle]
-        pictures += [Picture(png, alt, shows) for png in images]
+        pictures += [Picture(png, alt) for png in images]
     return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), failure, _about(prose))
 
 
