@@ -1,15 +1,19 @@
 """The commands of `effgpu`, from `info` to `bench`. Each imports only what it needs."""
 
 import argparse
+import contextlib
 import math
 import os
+import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
+_OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "variant ")  # other errors are the script's own
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
 counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
@@ -27,18 +31,33 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     try:
         return chosen.command(chosen)
+    except _Refused as reason:
+        print(f"effgpu: error: {' '.join(str(reason).split())}", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(_refuse(message))
+class _Refused(Exception):
+    """What is wrong with the arguments, in one line."""
+
+
+@contextlib.contextmanager
+def _refusing(*errors: type[Exception], about: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """Refuse, in one line, where such an error says so. What does not begin as `about` keeps its traceback."""
+    try:
+        yield
+    except errors as error:
+        if not str(error).startswith(about):
+            raise
+        raise _Refused("; ".join([str(error), *getattr(error, "__notes__", ())])) from error
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
-    commands = parser.add_subparsers(required=True, metavar="{info,run,report,predict,doctor,calibrate,bench}")
+    parser = argparse.ArgumentParser(
+        prog="effgpu", description="Measure what a training technique does to time, memory and energy."
+    )
+    commands = parser.add_subparsers(required=True)
 
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
@@ -61,8 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
     gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
     predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
-    predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, for its time")
-    predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples")
     measured_help = "also run the step on this device, and tell who owned its peak"
     predict.add_argument("--measured", action="store_true", help=measured_help)
     predict.set_defaults(command=_predict)
@@ -120,7 +137,7 @@ def _info(chosen: argparse.Namespace) -> int:
     device = describe()
     facts = {"device": device.label, "memory": format_bytes(device.memory), "CPU cores": device.cores}
     if device.kind == "cuda":
-        facts["compute capability"] = ".".join(map(str, device.capability))
+        facts["compute capability"] = ".".join(map(str, device.capability or ["unknown"]))
         facts["multiprocessors"] = device.multiprocessors
         facts["driver"] = device.driver or "unknown: NVML does not answer"
     for title, rows in {"": facts, "supports": device.supports, "versions": device.versions}.items():
@@ -140,8 +157,8 @@ def _run(chosen: argparse.Namespace) -> int:
 
     needed = ("nbclient", "ipykernel", "matplotlib", "torchvision", "transformers", "datasets", "accelerate")
     if missing := [name for name in needed if not find_spec(name)]:
-        return _refuse(f"running lessons needs more: pip install {' '.join(missing)}")
-    try:
+        raise _Refused(f"running lessons needs more: pip install {' '.join(missing)}")
+    with _refusing(OSError, ValueError):
         if chosen.seconds is not None:
             units.check_positive(**{"--seconds": chosen.seconds})
             os.environ[timing.CAP] = str(chosen.seconds)
@@ -151,8 +168,6 @@ def _run(chosen: argparse.Namespace) -> int:
         if chosen.inplace and capped:
             raise ValueError("--inplace stores results, but --seconds or EFFGPU_SECONDS cuts measurements short")
         runner.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
-    except (OSError, ValueError) as error:
-        return _refuse(error)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a run as Ctrl-C does
     outcomes, interrupted, began = [], False, time.monotonic()
     width = max(len(lesson.stem) for lesson in lessons)
@@ -201,54 +216,28 @@ def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
 
 def _report(chosen: argparse.Namespace) -> int:
     if not find_spec("matplotlib"):
-        return _refuse("a report needs more: pip install matplotlib")
+        raise _Refused("a report needs more: pip install matplotlib")
     from effgpu import results
     from effgpu.course import report
 
     if chosen.out.resolve() in [path.resolve() for path in chosen.results]:
-        return _refuse(f"--out: expected a file for the report, got the results file {chosen.out}")
-    try:
+        raise _Refused(f"--out: expected a file for the report, got the results file {chosen.out}")
+    with _refusing(OSError, ValueError):
         machines = {path: results.load(path) for path in chosen.results}
         if empty := [str(path) for path, comparisons in machines.items() if not comparisons]:
-            return _refuse(f"{', '.join(empty)}: expected comparisons, got none")
+            raise ValueError(f"{', '.join(empty)}: expected comparisons, got none")
         print(report.write(chosen.out, [report.from_results(comparisons) for comparisons in machines.values()]))
-    except (OSError, ValueError) as error:
-        return _refuse(error)
     return SUCCEEDED
 
 
 def _predict(chosen: argparse.Namespace) -> int:
-    from effgpu.measuring.variants import is_function
     from effgpu.predicting import prediction
-    from effgpu.predicting.gpus import find_gpu
-    from effgpu.units import check_positive
 
-    if (chosen.samples is None) != (chosen.batch is None):
-        return _refuse("predict: expected --samples and --batch together")
-    try:
-        path, name = _split(chosen.variant)
-        gpus = chosen.gpu and [find_gpu(gpu) for gpu in chosen.gpu]
-        if chosen.samples is not None:
-            check_positive(**{"--samples": chosen.samples, "--batch": chosen.batch})
-    except ValueError as error:
-        return _refuse(error)
-    variant = _load(path).get(name)
-    if not is_function(variant):
-        return _refuse(f"{path}: expected a function called {name}")
-    try:
-        predicted = prediction.predict(variant, gpus, measured=chosen.measured)
-    except (TypeError, RuntimeError) as error:
-        if str(error).startswith(("predict: ", "variant ", "step: ")):
-            return _refuse(error)
-        raise  # the script's own
+    variant, _ = _load(chosen.variant)
+    with _refusing(TypeError, ValueError, RuntimeError, about=_OURS):
+        predicted = prediction.predict(variant, chosen.gpu, measured=chosen.measured)
     print(predicted)
-    if chosen.samples is not None:
-        steps = math.ceil(chosen.samples / chosen.batch)
-        print(f"\nan epoch of {chosen.samples:,} samples takes {steps:,} steps")
-        for gpu in predicted.gpus:
-            if gpu.bandwidth:
-                print(f"{gpu.name:12}{predicted.time(gpu).times(steps)}")
-    verdicts = {predicted.verdict(gpu) for gpu in gpus or ()}
+    verdicts = {predicted.verdict(gpu) for gpu in predicted.gpus} if chosen.gpu else ()
     if prediction.DOES_NOT_FIT in verdicts:
         return EXCEEDED
     return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED
@@ -256,56 +245,45 @@ def _predict(chosen: argparse.Namespace) -> int:
 
 def _doctor(chosen: argparse.Namespace) -> int:
     from effgpu.diagnosing.doctor import doctor
-    from effgpu.measuring.variants import is_function
-    from effgpu.predicting.gpus import find_gpu
 
-    try:
-        path, name = _split(chosen.variant)
-        gpu = chosen.gpu and find_gpu(chosen.gpu)
-    except ValueError as error:
-        return _refuse(error)
-    names = _load(path)
-    if not is_function(names.get(name)):
-        return _refuse(f"{path}: expected a function called {name}")
+    variant, names = _load(chosen.variant)
     if chosen.loader and chosen.loader not in names:
-        return _refuse(f"{path}: expected a loader called {chosen.loader}")
-    try:
-        print(doctor(names[name], names[chosen.loader] if chosen.loader else None, gpu))
-    except (TypeError, ValueError, RuntimeError) as error:
-        if str(error).startswith(("gpu: ", "loader: ", "predict: ", "step: ", "variant ")):
-            return _refuse("; ".join([str(error), *getattr(error, "__notes__", ())]))
-        raise  # the script's own
+        raise _Refused(f"{chosen.variant}: expected a loader called {chosen.loader}")
+    with _refusing(TypeError, ValueError, RuntimeError, about=_OURS):
+        print(doctor(variant, names[chosen.loader] if chosen.loader else None, chosen.gpu))
     return SUCCEEDED
 
 
-def _split(variant: str) -> tuple[Path, str]:
-    """The file and the function of FILE.py:VARIANT. Raises ValueError for anything else."""
-    path, _, name = variant.rpartition(":")
+def _load(asked: str) -> tuple[Callable, dict[str, object]]:
+    """The function of FILE.py:VARIANT, and all names of the file.
+
+    The file is run as a module: so a DataLoader's workers find its classes.
+    """
+    from effgpu.measuring.variants import is_function
+
+    path, _, name = asked.rpartition(":")
     if not path:
-        raise ValueError(f"expected FILE.py:VARIANT, got {variant}")
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: expected a Python file")
-    return Path(path), name
-
-
-def _load(path: Path) -> dict[str, object]:
-    """The names of a script, which is run as a module: so a DataLoader's workers find its classes."""
+        raise _Refused(f"expected FILE.py:VARIANT, got {asked}")
+    path = Path(path)
+    if not path.is_file():
+        raise _Refused(f"{path}: expected a Python file")
     sys.path.insert(0, str(path.resolve().parent))
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    return vars(module)
+    names = vars(module)
+    if not is_function(names.get(name)):
+        raise _Refused(f"{path}: expected a function called {name}")
+    return names[name], names
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
     from effgpu.predicting import calibration, gpus
 
-    try:
+    with _refusing(RuntimeError, OSError, ValueError):
         gpu = calibration.calibrate()
         path = calibration.store(gpu)
-    except (RuntimeError, OSError, ValueError) as error:
-        return _refuse(error)
     print("\n".join(gpus.tell(gpu)))
     print(f"kept in {path}: predictions for {gpu.name} use it from now on")
     return SUCCEEDED
@@ -313,35 +291,31 @@ def _calibrate(chosen: argparse.Namespace) -> int:
 
 def _bench(chosen: argparse.Namespace) -> int:
     if chosen.plot and not find_spec("matplotlib"):
-        return _refuse("--plot needs more: pip install matplotlib")
+        raise _Refused("--plot needs more: pip install matplotlib")
     if not (chosen.commands or chosen.name):
-        return _refuse("bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
-    for name in ("SIGTERM", "SIGHUP"):  # `kill` and a closed terminal stop a bench as Ctrl-C does
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+        raise _Refused("bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a bench as Ctrl-C does
     from effgpu import results
-    from effgpu.benching import bench as commands
+    from effgpu.benching.bench import bench
 
     options = ("seconds", "precision", "skip", "timeout", "unit", "one_at_a_time", "logs")
     try:
-        given = commands.read_arguments(chosen.commands, chosen.name, refs=chosen.ref)
-        result = commands.bench(given, refs=chosen.ref, **{option: getattr(chosen, option) for option in options})
-    except (OSError, TypeError, ValueError) as error:
-        return _refuse(error)
+        with _refusing(OSError, TypeError, ValueError):
+            result = bench(
+                _read_commands(chosen), refs=chosen.ref, **{option: getattr(chosen, option) for option in options}
+            )
     except KeyboardInterrupt:
         print("effgpu: interrupted before there were enough turns for a verdict", file=sys.stderr)
         return INTERRUPTED
     print(result.markdown() if chosen.markdown else result)
     print(f"output: {', '.join(result.logs.values())}", file=sys.stderr)
-    try:
+    with _refusing(OSError, ValueError):
         if chosen.json:
             results.save([result], chosen.json)
         if chosen.plot:
             from effgpu.figures import plot
 
             plot(result).savefig(chosen.plot)
-    except (OSError, ValueError) as error:
-        return _refuse(error)
     if result.interrupted:
         return INTERRUPTED
     if any(m.failed for m in result):
@@ -352,9 +326,16 @@ def _bench(chosen: argparse.Namespace) -> int:
     return EXCEEDED if exceeded else UNCLEAR if unclear else SUCCEEDED
 
 
-def _refuse(reason: object) -> int:
-    print(f"effgpu: error: {' '.join(str(reason).split())}", file=sys.stderr)
-    return REFUSED
+def _read_commands(chosen: argparse.Namespace) -> list[str] | dict[str, str]:
+    """The commands, by label where one has one, those last. Raises ValueError for no label, or the same twice."""
+    commands = [shlex.join(chosen.commands)] if chosen.ref and len(chosen.commands) > 1 else chosen.commands
+    if not chosen.name:
+        return commands
+    named = [text.partition("=") for text in chosen.name]
+    given = [*zip(commands, commands), *((label.strip(), command.strip()) for label, _, command in named)]
+    if not all(label and command for label, command in given) or len(dict(given)) < len(given):
+        raise ValueError(f"--name: expected LABEL=COMMAND, each label once, got {chosen.name}")
+    return dict(given)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
 """`effgpu bench`: training scripts as they are, each in a process of its own, measured in turns."""
 
 import contextlib
-import itertools
 import math
 import os
 import re
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from effgpu import units
@@ -24,10 +21,8 @@ from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS
 from effgpu.measuring.measurement import PRECISION, Measurement, check_unit
 from effgpu.measuring.turns import take_blocks, take_builds
 
-SECONDS, SKIP, TIMEOUT = 5.0, 5, 300.0  # the defaults: seconds per command, steps, seconds for one step
-PLAIN = "plain"  # the label of a command without arguments of its own
 _TURN = {"cpu": 0.05, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
-_LEAD = 0.05  # seconds of a GPU's turn that do not count: its clock is still that of the command before
+_LEAD = {"cpu": 0.0, "cuda": 0.05}  # seconds of a turn that do not count: a GPU's clock is still that of the one before
 _GROWTH = 8  # how many times longer a turn of the warm-up may be than the one before
 _ENERGY_SECONDS = 3.0
 
@@ -56,31 +51,33 @@ class Bench(Comparison):
         return super().memory_name if self.device.kind == "cuda" else "peak resident memory"
 
     def loss_difference(self, label: str) -> tuple[float, int] | None:
-        """The largest difference from the baseline's loss at the same step, and that step; NaN counts as infinite."""
+        """The largest difference from the baseline's loss at the same step, and that step; NaN is the largest."""
         ours, theirs = self.losses.get(label, {}), self.losses.get(self.baseline.label, {})
-        differences = [(abs(ours[step] - theirs[step]), -step) for step in ours.keys() & theirs.keys()]
-        difference, step = max(((d if d == d else math.inf, step) for d, step in differences), default=(None, 0))
-        return None if difference is None else (difference, -step)
+        gaps = {step: abs(ours[step] - theirs[step]) for step in sorted(ours.keys() & theirs.keys())}
+        worst = max(gaps, key=lambda step: math.inf if math.isnan(gaps[step]) else gaps[step], default=None)
+        return None if worst is None else (gaps[worst], worst)
 
     def _columns(self) -> list[tuple[str, list[str]]]:
-        """Those of a comparison, with reserved memory, the losses of the same steps, and the steps timed."""
-        columns = super()._columns()
-        after = [name for name, _ in columns].index(self.memory_name) + 1
-        columns.insert(after, ("reserved", [units.format_bytes(m.peak_reserved) for m in self]))
-        return [*columns, *self._loss_columns(), ("steps timed", [str(self.steps.get(m.label, 0)) for m in self])]
+        """Those of a comparison, with the losses of the same steps, and the steps timed."""
+        return [
+            *super()._columns(),
+            *self._loss_columns(),
+            ("steps timed", [str(self.steps.get(m.label, 0)) for m in self]),
+        ]
 
     def _loss_columns(self) -> Iterator[tuple[str, list[str]]]:
         given = [set(self.losses.get(m.label, {})) for m in self if not m.failed]
-        common = set.intersection(*given) if given else set()
+        common = set.intersection(*given or [set()])
         for step in sorted({min(common), max(common)} if common else ()):
-            yield f"loss at step {step}", [_tell_loss(self.losses.get(m.label, {}).get(step)) for m in self]
-        found = {m.label: self.loss_difference(m.label) for m in self if m is not self.baseline}
-        yield "largest difference of loss", [_tell_difference(found.get(m.label)) for m in self]
+            losses = [self.losses.get(m.label, {}).get(step) for m in self]
+            yield f"loss at step {step}", [units.NOT_MEASURED if loss is None else f"{loss:.4g}" for loss in losses]
+        found = [self.loss_difference(m.label) if m is not self.baseline else None for m in self]
+        cells = [f"{gap[0]:.4g}" + f" (step {gap[1]})" * bool(gap[0]) if gap else units.NOT_MEASURED for gap in found]
+        yield "largest difference of loss", cells
 
     def caption(self) -> str:
-        """That of a comparison, then how the commands ran and what to know about them."""
-        told = super().caption().replace(", ;", ";")  # a script without torch has no version to show
-        return "\n".join([told, *self.notes])
+        """That of a comparison, then what to know about the commands."""
+        return "\n".join([super().caption(), *self.notes])
 
     def how_timed(self) -> str:
         """How the commands ran, in one sentence."""
@@ -111,8 +108,7 @@ class Bench(Comparison):
                 if time_ratio and time_ratio.low > 1 + slower:
                     exceeded.append(f"{m.label} is {self.tell(m.label)}, {limit}")
                 else:
-                    ends = f": {time_ratio.low:.3f} to {time_ratio.high:.3f} times the baseline's" if time_ratio else ""
-                    unclear.append(f"it is open whether {m.label} takes {limit}{ends}")
+                    unclear.append(f"it is open whether {m.label} takes {limit}: {self.tell(m.label)}")
             if more_memory is not None and memory_ratio and memory_ratio > 1 + more_memory:
                 limit = f"more than the {100 * more_memory:g} % allowed"
                 exceeded.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")
@@ -143,12 +139,12 @@ def bench(
     commands: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]],
     *,
     refs: Sequence[str] = (),
-    seconds: float = SECONDS,
+    seconds: float = 5.0,
     precision: float | None = None,
-    skip: int = SKIP,
+    skip: int = 5,
     unit: str = "items",
     one_at_a_time: bool = False,
-    timeout: float = TIMEOUT,
+    timeout: float = 300.0,
     energy: bool = True,
     name: str = "bench",
     logs: str | Path | None = None,
@@ -171,23 +167,26 @@ def bench(
 
     >>> effgpu.bench(["python train.py", "python train.py --bf16"])
     """
+    if isinstance(commands, str) or not isinstance(commands, Sequence | Mapping) or not commands:
+        raise TypeError(f"commands: expected a list of commands, or a mapping of labels to commands, got {commands!r}")
+    if refs and (isinstance(commands, Mapping) or len(commands) != 1 or len(set(refs)) < 2):
+        raise ValueError("refs: expected one command, without a label, and at least two commits")
     units.check_positive(seconds=seconds, timeout=timeout, precision=1.0 if precision is None else precision)
-    if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
+    if not isinstance(skip, int) or skip < 0:
         raise ValueError(f"skip: expected a whole number of steps, got {skip!r}")
     check_name(name)
     check_unit(unit)
     if not hasattr(os, "killpg"):
         raise OSError("effgpu bench needs Linux or macOS: it freezes and ends groups of processes")
     allowed = timing.cap_seconds(seconds)
-    energy = energy and allowed == seconds
     with contextlib.ExitStack() as stack:
-        read = _read_commands(commands, stack.enter_context(check_out(refs)) if refs else None)
+        read = stack.enter_context(check_out(commands[0], refs)) if refs else _read_commands(commands)
         folder = Path(logs or tempfile.mkdtemp(prefix="effgpu-bench-"))
         folder.mkdir(parents=True, exist_ok=True)
-        run = _Run(read, folder, _Plan(allowed, precision, skip, timeout, energy))
+        run = _Run(read, folder, allowed, precision, skip, timeout, energy and allowed == seconds, one_at_a_time)
         stack.callback(run.end)
         try:
-            run.measure(one_at_a_time)
+            run.measure()
         except KeyboardInterrupt:
             run.interrupted = True
             if run.blocks() < run.fewest:
@@ -195,36 +194,19 @@ def bench(
     return run.finish(name, unit)
 
 
-def read_arguments(commands: Sequence[str], named: Sequence[str], refs: Sequence[str] = ()) -> dict | list:
-    """The commands of a command line, those with labels (`LABEL=COMMAND`) last. Raises ValueError for no label."""
-    if refs and len(commands) > 1:
-        commands = [shlex.join(commands)]  # the words after `--`
-    if not named:
-        return list(commands)
-    split = [text.partition("=") for text in named]
-    if wrong := [text for text, (label, _, command) in zip(named, split) if not (label.strip() and command.strip())]:
-        raise ValueError(f"--name: expected LABEL=COMMAND, got {wrong[0]!r}")
-    labels = name_commands(list(map(read_command, commands))) if commands else []
-    both = [*zip(labels, commands), *((label.strip(), command) for label, _, command in split)]
-    if len(dict(both)) < len(both):
-        raise ValueError(f"--name: expected different labels, got {[label for label, _ in both]}")
-    return dict(both)
+def _read_commands(given: Sequence | Mapping) -> dict[str, Command]:
+    if isinstance(given, Mapping):
+        return {str(label): read_command(line) for label, line in given.items()}
+    commands = [read_command(line) for line in given]
+    return dict(zip(name_commands(commands), commands))
 
 
 def name_commands(commands: Sequence[Command]) -> list[str]:
     """A label for each command: the arguments, options with their values, that not all commands have."""
     parts = [_split(command) for command in commands]
     shared = [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else parts[0][:-1]
-    differing = [[part for part in own if part not in shared] for own in parts]
-    short = [" ".join(re.sub(r"[^\s=]*/", "", part) for part in own) for own in differing]  # files without folders
-    full = [" ".join(own) for own in differing]
-    names = [a if short.count(a) == full.count(b) else b for a, b in zip(short, full)]
-    names = [name or PLAIN for name in names]
-    labels = []
-    for name in names:
-        again = (f"{name} ({number})" for number in itertools.count(2))
-        labels.append(next(label for label in itertools.chain([name], again) if label not in labels))
-    return labels
+    names = [" ".join(part for part in own if part not in shared) or "plain" for own in parts]
+    return [name if name not in names[:at] else f"{name} ({at + 1})" for at, name in enumerate(names)]
 
 
 def _split(command: Command) -> list[str]:
@@ -239,44 +221,6 @@ def _split(command: Command) -> list[str]:
     return parts
 
 
-def _read_commands(given: Sequence | Mapping, checkouts: Mapping[str, Path] | None) -> dict[str, Command]:
-    if isinstance(given, str) or not isinstance(given, Sequence | Mapping) or not given:
-        raise TypeError(f"commands: expected a list of commands, or a mapping of labels to commands, got {given!r}")
-    if checkouts is not None:
-        if len(given) != 1 or len(checkouts) < 2:
-            raise ValueError("refs: expected one command and at least two commits")
-        (line,) = given.values() if isinstance(given, Mapping) else given
-        return {ref: read_command(line, folder) for ref, folder in checkouts.items()}
-    if isinstance(given, Mapping):
-        return {str(label): read_command(line) for label, line in given.items()}
-    read = [read_command(line) for line in given]
-    return dict(zip(name_commands(read), read))
-
-
-@dataclass(frozen=True)
-class _Plan:
-    seconds: float
-    precision: float | None
-    skip: int
-    timeout: float
-    energy: bool
-
-    def lead(self, pace: float, workers: int, kind: str) -> int:
-        """Steps that are not counted after a pause: one that refills queues and caches, and one for each worker.
-
-        A frozen worker loads nothing ahead, but a read that was under way goes on: each may have one batch ready.
-        """
-        return max(1, math.ceil(_LEAD / pace) if kind == "cuda" else 1) + workers
-
-    def steps(self, pace: float, workers: int, kind: str, seconds: float | None = None) -> int:
-        """Steps that are timed in a turn, of so many seconds: in whole rounds of the workers, as batches in bursts."""
-        lead, share = self.lead(pace, workers, kind), self.seconds / (2 * FEWEST_BLOCKS)
-        fitting = min(max(_TURN[kind] / pace, 3 * (1 + workers)), share / pace - lead)
-        if seconds is not None:
-            fitting = seconds / pace
-        return math.ceil(max(1, fitting) / max(1, workers)) * max(1, workers)
-
-
 @dataclass
 class _Turn:
     seconds: float
@@ -285,7 +229,7 @@ class _Turn:
 
     @property
     def pace(self) -> float:
-        return max(self.seconds / self.steps, 1e-9)
+        return max(self.seconds / self.steps, 1e-6)
 
     def per_step_of(self, items: float | None) -> float:
         """Seconds per step of so many items, as steps of texts differ in theirs."""
@@ -300,20 +244,17 @@ class _Record:
     losses: dict[int, float] = field(default_factory=dict)
     clocks: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     peak: int | None = None
-    reserved: int | None = None
-    hello: dict | None = None
-    pace: float = 0.0
+    hello: dict = field(default_factory=dict)
+    pace: float = 0.0  # seconds per step, at the end of the warm-up
     energy: tuple[float, _Turn] | None = None  # watts, and the turn in which they were measured
     fault: Fault | None = None
-    notes: dict[str, None] = field(default_factory=dict)  # each once, in order
+    late: bool = False  # whether a turn left work on another stream
 
     def note(self, report: dict) -> None:
         """Take over what a report says apart from times."""
         for step, loss in report["losses"]:
             self.losses.setdefault(step, loss)
-        memory = report["memory"]
-        self.peak = max(filter(None, (self.peak, memory["peak"])), default=None)
-        self.reserved = max(filter(None, (self.reserved, memory["reserved"])), default=None)
+        self.peak = max(self.peak or 0, report["peak"] or 0) or None
 
     @property
     def blocks(self) -> int:
@@ -329,25 +270,40 @@ class _Record:
         """Items per step, if every step named some."""
         if not self.counted or not all(turn.items for turn in self.counted):
             return None
-        mean = sum(turn.items for turn in self.counted) / sum(turn.steps for turn in self.counted)
-        return round(mean) if math.isclose(mean, round(mean)) else mean
+        return sum(turn.items for turn in self.counted) / sum(turn.steps for turn in self.counted)
+
+    @property
+    def device(self) -> Device:
+        told = self.hello.get("device")
+        return Device(**read_fields(Device, told)) if told else describe_cpu(self.hello.get("versions", {}))
 
 
 class _NotTogether(Exception):
     """The commands cannot run side by side; the message says why."""
 
 
+@dataclass
 class _Run:
     """The processes of a bench, and what they have reported."""
 
-    def __init__(self, commands: Mapping[str, Command], logs: Path, plan: _Plan):
-        self.commands, self.plan = commands, plan
-        names = [re.sub(r"[^A-Za-z0-9.=-]+", "_", label).strip("_-.") or "command" for label in commands]
-        self.logs = {label: logs / f"{number}_{name}.log" for number, (label, name) in enumerate(zip(commands, names))}
-        self.records = {label: _Record() for label in commands}
-        self.processes: dict[str, Process] = {}
-        self.notes: list[str] = []
-        self.alone = self.interrupted = False
+    commands: dict[str, Command]
+    folder: Path
+    seconds: float
+    precision: float | None
+    skip: int
+    timeout: float
+    energy: bool
+    alone: bool
+    interrupted: bool = False
+    processes: dict[str, Process] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        names = [re.sub(r"[^\w.=-]+", "_", label)[:60] for label in self.commands]
+        self.logs = {
+            label: self.folder / f"{at}_{name}.log" for at, (label, name) in enumerate(zip(self.commands, names))
+        }
+        self.records = {label: _Record() for label in self.commands}
 
     @property
     def fewest(self) -> int:
@@ -364,10 +320,9 @@ class _Run:
         """How many whole blocks all commands without a fault have."""
         return min((record.blocks for record in self.records.values() if not record.fault), default=0)
 
-    def measure(self, alone: bool) -> None:
+    def measure(self) -> None:
         """Measure all commands side by side if that works, or else one at a time."""
-        self.alone = alone
-        if not alone:
+        if not self.alone:
             try:
                 return self._measure_together()
             except _NotTogether as reason:
@@ -375,26 +330,20 @@ class _Run:
                 self.alone = True
                 self.notes.append(f"Measured one at a time: {reason}.")
                 self.records = {label: _Record() for label in self.commands}
-        take_builds(self._alive, self._measure_alone, partial(_show, "timing"))
+        take_builds(self._alive, self._measure_alone, _show)
 
     def finish(self, name: str, unit: str) -> Bench:
         """What was measured, as a comparison."""
-        items = self._items()
-        on = {label: self._device(label) for label in self.commands}
         for label, record in self.records.items():
-            if on[label].kind != on[next(iter(on))].kind:
-                record.peak = record.reserved = None
-                self.notes.append(f"{label} ran on another device than the baseline: their memory is not compared.")
-            self.notes += [f"{label}: {note}" for note in record.notes]
+            if record.late:
+                self.notes.append(f"{label}: {timing.OTHER_STREAM}")
             if record.fault:
                 self.notes.append(f"{label}: {record.fault}")
-            if wrong := [step for step, loss in record.losses.items() if not math.isfinite(loss)]:
-                self.notes.append(f"The loss of {label} is not finite from step {min(wrong)} on.")
         if self.interrupted:
             self.notes.append("Interrupted: this is what had been measured.")
         return Bench(
             name,
-            tuple(self._measurement(label, on[label], items[label], unit) for label in self.commands),
+            tuple(self._measurement(label, unit) for label in self.commands),
             commands={label: str(command) for label, command in self.commands.items()},
             losses={label: record.losses for label, record in self.records.items() if record.losses},
             steps={label: sum(turn.steps for turn in record.counted) for label, record in self.records.items()},
@@ -404,33 +353,52 @@ class _Run:
             interrupted=self.interrupted,
         )
 
+    def _measurement(self, label: str, unit: str) -> Measurement:
+        record, first = self.records[label], next(iter(self.records.values()))
+        items = record.items if all(each.items for each in self.records.values() if each.counted) else None
+        if record.fault and record.blocks < self.fewest:
+            return Measurement(label, (), record.device, items, unit, failed=record.fault.short)
+        paces = [turn.per_step_of(items) for turn in record.counted]
+        watts, turn = record.energy or (None, None)
+        clock, throttled = power.summarize(record.clocks)
+        return Measurement(
+            label,
+            tuple(zip(paces[::2], paces[1::2])),
+            record.device,
+            items,
+            unit,
+            record.peak if record.device.kind == first.device.kind else None,  # a process's is not a GPU's
+            joules=watts and watts * turn.per_step_of(items if turn.items else None),
+            sm_clock=clock,
+            throttled=throttled,
+            builds=BUILDS if self.alone else 1,
+        )
+
     def _measure_together(self) -> None:
-        self._start_all()
-        for label in self._alive():
-            self._attempt(label, lambda label: None)  # to be warmed up
+        for label in self.commands:  # one after the other: what a first step tries out must not be disturbed
+            if label in self._alive():
+                self._attempt(label)
         if not (alive := self._alive()):
             return
-        kind = self.records[alive[0]].hello["kind"]
         take_blocks(
             self._alive,
             lambda label: self._attempt(label, self._take_turn),
             self._log_ratios,
-            target=self.plan.precision or PRECISION[kind],
-            seconds=self.plan.seconds,
-            say=partial(_show, "timing"),
+            target=self.precision or PRECISION[self.records[alive[0]].hello["kind"]],
+            seconds=self.seconds,
+            say=_show,
         )
-        for label in self._alive() if self.plan.energy else ():
+        for label in self._alive() if self.energy else ():
             _say(f"energy: {label}")
             self._attempt(label, self._take_energy)
 
     def _measure_alone(self, label: str) -> None:
         """Run a command alone, for two turns that share its part of the seconds."""
-        end_all(self.processes.values())
-        self.processes.clear()
-        seconds = self.plan.seconds / (2 * BUILDS)
+        self.end()
+        seconds = self.seconds / (2 * BUILDS)
         for _ in range(2):
-            self._attempt(label, partial(self._take_turn, seconds=seconds))
-        if self.plan.energy and self.records[label].blocks == BUILDS:
+            self._attempt(label, lambda label: self._take_turn(label, seconds))
+        if self.energy and self.records[label].blocks == BUILDS:
             self._attempt(label, self._take_energy)
 
     def _log_ratios(self) -> list[list[float]]:
@@ -441,98 +409,83 @@ class _Run:
         ]
         return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
 
-    def _start_all(self) -> None:
-        """Start the commands together, as most of the start is their own business, and wait for their first ticks."""
-        for label in self.commands:
-            self._guard(label, self._start)
-        while self._alive() and (waiting := [label for label, p in self.processes.items() if p.hello is None]):
-            _say(f"waiting for the first tick: {', '.join(waiting)}")
-            for label in waiting:
-                self._guard(label, self._greet)
+    def _attempt(self, label: str, act: Callable[[str], object] = lambda label: None) -> None:
+        """Let a command's process act, started and warmed up first where it is not there.
 
-    def _start(self, label: str) -> None:
-        process = Process(self.commands[label], self.logs[label], self.plan.timeout)
-        self.processes[label] = process  # before it starts, so that an interruption leaves none behind
-        process.start()
-
-    def _greet(self, label: str) -> None:
-        """See whether the first tick has come; whoever is there waits, frozen, for the others."""
-        if self.processes[label].greet(0.05):
-            self.processes[label].freeze()
-
-    def _attempt(self, label: str, act: Callable[[str], object]) -> None:
-        """Let a command's process act, started and warmed up first where it is not there."""
-        if self.records[label].fault is None:
-            self._guard(label, self._prepare)
-        if self.records[label].fault is None:
-            self._guard(label, act)
-
-    def _guard(self, label: str, act: Callable[[str], object]) -> None:
-        """A fault ends the command, not the bench; out of memory may be the others' doing."""
+        A fault ends the command, not the bench; out of memory may be the others' doing.
+        """
         record = self.records[label]
+        if record.fault:
+            return
         try:
+            if label not in self.processes:
+                self._start(label)
             act(label)
         except Fault as fault:
             if len(self.processes) > 1 and fault.crowded and record.blocks < FEWEST_BLOCKS:
                 raise _NotTogether(f"side by side, {label} was {fault.short}") from fault
             record.fault = fault
-            if label in self.processes:
-                end_all([self.processes.pop(label)])
+            end_all([self.processes.pop(label)])
 
-    def _prepare(self, label: str) -> None:
-        """Have the command's process past its warm-up."""
-        record = self.records[label]
-        if label not in self.processes:
-            end_all(self.processes.values())
-            self.processes.clear()
-            _say(f"waiting for the first tick: {label}")
-            self._start(label)
-            while not self.processes[label].greet(1.0):
-                pass
-        elif record.hello:
-            return
-        process = self.processes[label]
+    def _start(self, label: str) -> None:
+        """Start a command, skip its first steps, then find its pace.
+
+        In turns that grow: the first steps may live on a full queue, and a turn as long as their pace asks for would
+        not end.
+        """
+        _say(f"waiting for the first tick: {label}")
+        record, process = self.records[label], Process(self.commands[label], self.logs[label], self.timeout)
+        self.processes[label] = process  # before it starts, so that an interruption leaves none behind
+        process.start()
         record.hello = process.hello
         record.note(process.hello)
         if process.hello["ranks"] > 1 and not self.alone and len(self.commands) > 1:
             raise _NotTogether(f"{label} has {process.hello['ranks']} ranks, and those that wait do not rest")
-        self._warm_up(record, process)
-
-    def _warm_up(self, record: _Record, process: Process) -> None:
-        """Skip the first steps, then find the pace, in turns that grow: the first steps may live on a full queue."""
-        steps = 1
-        report = process.turn(self.plan.skip, steps)
+        lead, steps = self.skip, 1
         while True:
+            report = process.turn(lead, steps)
             record.note(report)
-            record.pace = max(report["seconds"] / steps, 1e-6)
-            how = record.pace, report["workers"], process.hello["kind"]
-            wanted = self.plan.steps(*how)
+            record.pace = _Turn(report["seconds"], steps, None).pace
+            lead, wanted = self._plan_turn(label, record.pace)
             if 2 * steps >= wanted:
                 return
             steps = min(wanted, _GROWTH * steps)
-            report = process.turn(self.plan.lead(*how), steps)
+
+    def _plan_turn(self, label: str, pace: float, seconds: float | None = None) -> tuple[int, int]:
+        """Steps that are not counted after a pause, and steps that are timed after them, for so many seconds.
+
+        Not counted is one that refills queues and caches, and one for each worker. A frozen worker loads nothing ahead,
+        but a read that was under way goes on: each may have one batch ready. Whole rounds of the workers are timed, as
+        batches come in bursts.
+        """
+        kind, workers = self.records[label].hello["kind"], self.processes[label].last["workers"]
+        lead = max(1, math.ceil(_LEAD[kind] / pace)) + workers
+        if seconds is None:
+            share = self.seconds / (2 * FEWEST_BLOCKS)
+            steps = min(max(_TURN[kind] / pace, 3 * (1 + workers)), share / pace - lead)
+        else:
+            steps = seconds / pace
+        return lead, math.ceil(max(1, steps) / max(1, workers)) * max(1, workers)
 
     def _turn(self, label: str, seconds: float | None, meanwhile: Callable[[], object] | None) -> _Turn:
-        record, process = self.records[label], self.processes[label]
-        pace = max(statistics.median([turn.pace for turn in record.turns] or [record.pace]), 1e-6)
-        how = pace, process.last["workers"], process.hello["kind"]
-        lead, steps = self.plan.lead(*how), self.plan.steps(*how, seconds)
-        report = process.turn(lead, steps, (lead + steps) * pace, meanwhile)
+        record = self.records[label]
+        pace = statistics.median([turn.pace for turn in record.turns] or [record.pace])
+        lead, steps = self._plan_turn(label, pace, seconds)
+        report = self.processes[label].turn(lead, steps, (lead + steps) * pace, meanwhile)
         record.note(report)
-        if timing.is_late(report["late"], report["seconds"]):
-            record.notes[timing.OTHER_STREAM] = None
-        return _Turn(report["seconds"], report["steps"], report["items"])
+        record.late |= timing.is_late(report["late"], report["seconds"])
+        return _Turn(report["seconds"], steps, report["items"])
 
     def _take_turn(self, label: str, seconds: float | None = None) -> None:
         record, board, clocks = self.records[label], self._board(label), []
-        settled = time.perf_counter() + min(_TURN["cuda"], self.plan.seconds / (2 * FEWEST_BLOCKS)) / 2
+        settled = time.perf_counter() + _TURN["cuda"] / 2
 
-        def note_clock() -> None:
+        def read_clock() -> None:
             if not clocks and time.perf_counter() > settled:
                 clocks.append(power.read_clock(board))
-                record.clocks += filter(None, clocks)
 
-        record.turns.append(self._turn(label, seconds, note_clock if board else None))
+        record.turns.append(self._turn(label, seconds, read_clock if board else None))
+        record.clocks += filter(None, clocks)
 
     def _take_energy(self, label: str) -> None:
         """Average watts over some seconds, between two changes of the board's counter."""
@@ -562,54 +515,10 @@ class _Run:
         first = next(iter(self.commands))
         return alive if first in alive and (len(alive) > 1 or len(self.commands) == 1) else []
 
-    def _items(self) -> dict[str, float | None]:
-        """Items per step by label; none at all if not every command names them in all its steps."""
-        items = {label: record.items for label, record in self.records.items()}
-        lacking = [label for label, record in self.records.items() if record.counted and items[label] is None]
-        if lacking and any(items.values()):
-            told = ", ".join(lacking)
-            self.notes.append(f"Times are per step: not every step of {told} gave items to effgpu.tick.")
-            return dict.fromkeys(items)
-        return items
 
-    def _device(self, label: str) -> Device:
-        hello = self.records[label].hello or {}
-        if told := hello.get("device"):
-            capability = told["capability"] and tuple(told["capability"])
-            return Device(**told | {"capability": capability})
-        return describe_cpu(hello.get("versions", {}))
-
-    def _measurement(self, label: str, on: Device, items: float | None, unit: str) -> Measurement:
-        record = self.records[label]
-        if record.fault and record.blocks < self.fewest:
-            return Measurement(label, (), on, items, unit, failed=record.fault.short)
-        paces = [turn.per_step_of(items) for turn in record.counted]
-        watts, turn = record.energy or (None, None)
-        return Measurement(
-            label,
-            tuple(zip(paces[::2], paces[1::2])),
-            on,
-            items,
-            unit,
-            record.peak,
-            record.reserved,
-            watts and watts * turn.per_step_of(items if turn.items else None),
-            *power.summarize(record.clocks),
-            builds=BUILDS if self.alone else 1,
-        )
-
-
-def _tell_loss(loss: float | None) -> str:
-    return units.NOT_MEASURED if loss is None else f"{loss:.4g}"
-
-
-def _tell_difference(found: tuple[float, int] | None) -> str:
-    return _tell_loss(found and found[0]) + (f" (step {found[1]})" if found and found[0] else "")
-
-
-def _show(what: str, done: int, total: int, left: float | None) -> None:
+def _show(done: int, total: int, left: float | None) -> None:
     about = "" if left is None else f", about {units.format_seconds(left)} left"
-    _say(f"{what}: turn {done + 1} of {total}{about}")
+    _say(f"timing: turn {done + 1} of {total}{about}")
 
 
 def _say(text: str) -> None:

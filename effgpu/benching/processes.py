@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,7 +28,6 @@ _OUT_OF_MEMORY = re.compile(
     "|".join([*device.OUT_OF_MEMORY, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]), re.M
 )
 _BUSY = "busy or unavailable"  # CUDA's error where a GPU is in the mode EXCLUSIVE_PROCESS
-_KILLED = (-9, 137)  # SIGKILL, also as a shell reports it
 _HINT = "call effgpu.tick() once per step, in the training loop (transformers: callbacks=[effgpu.TickCallback()])"
 
 
@@ -45,7 +44,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What is run: the arguments, the variables that the command sets before them, and where."""
+    """What is run: the arguments, the variables that are set before them, and in which folder."""
 
     arguments: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
@@ -55,23 +54,23 @@ class Command:
         return shlex.join(self.arguments)
 
 
-def read_command(given: str | Sequence[str], folder: Path | None = None) -> Command:
+def read_command(
+    given: str | Sequence[str], folder: Path | None = None, variables: Mapping[str, str] | None = None
+) -> Command:
     """A command as a shell would read it, without the shell: `OMP_NUM_THREADS=1 python train.py --lr 0.1`.
 
-    In `folder`, that of a checkout, Python imports the checkout's packages. Raises ValueError for an empty command or a
-    program that is not there.
+    It runs in `folder`, with `variables` and its own. Raises ValueError for an empty command or a program that is not
+    there.
     """
-    words = shlex.split(given) if isinstance(given, str) else list(map(str, given))
-    variables = _import_from(folder) if folder else {}
+    words, variables = shlex.split(given) if isinstance(given, str) else list(map(str, given)), dict(variables or {})
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     if not words:
         raise ValueError(f"command: expected a program with its arguments, such as 'python train.py', got {given!r}")
     program = words[0]
-    if os.sep in program and not Path(folder or ".", program).exists():
-        program = os.path.abspath(program)  # such as .venv/bin/python, which another checkout does not have
-    found = shutil.which(os.path.join(folder or ".", program) if os.sep in program else program)
-    if not found:
+    if folder and os.sep in program:  # the folder's own, else such as .venv/bin/python, which a checkout does not have
+        program = shutil.which(os.path.join(folder, program)) or os.path.abspath(program)
+    if not shutil.which(program):
         raise ValueError(f"command {shlex.join(words)!r}: there is no program {words[0]!r}")
     return Command((program, *words[1:]), variables, folder)
 
@@ -88,11 +87,13 @@ class Process:
         self._popen: subprocess.Popen | None = None
         self._listener: socket.socket | None = None
         self._connection: Connection | None = None
-        self._lifelines: list[socket.socket] = []
         self._groups: set[int] = set()
 
     def start(self) -> None:
-        """Start the command, its output going to the end of the log. Raises Fault if it does not start."""
+        """Start the command, its output going to the end of the log, and wait for its first tick.
+
+        Raises Fault if it does not start, fails, or does not tick in time.
+        """
         self._listener = socket.create_server(("127.0.0.1", 0))
         address = {ADDRESS: f"{self._listener.getsockname()[1]}:{self._token}"}
         with open(self.log, "ab") as output:
@@ -110,14 +111,12 @@ class Process:
             except OSError as error:
                 raise Fault("did not start", f"did not start: {error}") from error
         self._groups.add(self._popen.pid)
-        self.deadline = time.monotonic() + self.timeout
-
-    def greet(self, seconds: float) -> bool:
-        """Wait up to some seconds for the first tick. Raises Fault if it does not come before the deadline."""
-        if self.hello is None and self._receive(seconds) is None and time.monotonic() > self.deadline:
-            told = f"did not call effgpu.tick within {self.timeout:g} s: {_HINT}, or raise --timeout"
-            raise self._fault("no tick", told)
-        return self.hello is not None
+        deadline = time.monotonic() + self.timeout
+        while self.hello is None:
+            self._receive(1.0)
+            if self.hello is None and time.monotonic() > deadline:
+                told = f"did not call effgpu.tick within {self.timeout:g} s: {_HINT}, or raise --timeout"
+                raise self._fault("no tick", told)
 
     def turn(self, lead: int, steps: int, expected: float = 0.0, meanwhile: Callable[[], object] | None = None) -> dict:
         """Let the script run `lead` steps and time `steps` more; returns its report.
@@ -126,7 +125,7 @@ class Process:
         """
         patience = self.timeout + 3 * expected
         deadline, poll = time.monotonic() + patience, 0.005 if meanwhile else 1.0
-        self._send({"lead": lead, "steps": steps})
+        self._connection.send({"lead": lead, "steps": steps})
         self._signal(signal.SIGCONT)
         while (report := self._receive(poll)) is None:
             if meanwhile:
@@ -134,12 +133,8 @@ class Process:
             if time.monotonic() > deadline:
                 at = f"after step {self.last['step']}"
                 raise self._fault(f"hangs {at}", f"hangs {at}: no answer within {patience:.3g} s (--timeout)")
-        self.freeze()
+        self._signal(signal.SIGSTOP)  # so that no process loads data ahead or disturbs the other's turn
         return report
-
-    def freeze(self) -> None:
-        """Stop all processes of the command, so that they neither load data ahead nor disturb the other's turn."""
-        self._signal(signal.SIGSTOP)
 
     def ask_to_end(self) -> None:
         """Ask all processes of the command to end, frozen ones too."""
@@ -158,7 +153,7 @@ class Process:
                 os.kill(pid, signal.SIGKILL)
         if self._popen:
             self._popen.wait()
-        for closable in (self._connection, self._listener, *self._lifelines):
+        for closable in (self._connection, self._listener):
             if closable:
                 closable.close()
 
@@ -166,10 +161,6 @@ class Process:
         for group in self._groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)
-
-    def _send(self, message: dict) -> None:
-        with contextlib.suppress(OSError):  # whoever reads next finds out
-            self._connection.send(message)
 
     def _receive(self, seconds: float) -> dict | None:
         """The next report, or None if there is none within so many seconds. Raises Fault for the end of the script."""
@@ -186,7 +177,7 @@ class Process:
         return None
 
     def _admit(self) -> None:
-        """Take a connection: the script's, its lifeline, or somebody who should not tick."""
+        """Take a connection: the script's, or of somebody who should not tick."""
         end, _ = self._listener.accept()
         end.settimeout(5.0)
         connection = Connection(end)
@@ -195,51 +186,34 @@ class Process:
         if message.get("token") != self._token:
             connection.close()
         elif "fault" in message:
-            raise self._fault(_shorten(message["fault"]), message["fault"])
-        elif "lifeline" in message:
-            self._lifelines.append(end)
+            raise self._fault(message["fault"].partition(":")[0].removeprefix("effgpu."), message["fault"])
         elif self._connection:
             told = f"two processes call effgpu.tick ({self.hello['pid']} and {message['pid']}): only one may"
-            connection.send({"refused": told})
             raise self._fault("two processes tick", told)
         else:
             self._connection, self.hello, self.last = connection, message, message
             if message["group"] != os.getpgrp():
                 self._groups.add(message["group"])
-            connection.send({"group": self._popen.pid})
 
     def _ended(self) -> Fault:
         """What the end of the process means."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._popen.wait(_GRACE)
-        if self.hello and (fault := self._late_fault()):
-            return fault
-        how = _explain(code)
+        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
         if code and _OUT_OF_MEMORY.search(self._output()):
             return self._fault(OUT_OF_MEMORY, f"is out of memory ({how})", crowded=True)
         if code and _BUSY in self._output():
             return self._fault("refused by the GPU", f"found the GPU in use by another process ({how})", crowded=True)
-        if code in _KILLED:
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL):  # the latter as a shell reports it
             told = f"was killed ({how}), as the system does when the host's memory runs out"
             return self._fault("killed", told, crowded=True)
-        if self.hello is None:
-            if code == 0:
-                return self._fault("no tick", f"ended without a call of effgpu.tick: {_HINT}")
-            return self._fault("failed before its first step", f"failed before its first step ({how})")
-        at = f"after step {self.last['step']} or later"
+        if code == 0 and self.hello is None:
+            return self._fault("no tick", f"ended without a call of effgpu.tick: {_HINT}")
+        at = f"after step {self.last['step']}" if self.hello else "before its first step"
         if code == 0:
-            return self._fault(f"ended after {self.last['step']} steps", f"ended {at}: let it train for more steps")
-        return self._fault(f"crashed after {self.last['step']} steps", f"crashed {at} ({how})")
-
-    def _late_fault(self) -> Fault | None:
-        """What another process of the command said just before the script ended."""
-        while self._listener in wait([self._listener], 0):
-            try:
-                self._admit()
-            except Fault as fault:
-                return fault
-        return None
+            return self._fault(f"ended {at}", f"ended {at} or later: let it train for more steps")
+        return self._fault(f"failed {at}", f"failed {at} ({how})")
 
     def _fault(self, short: str, told: str, *, crowded: bool = False) -> Fault:
         lines = [line for line in self._output().splitlines() if line.strip()][-_LAST_LINES:]
@@ -264,52 +238,31 @@ def end_all(processes: Iterable[Process]) -> None:
 
 
 @contextlib.contextmanager
-def check_out(refs: Sequence[str]) -> Iterator[dict[str, Path]]:
-    """Folders in which this repository is at each of some commits, removed afterwards.
+def check_out(given: str | Sequence[str], refs: Sequence[str]) -> Iterator[dict[str, Command]]:
+    """A command by commit, in checkouts of this repository, which are removed afterwards.
 
-    Each is the folder that corresponds to the current one. Raises ValueError for what git does not know.
+    It runs in the folder that corresponds to the current one. Python imports the checkout's packages, even if they are
+    installed from another one. Raises ValueError for what git does not know.
     """
-    root = Path(_git("rev-parse", "--show-toplevel"))
-    inside = Path.cwd().resolve().relative_to(root.resolve())
-    commits = {ref: _find_commit(ref) for ref in refs}
-    holder = Path(tempfile.mkdtemp(prefix="effgpu-checkout-"))
-    folders = {ref: holder / f"{number}" for number, ref in enumerate(refs)}
+    inside = Path.cwd().resolve().relative_to(Path(_git("rev-parse", "--show-toplevel")).resolve())
+    holder, commands = Path(tempfile.mkdtemp(prefix="effgpu-checkout-")), {}
     try:
-        for ref, folder in folders.items():
-            _git("worktree", "add", "--detach", "--quiet", str(folder), commits[ref], folder=root)
-            if not (folder / inside).is_dir():
-                raise ValueError(f"--ref {ref}: there is no folder {inside} in this commit")
-        yield {ref: folder / inside for ref, folder in folders.items()}
+        for number, ref in enumerate(refs):
+            checkout = holder / str(number)
+            _git("worktree", "add", "--detach", "--quiet", str(checkout), ref)
+            places = filter(None, [str(checkout), str(checkout / "src"), os.environ.get("PYTHONPATH")])
+            commands[ref] = read_command(given, checkout / inside, {"PYTHONPATH": os.pathsep.join(places)})
+        yield commands
     finally:
         with _ignore_interrupts():
             shutil.rmtree(holder, ignore_errors=True)
-            with contextlib.suppress(ValueError):
-                _git("worktree", "prune", folder=root)
+            _git("worktree", "prune")
 
 
-def _find_commit(ref: str) -> str:
-    try:
-        return _git("rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
-    except ValueError:
-        raise ValueError(f"--ref {ref}: git knows no such commit") from None
-
-
-def _import_from(folder: Path) -> dict[str, str]:
-    """Variables with which Python imports a checkout's packages, even if they are installed from another one."""
-    root = Path(_git("rev-parse", "--show-toplevel", folder=folder))
-    places = [str(place) for place in (root, root / "src") if place.is_dir()]
-    return {"PYTHONPATH": os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def _git(*arguments: str, folder: Path | None = None) -> str:
-    try:
-        answer = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
-    except FileNotFoundError:
-        raise ValueError("--ref needs git") from None
+def _git(*arguments: str) -> str:
+    answer = subprocess.run(["git", *arguments], capture_output=True, text=True)
     if answer.returncode:
-        raise ValueError(f"git {arguments[0]}: {answer.stderr.strip()}")
+        raise ValueError(f"git {' '.join(arguments)}: {answer.stderr.strip()}")
     return answer.stdout.strip()
 
 
@@ -334,16 +287,3 @@ def _ignore_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _explain(code: int | None) -> str:
-    if code is None:
-        return "its connection is gone"
-    with contextlib.suppress(ValueError):
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
-
-
-def _shorten(message: str) -> str:
-    return message.partition(":")[0].removeprefix("effgpu.")

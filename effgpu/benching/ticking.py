@@ -43,7 +43,7 @@ class _Script:
     def tick(self, items: object, loss: object) -> None:
         """Note a step. The stages between turns cost nothing but a comparison here."""
         if get_ident() != self.thread:
-            self.refuse(RuntimeError("effgpu.tick was called in a thread: call it in the main thread, once per step"))
+            self._refuse()
         self.step = step = self.step + 1
         if loss is not None and (step % _LOSS_EVERY == 0 or step <= _ALL_LOSSES):
             self.losses.append((step, _keep(loss)))
@@ -52,16 +52,13 @@ class _Script:
         if step == self.next:
             next(self.stages, None)
 
-    def refuse(self, error: Exception) -> None:
-        """Tell the bench and raise the error: a library may catch it, or a thread end with it."""
+    def _refuse(self) -> None:
+        """Tell the bench and raise an error: a library may catch it, or a thread end with it."""
+        where = "a DataLoader worker" if _is_worker() else "a second process" if self.thread is None else "a thread"
+        told = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
         with contextlib.suppress(OSError):
-            Connection(self._connect()).send({"token": self.token, "fault": str(error)})
-        raise error
-
-    def close(self) -> None:
-        """Close the connections, in a process that was forked and does not own them."""
-        self.connection.close()
-        self.lifeline.close()
+            self._connect().send({"token": self.token, "fault": told})
+        raise RuntimeError(told)
 
     def _run(self) -> Iterator[None]:
         """The stages: each `yield` gives the thread back to the training until step `next`."""
@@ -80,7 +77,7 @@ class _Script:
             self.counting = False
             turn = {"seconds": seconds, "late": late, "steps": order["steps"], "items": self._sum()}
             self.connection.send(self._report() | turn)
-        _end(self.group)
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # the bench is gone: end, with all processes that the script started
 
     def _join(self) -> bool:
         """Connect to the bench after the first step; False in a rank that does not tick."""
@@ -89,39 +86,22 @@ class _Script:
         if rank:
             _script = None
             return False
-        data = sys.modules.get("torch.utils.data")
-        if data is not None and data.get_worker_info() is not None:
-            told = "effgpu.tick was called in a DataLoader worker: call it in the training loop, once per step"
-            self.refuse(RuntimeError(told))
+        if _is_worker():
+            self._refuse()
+        self.on_gpu = _is_on_gpu()
         try:
-            self.connection, self.lifeline = Connection(self._connect()), self._connect()
+            self.connection = self._connect()
         except OSError:
             raise SystemExit("effgpu.tick: the bench that started this script is gone") from None
-        try:
-            self.on_gpu = _is_on_gpu()
-        except (RuntimeError, ValueError) as error:
-            self.refuse(error)
         about = {"pid": os.getpid(), "group": os.getpgrp(), "ranks": ranks, "kind": "cuda" if self.on_gpu else "cpu"}
-        self.lifeline.sendall(_encode({"token": self.token, "lifeline": True}))
         self.connection.send({"token": self.token} | about | self._describe() | self._report())
-        answer = self.connection.receive() or {}
-        if "refused" in answer:
-            raise RuntimeError(answer["refused"])
-        self.group = answer.get("group")
-        threading.Thread(target=self._watch, name="effgpu bench", daemon=True).start()
         return True
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> "Connection":
         end = socket.create_connection(("127.0.0.1", self.port), timeout=10)
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return end
-
-    def _watch(self) -> None:
-        """Wait until the bench is gone, then end with all processes that the script started."""
-        with contextlib.suppress(OSError):
-            self.lifeline.recv(1)
-        _end(self.group)
+        return Connection(end)
 
     def _describe(self) -> dict:
         loaded = {name: sys.modules[name] for name in _VERSIONED if name in sys.modules}
@@ -141,7 +121,7 @@ class _Script:
         """Where the script is, with the losses since the last report. Not within a timed window: it reads tensors."""
         losses = [(step, self._number("loss", loss)) for step, loss in self.losses]
         self.losses = []
-        return {"step": self.step, "losses": losses, "memory": _peaks(self.on_gpu), "workers": _count_workers()}
+        return {"step": self.step, "losses": losses, "peak": _peak(self.on_gpu), "workers": _count_workers()}
 
     def _sum(self) -> float | None:
         """The items of the counted steps; None if a step named none."""
@@ -152,24 +132,9 @@ class _Script:
     def _number(self, name: str, value: object) -> float:
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and hasattr(value, "numel") and value.numel() == 1:
-                raise  # an earlier kernel failed
-            kind = f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
-            self.refuse(TypeError(f"effgpu.tick({name}=...): expected a number or a tensor of one element, got {kind}"))
-
-
-class _SecondProcess:
-    """In a process that was forked after the first step: only the process that trains may tick."""
-
-    def __init__(self, script: _Script):
-        self.script = script
-
-    def tick(self, items: object, loss: object) -> None:
-        data = sys.modules.get("torch.utils.data")
-        where = "a DataLoader worker" if data and data.get_worker_info() is not None else "a second process"
-        told = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
-        self.script.refuse(RuntimeError(told))
+        except (TypeError, ValueError) as error:
+            told = f"effgpu.tick({name}=...): expected a number or a tensor of one element, got {value!r}"
+            raise TypeError(told) from error
 
 
 class Connection:
@@ -183,15 +148,16 @@ class Connection:
         return self.socket.fileno()
 
     def send(self, message: dict) -> None:
-        """Send one message. Raises OSError if the other side is gone."""
-        self.socket.sendall(_encode(message))
+        """Send one message. If the other side is gone, whoever reads next finds out."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict | None:
         """The next message; None if the other side is gone, or sends something else than JSON objects."""
         try:
             line = self._reader.readline()
             message = json.loads(line if line.endswith(b"\n") else b"")
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return None
         return message if isinstance(message, dict) else None
 
@@ -199,10 +165,6 @@ class Connection:
         """Close the socket."""
         self._reader.close()
         self.socket.close()
-
-
-def _encode(message: dict) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 class _CpuClock:
@@ -251,6 +213,11 @@ def _rank() -> tuple[int, int]:
     return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def _is_worker() -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
 def _is_on_gpu() -> bool:
     """Whether the first step has put anything on the current GPU.
 
@@ -269,22 +236,21 @@ def _is_on_gpu() -> bool:
     return bool(used or os.environ.get(NO_CACHING))  # with it, the allocator counts nothing
 
 
-def _peaks(on_gpu: bool) -> dict[str, int | None]:
+def _peak(on_gpu: bool) -> int | None:
     """Peak bytes of this process: of the GPU's allocator, or the most that was resident in the host's memory."""
     if on_gpu:
         import torch
 
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return {"peak": peak or None, "reserved": reserved or None}  # None where the allocator counts nothing
+        return torch.cuda.max_memory_allocated() or None  # None where the allocator counts nothing
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         # ru_maxrss would count what the bench itself had resident when it started this process
         for line in status:
             if line.startswith("VmHWM:"):
-                return {"peak": int(line.split()[1]) * 1024, "reserved": None}
+                return int(line.split()[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak": peak if sys.platform == "darwin" else peak * 1024, "reserved": None}
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _count_workers() -> int:
@@ -293,21 +259,13 @@ def _count_workers() -> int:
     return len(process.active_children()) if process else 0
 
 
-def _end(group: int | None) -> None:
-    """End this process at once, with its group where that is the script's own."""
-    own = os.getpgrp()
-    if own in (group, os.getpid()):
-        os.killpg(own, signal.SIGKILL)
-    os._exit(1)
-
-
 def _after_fork() -> None:
-    global _script
-    if isinstance(_script, _Script) and _script.connection:
-        _script.close()
-        _script = _SecondProcess(_script)
+    """In a process that was forked after the first step: only the process that trains may tick, and owns the socket."""
+    if _script is not None and _script.connection:
+        _script.connection.close()
+        _script.thread = None
 
 
-_script: _Script | _SecondProcess | None = _Script(os.environ[ADDRESS]) if os.environ.get(ADDRESS) else None
+_script = _Script(os.environ[ADDRESS]) if os.environ.get(ADDRESS) else None
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_after_fork)
