@@ -9,7 +9,7 @@ from functools import partial
 
 from effgpu import units
 from effgpu.measuring.device import Device, describe, find_device
-from effgpu.measuring.intervals import BUILDS, CONFIDENCE, one_sided
+from effgpu.measuring.intervals import BUILDS, ONE_SIDED
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
@@ -123,7 +123,7 @@ class Comparison:
         logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
         if (interval := find_interval(logs, ours.builds)) is None:
             return None
-        _, low, high = find_interval(logs, ours.builds, confidence=one_sided(CONFIDENCE))
+        _, low, high = find_interval(logs, ours.builds, confidence=ONE_SIDED)
         return Ratio(*map(math.exp, interval), within=math.expm1(max(high, -low)))
 
     def ratio(self, label: str, quantity: str) -> float | None:
@@ -177,11 +177,6 @@ class Comparison:
     def tell_ratio(ratio: float | None, quantity: str) -> str:
         """A plain ratio, such as a prediction, in the same words: "1.33 × slower", "−54 %"."""
         return units.format_speed(ratio) if quantity == "time" else units.format_change(ratio)
-
-    def off(self, label: str, quantity: str = "time") -> float | None:
-        """The measured ratio over the predicted one: 1.08 is 8 % more than predicted. None where either is missing."""
-        measured, predicted = self.ratio(label, quantity), self.predicted.get(label, {}).get(quantity)
-        return measured / predicted if measured and predicted else None
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
@@ -246,7 +241,7 @@ class Comparison:
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
         versions = " ".join(
-            f"{name} {v}" for name, v in self.device.versions.items() if name in ("torch", "cuda", "rocm")
+            f"{name} {self.device.versions[name]}" for name in ("torch", "cuda") if name in self.device.versions
         )
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
         told = [f"{self.device.label}, {versions}{whose}."]
@@ -272,11 +267,12 @@ class Comparison:
         return f"The variants did not fit into memory together: each was built {BUILDS} times."
 
     def _say_how_far_off(self) -> str:
+        """What was measured over what was predicted: +8 % is more than predicted."""
         told = []
-        for label in self.predicted:
-            off = {quantity: self.off(label, quantity) for quantity in QUANTITIES}
-            if any(off.values()):
-                told.append(f"{label} " + ", ".join(f"{q} {units.format_change(o)}" for q, o in off.items() if o))
+        for label, predicted in self.predicted.items():
+            measured = {quantity: self.ratio(label, quantity) for quantity in predicted}
+            off = [f"{q} {units.format_change(ratio / predicted[q])}" for q, ratio in measured.items() if ratio]
+            told += [f"{label} {', '.join(off)}"] if off else []
         return "; ".join(told)
 
     def alt_text(self) -> str:
@@ -295,22 +291,15 @@ class Comparison:
 
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
-        """A comparison from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """A comparison from what `to_dict` gave. Raises LookupError, TypeError or ValueError for anything else."""
         device = Device(**read_fields(Device, stored["device"]))
         rows = [read_fields(Measurement, row) for row in stored["measurements"]]
         measurements = tuple(Measurement(device=device, **row) for row in rows)
-        labels = [m.label for m in measurements]
-        if not labels or len(set(labels)) < len(labels):
-            raise ValueError(f"measurements: expected at least one, each with a label of its own, got {labels}")
-        predicted = check_predicted(stored.get("predicted"), labels)
-        min_effect = check_min_effect(stored.get("min_effect", MIN_EFFECT))
-        full_size, here = stored.get("full_size", {}), stored.get("here", {})
-        if unknown := [label for label in {**full_size, **here} if label not in labels]:
-            raise ValueError(f"full_size: expected labels out of {labels}, got {unknown[0]!r}")
         read = lambda needed: FullSize(**read_fields(FullSize, needed))
-        full_size = {label: tuple(map(read, gpus)) for label, gpus in full_size.items()}
-        here = {label: read(needed) for label, needed in here.items()}
-        found = cls(check_name(stored["name"]), measurements, predicted, min_effect, full_size, here)
+        full_size = {label: tuple(map(read, gpus)) for label, gpus in stored.get("full_size", {}).items()}
+        here = {label: read(needed) for label, needed in stored.get("here", {}).items()}
+        given = stored.get("predicted", {}), stored.get("min_effect", MIN_EFFECT)
+        found = cls(check_name(stored["name"]), measurements, *given, full_size, here)
         repr(found)  # a value that cannot be shown is refused here, and not where it is drawn
         return found
 
@@ -336,7 +325,6 @@ def compare(
     unit: str = "items",
     seconds: float | None = None,
     precision: float | None = None,
-    min_steps: int = 1,
     warmup: int = 2,
     energy: bool = True,
     min_effect: float = MIN_EFFECT,
@@ -354,9 +342,8 @@ def compare(
 
     `items` (a number, or one for each label), named by `unit`, are the samples, tokens, ... of a step. A comparison
     aims at an interval of ±`precision` (0.03 on a CPU, 0.01 on a GPU) and times each variant for at most `seconds` (2
-    and 10), but for 15 blocks at least and 80 at most. `warmup` is the fewest steps of a warm-up and `min_steps` of a
-    turn: give it where steps come in bursts, as from DataLoader workers, because a turn tells what they cost only if
-    it is longer than a burst. `energy` adds a window of some seconds on a GPU.
+    and 10), but for 15 blocks at least and 80 at most. `warmup` is the fewest steps of a warm-up. `energy` adds a
+    window of some seconds on a GPU.
 
     A ratio of times within `min_effect` of 1 counts as the same. `predicted` gives ratios to the baseline, by label and
     quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
@@ -374,7 +361,9 @@ def compare(
     variants = _apply(variants, settings)
     labels = list(variants)
     predicted = check_predicted(predicted, labels)
-    check_min_effect(min_effect)
+    units.check_positive(min_effect=min_effect)
+    if min_effect >= 1:
+        raise ValueError(f"min_effect: expected a share below 1, such as 0.01 for 1 %, got {min_effect}")
     large = predict_full_size(variants, full_size, gpus)
     here = predict_here(variants, describe().name) if large and find_device().type == "cuda" else {}
     measurements = measure_all(
@@ -383,7 +372,6 @@ def compare(
         unit=unit,
         seconds=seconds,
         precision=precision,
-        min_steps=min_steps,
         warmup=warmup,
         energy=energy,
     )
@@ -421,22 +409,9 @@ def check_predicted(given: Mapping | None, labels: Sequence[str]) -> dict[str, d
     }
 
 
-def check_min_effect(min_effect: float) -> float:
-    """The smallest effect that matters, as a share of 1. Raises ValueError for what is not between 0 and 1."""
-    units.check_positive(min_effect=min_effect)
-    if min_effect >= 1:
-        raise ValueError(f"min_effect: expected a share below 1, such as 0.01 for 1 %, got {min_effect}")
-    return min_effect
-
-
 def read_fields(kind: type, stored: Mapping) -> dict:
-    """The stored fields of a dataclass, with tuples for JSON's lists. Raises ValueError for a number that is none."""
-    for own in fields(kind):
-        value = stored.get(own.name)
-        if isinstance(value, int | float) and not 0 <= value < math.inf:
-            whose = f"{own.name} of {stored.get('label')!r}"
-            raise ValueError(f"{whose}: expected {own.type}, finite and not negative, got {value!r}")
-    return {name: _tuples(value) for name, value in stored.items()}
+    """The stored fields of a dataclass, with tuples for JSON's lists. Those of another edition are left out."""
+    return {own.name: _tuples(stored[own.name]) for own in fields(kind) if own.name in stored}
 
 
 def _tuples(value: object) -> object:

@@ -36,7 +36,7 @@ def load(path: str | Path) -> list[Comparison]:
         raise ValueError(f"{path}: {known}: another edition of effgpu wrote it, so measure again")
     try:
         return _of_one_machine(map(comparison_from_dict, stored["comparisons"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path}: expected comparisons as effgpu writes them ({type(error).__name__}: {error})"
         ) from error
@@ -80,6 +80,4 @@ def _of_one_machine(comparisons: Iterable[Comparison]) -> list[Comparison]:
     return comparisons
 
 
-@cache
-def _load_once(path: Path) -> list[Comparison]:
-    return load(path)
+_load_once = cache(load)

@@ -9,6 +9,7 @@ if isa := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch.compile would reuse co
 
 import effgpu  # isort: skip  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
 
+import importlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from effgpu.measuring import measurement, memory, variants
-from effgpu.measuring.device import Device
+from effgpu.measuring.device import Device, gc_frozen
 from effgpu.measuring.intervals import FEWEST_BLOCKS
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.predicting.full_size import FullSize
@@ -160,6 +161,14 @@ def simulate_gpu(monkeypatch):
         return gpu
 
     return simulate
+
+
+@pytest.fixture(scope="module")
+def short_collections():
+    """What was there before the tests, a large compiler included, need not be looked at in every collection."""
+    importlib.import_module("torch._dynamo")
+    with gc_frozen():
+        yield
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from effgpu.comparison import (
     Ratio,
     compare,
 )
-from effgpu.measuring import power
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
@@ -39,36 +38,6 @@ CPU = Device("Test CPU", "cpu", None, 2, versions={"python": "3.11.0", "torch": 
 GPU = Device("NVIDIA Test", "cuda", 2**36, 16, 132, (9, 0), "580.1", {"bf16": "yes"}, {"torch": "2.15", "cuda": "13.0"})
 positive = st.floats(1e-6, 1e6)
 QUANTITIES = ("time", "memory", "energy")
-
-
-@st.composite
-def measurements(draw, label, blocks, device):
-    if draw(st.booleans()) and draw(st.booleans()):
-        return Measurement(label, (), device, failed=OUT_OF_MEMORY)
-    return Measurement(
-        label,
-        tuple(draw(st.lists(st.tuples(positive, positive), min_size=blocks, max_size=blocks))),
-        device,
-        items=draw(st.none() | positive),
-        unit=draw(st.text(max_size=9)),
-        peak_allocated=draw(st.none() | st.integers(0, 2**40)),
-        peak_reserved=draw(st.none() | st.integers(0, 2**40)),
-        joules=draw(st.none() | positive),
-        sm_clock=draw(st.none() | st.integers(1, 3000)),
-        throttled=tuple(draw(st.lists(st.sampled_from(["power", "heat"]), max_size=2, unique=True))),
-    )
-
-
-@st.composite
-def comparisons(draw):
-    labels = draw(st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=4, unique=True))
-    blocks, device = draw(st.integers(6, 10)), draw(st.sampled_from([CPU, GPU]))
-    found = tuple(draw(measurements(label, blocks, device)) for label in labels)
-    expected = st.dictionaries(
-        st.sampled_from(labels[1:]), st.dictionaries(st.sampled_from(QUANTITIES), st.floats(0.01, 100))
-    )
-    predicted = draw(expected) if labels[1:] else {}
-    return Comparison("some_name", found, predicted, draw(st.floats(0.001, 0.5)))
 
 
 def turns(times):
@@ -96,13 +65,11 @@ def cells(result, label):
         (0.8, 0.5, 0.9, FASTER),
         (1.2, 1.1, 2.0, SLOWER),
         (1.0, 0.9, 1.1, INCONCLUSIVE),
-        (0.8, 0.5, 1.0, INCONCLUSIVE),
         (1.1, 1.0101, 1.2, SLOWER),
         (1.1, 1.0099, 1.2, INCONCLUSIVE),  # two builds of one step may differ by as much
         (0.9, 0.8, 1 / 1.0101, FASTER),
         (0.9, 0.8, 1 / 1.0099, INCONCLUSIVE),
         (1.0, 1.0, 1.0, SAME),
-        (1.0, 0.995, 1.005, SAME),
         (1.008, 1.006, 1.01, SAME),
         (1.0, 1 / 1.0101, 1.0, INCONCLUSIVE),
     ],
@@ -132,7 +99,7 @@ def test_what_is_told_never_contradicts_itself(value, below, above):
         assert "1.00" not in told
 
 
-@pytest.mark.parametrize(("min_effect", "verdict"), [(0.001, FASTER), (0.03, FASTER), (0.05, SAME), (0.5, SAME)])
+@pytest.mark.parametrize(("min_effect", "verdict"), [(0.03, FASTER), (0.05, SAME)])
 def test_the_smallest_effect_that_matters_decides_what_is_the_same(min_effect, verdict):
     result = pair([0.96] * 15, [1.0] * 15)
     assert replace(result, min_effect=min_effect).verdict("ours") == verdict
@@ -142,7 +109,6 @@ def test_the_smallest_effect_that_matters_decides_what_is_the_same(min_effect, v
     ("ours", "verdict"),
     [
         ([0.98] * 15, FASTER),
-        ([1.02] * 15, SLOWER),
         ([1.003] * 15, SAME),
         ([0.5] * 14 + [1.5], FASTER),  # one block that was held up does not decide
         ([0.5] * 10 + [2.0] * 5, INCONCLUSIVE),
@@ -174,11 +140,9 @@ def test_four_builds_are_four_observations():
     [
         (Ratio(1 / 1.86, 1 / 2.01, 1 / 1.71), "1.86 × faster [1.71, 2.01]"),
         (Ratio(1.43, 1.42, 1.45), "1.43 × slower [1.42, 1.45]"),
-        (Ratio(25.04, 24.26, 26), "25.0 × slower [24.3, 26.0]"),
         (Ratio(1.001, 0.998, 1.004), "same (within 1 %)"),
         (Ratio(1.0, 1 / 1.12, 1.12), "inconclusive (±12 %)"),
         (Ratio(1.0, 1 / 1.023, 1.023), "inconclusive (±2.3 %)"),
-        (Ratio(1.06, 1 / 1.12, 1.12**2), "inconclusive (±19 %)"),
     ],
 )
 def test_a_ratio_of_times_is_told_in_words(ratio, told):
@@ -219,13 +183,6 @@ def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measu
     row = cells(result, "large")
     assert row["time per sample"] == ["625 µs"] and row["throughput"] == ["1,600 samples/s"]
     assert row["energy per sample"] == ["125 mJ"] and row["change of energy"] == ["\u221275 %"]
-
-
-def test_a_variant_that_failed_before_its_items_were_counted_does_not_change_what_times_are_per(make_measurement):
-    sound = [make_measurement(label, items=8) for label in "ab"]
-    result = Comparison("items", (*sound, make_measurement("c", failed=True)))
-    assert result.per == "step" and result.value("b", "time") == 0.02
-    assert Comparison("items", (*sound, make_measurement("c"))).per == "item"
 
 
 def test_ratios_of_what_was_not_measured_are_none(make_measurement):
@@ -329,25 +286,14 @@ def test_a_table_never_contradicts_itself(pairs, items):
         )
 
 
-@given(comparisons())
-def test_shows_every_variant_its_result_and_the_device(result):
-    page = result._repr_html_()
-    shown = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", page, re.DOTALL)]
-    for m in result:
-        assert m.label in repr(result) and m.label in shown
-        assert result.tell(m.label) in repr(result) and result.tell(m.label) in shown
-    for text in (repr(result), html.unescape(page)):
-        assert result.device.label in text and f"torch {result.device.versions['torch']}" in text
-        assert ("CPU's" in text) == (result.device.kind == "cpu")
-        assert "predicted" in text or not any(result.predicted.values())
-
-
 def test_what_holds_the_clock_down_is_told(make_measurement, make_gpu):
     fields = {"device": make_gpu(), "sm_clock": 1755}
     rows = [make_measurement("a", **fields, throttled=("power cap",)), make_measurement("b", device=make_gpu())]
     told = Comparison("clock", (*rows, make_measurement("c", **fields | {"sm_clock": 1980}))).caption()
     assert "SM clock 1755 to 1980 MHz, held down by power cap." in told
-    assert "SM clock" not in Comparison("clock", (rows[1],)).caption()
+    assert told.startswith("NVIDIA Test, torch 2.15.0 cuda 13.0.")
+    other = Comparison("clock", (make_measurement("a"),)).caption()
+    assert other == "Test CPU (CPU, 2 cores), torch 2.15.0; a CPU's times, not a GPU's."
 
 
 def test_labels_names_and_devices_are_escaped(make_measurement, cpu):
@@ -369,16 +315,6 @@ def test_full_size_has_columns_and_is_stored(make_measurement):
     ]
     assert "in brackets a range, not an interval" in result.caption()
     assert Comparison.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-
-
-def test_a_doubt_about_memory_stands_in_the_column_of_memory(make_measurement):
-    both = make_measurement("old"), make_measurement("new", 0.01)
-    sizes = predicted_sizes(15 * GiB, 14 * GiB, ("does not fit", "may not fit"))
-    _, rows = Comparison("big", both, full_size=sizes).table()
-    assert [row[1:3] for row in rows] == [
-        ["4.00 s, does not fit", "15.0 GiB"],
-        ["4.00 × faster [3.33, 5.00]", "14.0 GiB, may not fit"],
-    ]
 
 
 def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
@@ -448,9 +384,6 @@ def test_predictions_stand_beside_what_was_measured(foretold):
 
 
 def test_a_result_says_how_far_off_its_prediction_was(foretold):
-    assert foretold.off("b") == pytest.approx(1.44 / (4 / 3)) and foretold.off("b", "memory") == 0.48 / 0.46
-    assert foretold.off("b", "energy") == 1
-    assert foretold.off("a") is foretold.off("c") is None
     assert "Against the prediction: b time +8.0 %, memory +4.3 %, energy 0 %." in foretold.caption()
     assert "prediction" not in replace(foretold, predicted={}).caption()
 
@@ -469,14 +402,12 @@ NO_RATIO = "expected a ratio to the baseline, a positive number or text as '2 ×
     ("given", "error", "message"),
     [
         ({"x": {"time": 2}}, ValueError, ": expected labels out of ['b'], the variants but the baseline, got 'x'"),
-        ({"a": {"time": 2}}, ValueError, ": expected labels out of ['b'], the variants but the baseline, got 'a'"),
         (
             {"b": {"speed": 2}},
             ValueError,
             "['b']: expected quantities out of ['time', 'memory', 'energy'], got 'speed'",
         ),
         ({"b": {"time": 0}}, ValueError, f"['b']['time']: {NO_RATIO} 0"),
-        ({"b": {"memory": "-100 %"}}, ValueError, f"['b']['memory']: {NO_RATIO} '-100 %'"),
         ({"b": 2}, TypeError, "['b']: expected a mapping such as dict(time=0.5), got 2"),
         ([("b", 2)], TypeError, ": expected a mapping of labels to quantities, got list"),
     ],
@@ -493,7 +424,6 @@ def test_a_prediction_that_is_none_is_named_before_anything_is_built(given, erro
     [
         ({"min_effect": 0}, "min_effect: expected a positive number, got 0"),
         ({"min_effect": 1}, "min_effect: expected a share below 1, such as 0.01 for 1 %, got 1"),
-        ({"min_effect": "1 %"}, "min_effect: expected a positive number, got '1 %'"),
         ({"full_size": {"c": lambda: None}}, "full_size: expected labels out of ['a', 'b'], got 'c'"),
         ({"full_size": {}}, "full_size: expected at least one labelled function, got an empty mapping"),
         ({"gpus": ["T4", "Z80"]}, f"gpu: expected one of {', '.join(known_gpus())} or a size as \"16 GiB\", got 'Z80'"),
@@ -509,12 +439,21 @@ def test_other_bad_arguments_are_named_before_anything_is_built(options, message
 # As JSON
 
 
-@given(comparisons())
-def test_a_notebook_keeps_the_data_beside_the_table(result):
-    bundle = json.loads(json.dumps(result._repr_mimebundle_()))
-    assert bundle.keys() == {"text/plain", "text/html", MIME_TYPE}
-    assert Comparison.from_dict(bundle[MIME_TYPE]) == result
-    assert bundle["text/plain"] == repr(result) and bundle["text/html"] == result._repr_html_()
+def test_a_notebook_keeps_the_data_beside_the_table(foretold, make_measurement, make_gpu):
+    fields = {"device": make_gpu(), "items": 8, "throttled": ("power cap",), "sm_clock": 1000}
+    other = Comparison("other", (make_measurement("a", **fields), make_measurement("b", failed=True, **fields)))
+    for result in (foretold, other):
+        bundle = json.loads(json.dumps(result._repr_mimebundle_()))
+        assert bundle.keys() == {"text/plain", "text/html", MIME_TYPE}
+        assert Comparison.from_dict(bundle[MIME_TYPE]) == result
+        assert bundle["text/plain"] == repr(result) and bundle["text/html"] == result._repr_html_()
+
+
+def test_a_field_of_another_edition_is_left_out(make_measurement):
+    result = Comparison("some", (make_measurement("a"),))
+    stored = result.to_dict()
+    stored["device"]["context"] = stored["measurements"][0]["colour"] = None
+    assert Comparison.from_dict(stored) == result
 
 
 def spoil(stored, path, value):
@@ -528,21 +467,12 @@ def spoil(stored, path, value):
     ("path", "value"),
     [
         (["name"], "../elsewhere"),
-        (["device", "colour"], "red"),
         (["measurements"], []),
         (["measurements", 0, "turns"], None),
         (["measurements", 0, "turns"], [1.0] * 8),
-        (["measurements", 0, "turns"], [["1", "1"]] * 8),
-        (["measurements", 0, "colour"], "red"),
         (["measurements", 0, "joules"], "much"),
-        (["measurements", 0, "peak_allocated"], -1),
-        (["measurements", 0, "joules"], math.nan),
-        (["measurements", 1, "label"], "a"),
         (["device", "versions"], ["torch"]),
-        (["predicted"], {"a": {"time": 2}}),
-        (["predicted"], {"b": {"time": -2}}),
-        (["min_effect"], 2),
-        (["full_size"], {"c": [{"allocated": 1, "memory": 1, "gpu": "T4", "verdict": "fits"}]}),
+        (["predicted"], {"c": {"time": 2}}),
         (["full_size"], {"b": 3}),
     ],
 )
@@ -551,7 +481,7 @@ def test_what_is_no_comparison_is_refused(make_measurement, path, value):
     stored = json.loads(json.dumps(stored))
     assert len(Comparison.from_dict(stored)) == 2
     spoil(stored, path, value)
-    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+    with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
         Comparison.from_dict(stored)
 
 
@@ -566,14 +496,9 @@ def test_compare_measures_all_and_keeps_their_order(tiny, no_collecting):
     assert result.predicted == {}
 
 
-@pytest.mark.parametrize("failing", ["first", "second"])
-def test_compare_survives_out_of_memory(tiny, failing, no_collecting):
-    def too_large():
-        return lambda: torch.empty(2**60, dtype=torch.uint8)
-
-    result = compare({"first": tiny, "second": tiny} | {failing: too_large}, seconds=0.001)
-    assert result[failing].failed == result.verdict(failing) == OUT_OF_MEMORY
-    assert sum(m.failed is None for m in result) == 1 and OUT_OF_MEMORY in repr(result)
+def test_compare_survives_out_of_memory(tiny, no_collecting):
+    result = compare({"fits": tiny, "too large": lambda: lambda: torch.empty(2**60)}, seconds=0.001)
+    assert result.verdict("too large") == OUT_OF_MEMORY in repr(result) and not result["fits"].failed
 
 
 def squaring(width=8, half=False):
@@ -612,7 +537,7 @@ def test_on_a_gpu_that_is_known_the_measured_variants_are_predicted_as_they_are(
     assert compare(squaring, settings, full_size={"width": 2**28}, gpus="T4").here == {}
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../a", "a\\b", ".hidden", "a\n", "-a", None])
+@pytest.mark.parametrize("name", ["", "../a", ".hidden", "a\n", None])
 def test_names_that_are_no_file_name_are_refused(name, tiny):
     with pytest.raises((TypeError, ValueError), match=r"^name: expected"):
         compare({"a": tiny}, name=name)
@@ -630,28 +555,3 @@ def test_a_tenth_more_work_is_slower_on_this_gpu():
     result = compare({"20": products(20), "22": products(22)}, seconds=1, energy=False)
     assert result.verdict("22") == SLOWER
     assert result.time_ratio("22").value == pytest.approx(1.1, abs=0.05)
-
-
-@pytest.mark.gpu
-def test_the_same_step_twice_is_neither_faster_nor_slower_on_this_gpu(monkeypatch):
-    monkeypatch.setattr(power, "measure_energy", lambda step: None)
-
-    def variant():
-        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, device="cuda") for _ in range(4)))
-        optimizer = torch.optim.AdamW(model.parameters())
-        batch = torch.randn(2048, 2048, device="cuda")
-
-        def step():
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    compare({"warm": variant}, seconds=1)  # until the clock has risen from idle
-    results = [compare({"a": variant, "again": variant}, seconds=0.5) for _ in range(10)]
-    verdicts = [result.verdict("again") for result in results]
-    assert verdicts.count(SAME) + verdicts.count(INCONCLUSIVE) >= 9, [result.tell("again") for result in results]
-    for result in results:
-        assert result.ratio("again", "memory") == pytest.approx(1, abs=0.01)
-        assert result.time_ratio("again").value == pytest.approx(1, abs=0.05)

@@ -14,10 +14,10 @@ from effgpu.measuring.intervals import (
     BUILDS,
     FEWEST_BLOCKS,
     MOST_BLOCKS,
+    ONE_SIDED,
     count_blocks,
     interval_of_blocks,
     interval_of_builds,
-    one_sided,
 )
 
 many_values = st.lists(st.floats(-1e3, 1e3), min_size=15, max_size=30)
@@ -95,9 +95,8 @@ def test_too_few_values_for_an_interval(find, expected):
 
 
 def test_ends_of_a_narrower_interval_are_one_sided_bounds():
-    assert one_sided(0.99) == 0.98
     values = draw(random.Random(3), 20)
-    (_, low, high), (_, one_low, one_high) = interval_of_blocks(values), interval_of_blocks(values, 0.98)
+    (_, low, high), (_, one_low, one_high) = interval_of_blocks(values), interval_of_blocks(values, ONE_SIDED)
     assert low < one_low < one_high < high
 
 

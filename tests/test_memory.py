@@ -1,13 +1,11 @@
 """Tests of effgpu.memory: the trace against torch's tracker, the allocator's statistics and arithmetic, by phase."""
 
 import gc
-import importlib
 import os
 import subprocess
 import sys
 import traceback
 import weakref
-from contextlib import nullcontext
 from itertools import groupby
 
 import pytest
@@ -16,21 +14,14 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from effgpu.measuring import memory
-from effgpu.measuring.device import find_device, gc_frozen, memory_limit, release_memory
+from effgpu.measuring.device import find_device, memory_limit, release_memory
 from effgpu.measuring.memory import Trace, peak_bytes, saved_bytes, trace
 from effgpu.units import GiB, MiB
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _collections_are_short():
-    for name in ("torchvision.models", "torch._dynamo"):
-        importlib.import_module(name)  # before existing objects are frozen
-    with gc_frozen():
-        yield
+pytestmark = pytest.mark.usefixtures("short_collections")
 
 
-def train(model, batch, compute_loss=lambda model, batch: model(batch).float().square().mean()):
+def train(model, batch, compute_loss=lambda model, batch: model(batch).square().mean()):
     device = find_device()
     model, batch = model.to(device), batch.to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -69,15 +60,7 @@ def checkpointed():
     return train(make_mlp(4), torch.randn(2048, 64), compute_loss)
 
 
-def autocast():
-    def compute_loss(model, batch):
-        with torch.autocast(find_device().type, dtype=torch.bfloat16):
-            return model(batch).float().square().mean()
-
-    return train(make_mlp(), torch.randn(4096, 64), compute_loss)
-
-
-MODELS = [transformer, resnet, checkpointed, autocast]
+MODELS = [transformer, resnet, checkpointed]
 
 
 def track(variant):
@@ -137,6 +120,7 @@ def test_trace_of_one_allocation_is_exact():
     assert recorded.bytes == (0, 1000, 0)
     assert recorded.phases == ("forward",) * 3
     assert repr(recorded) == "Trace(peak=1000 B, start=0 B, events=2)"
+    assert trace(lambda: lambda: None) == Trace((0,), ("forward",))
     assert Trace((-8, -4), ("forward", "forward")).peak == 0  # it freed what was not its own
 
 
@@ -147,10 +131,6 @@ def test_the_peak_is_the_allocators_where_it_has_one_and_a_difference_is_shown()
     assert (near.peak, near.difference) == (1009, -9) and "difference" not in repr(near)
     assert (off.peak, off.difference) == (900, 100)
     assert repr(off) == "Trace(peak=900 B, start=100 B, events=2, difference=100 B)"
-
-
-def test_trace_of_a_step_that_allocates_nothing():
-    assert trace(lambda: lambda: None) == Trace((0,), ("forward",))
 
 
 def test_what_was_alive_before_the_variant_was_built_is_not_counted():
@@ -180,26 +160,6 @@ def test_what_is_built_before_the_step_and_freed_in_it_is_exact():
     assert trace(variant, warmup=1).bytes == (5 * MiB, 2 * MiB, 2 * MiB + 100, 2 * MiB, 0)
 
 
-def test_a_tensor_that_is_collected_between_the_sessions_is_not_lost(monkeypatch):
-    stop = memory._Profiler.stop
-
-    def variant():
-        calls = []
-
-        def step():
-            calls.append([torch.empty(MiB, dtype=torch.uint8)])
-            calls[-1].append(calls[-1])  # a cycle
-            if len(calls) == 2:
-                calls.clear()
-                gc.collect()
-
-        return step
-
-    monkeypatch.setattr(memory._Profiler, "stop", lambda self: (stop(self), [[] for _ in range(100_000)])[0])
-    assert trace(variant, warmup=1).bytes == (MiB, 2 * MiB, MiB, 0)
-    assert gc.isenabled()
-
-
 def test_garbage_is_collected_before_the_step_and_not_in_it():
     def variant():
         calls = []
@@ -215,60 +175,6 @@ def test_garbage_is_collected_before_the_step_and_not_in_it():
         return step
 
     assert trace(variant).bytes == (0, MiB)
-
-
-# The child holds ten tensors at a time, each time larger ones, and makes a thousand records between two of them.
-HEAP = """
-import resource, torch, effgpu.measuring.memory
-
-def variant():
-    small = torch.ones(8)
-
-    def step():
-        for size in (14, 18, 22, 26, 30):
-            kept = []
-            for _ in range(10):
-                kept.append(torch.ones(size * 2**18))
-                for _ in range(550):
-                    small.add_(small)
-
-    return step
-
-def most():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-effgpu.measuring.memory.trace(lambda: lambda: torch.ones(8))
-base = most()
-peak = effgpu.measuring.memory.trace(variant, warmup=1).peak
-print(peak, most() - base)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or memory._find_mallopt() is None, reason="needs glibc")
-def test_a_trace_on_a_cpu_needs_little_more_memory_than_it_measures():
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", HEAP], env=environment, capture_output=True, text=True, check=True)
-    told = done.stdout
-    peak, grown = map(int, told.split())
-    assert peak == 10 * 30 * MiB + 32
-    assert grown < 1.5 * peak
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_glibcs_thresholds_are_raised_to_their_most_after_a_trace(monkeypatch, fails):
-    calls = []
-
-    def variant():
-        assert calls == [(-3, MiB)]
-        if fails:
-            raise OSError("a missing file")
-        return lambda: None
-
-    monkeypatch.setattr(memory, "_find_mallopt", lambda: lambda *call: calls.append(call))
-    with pytest.raises(OSError, match="a missing file") if fails else nullcontext():
-        trace(variant)
-    assert calls == [(-3, MiB), (-3, 32 * MiB), (-1, 64 * MiB)]
 
 
 def test_nothing_of_a_freed_compiled_variant_stays():
@@ -293,19 +199,18 @@ def test_nothing_of_a_freed_compiled_variant_stays():
     assert first == second and first.start == 4 * MiB + 1024
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("late", [True, False])
-def test_clearing_the_gradients_is_no_phase_of_its_own(late, set_to_none):
+def test_clearing_the_gradients_is_no_phase_of_its_own(late):
     def variant():
         model = make_mlp()
         optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(16, 64)
 
         def step():
             loss = model(batch).square().mean()
-            optimizer.zero_grad(set_to_none) if late else None
+            optimizer.zero_grad(set_to_none=False) if late else None
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none) if not late else None
+            optimizer.zero_grad(set_to_none=False) if not late else None
 
         return step
 
@@ -357,11 +262,11 @@ def test_a_profiler_in_the_step_or_around_it_is_an_error_that_says_so():
         with torch.profiler.profile():
             pass
 
-    with pytest.raises(RuntimeError, match="trace: another profiler is running"):
+    with pytest.raises(RuntimeError, match="Profiler is already enabled"):
         trace(lambda: step)
     with (
         torch.autograd.profiler_legacy.profile(),
-        pytest.raises(RuntimeError, match="trace: another profiler is running"),
+        pytest.raises(RuntimeError, match="Profiler is already enabled"),
     ):
         trace(transformer)
     assert trace(lambda: lambda: torch.ones(4)).peak == 16
@@ -413,24 +318,12 @@ def gpu_variant(gpu, *, build=0, peak=0, most_reserved=0):
 def test_the_peak_on_a_gpu_is_the_allocators_and_starts_above_what_was_there(simulate_gpu):
     gpu = simulate_gpu()
     gpu.allocated, gpu.most_allocated = 5 * MiB, 900 * MiB  # an earlier variant's peak
-    recorded = trace(gpu_variant(gpu, build=3 * MiB, peak=40 * MiB))
+    gpu.reserved, gpu.most_reserved = 2 * GiB, 50 * GiB
+    recorded = trace(gpu_variant(gpu, build=3 * MiB, peak=40 * MiB, most_reserved=4 * GiB))
+    assert recorded.reserved == 2 * GiB
     assert (recorded.start, recorded.peak, recorded.bytes) == (3 * MiB, 43 * MiB, (3 * MiB,))
     assert recorded.difference == -40 * MiB, "no allocation of a simulated GPU is recorded"
     assert "difference=-40.0 MiB" in repr(recorded)
-
-
-def test_the_build_is_not_recorded_on_a_gpu(simulate_gpu, monkeypatch):
-    simulate_gpu()
-    running, start = [], memory._Profiler.start
-    monkeypatch.setattr(memory._Profiler, "start", lambda self: running.append(1) or start(self))
-    seen = []
-
-    def variant():
-        seen.append(len(running))
-        return lambda: seen.append(len(running))
-
-    trace(variant, warmup=2)
-    assert seen == [0, 0, 0, 1] and len(running) == 1
 
 
 def test_a_limit_on_a_gpu_means_the_same_as_on_a_cpu(simulate_gpu):
@@ -450,13 +343,6 @@ def test_an_allocator_without_a_snapshot_has_no_graphs_but_a_peak(simulate_gpu, 
     gpu = simulate_gpu()
     monkeypatch.setattr(torch.cuda, "memory_snapshot", refuse)
     assert trace(gpu_variant(gpu, build=MiB, peak=2 * MiB)).peak == 3 * MiB
-
-
-def test_reserved_is_the_steps_own_whatever_was_reserved_before(simulate_gpu):
-    gpu = simulate_gpu()
-    gpu.allocated, gpu.reserved, gpu.most_reserved = 1 * GiB, 2 * GiB, 50 * GiB  # an earlier variant's peak
-
-    assert trace(gpu_variant(gpu, most_reserved=4 * GiB)).reserved == 2 * GiB
 
 
 def test_what_a_cuda_graph_keeps_for_its_replays_counts(simulate_gpu):
@@ -503,6 +389,7 @@ def test_a_graph_that_is_dropped_on_the_way_counts_only_while_it_is_there():
     x = torch.ones(1024, requires_grad=True)
     assert saved_bytes(lambda: [(x * 2).exp().sum().item() for _ in range(4)]) == 4096
     assert saved_bytes(lambda: [(x * 2).exp().sum() for _ in range(4)]) == 4 * 4096
+    assert saved_bytes(lambda: [x[:n].exp().sum().item() for n in (4, 1024, 4)]) == 4096
 
 
 def test_a_storage_saved_more_than_once_counts_once():
@@ -526,19 +413,6 @@ def test_counting_what_is_saved_keeps_nothing_alive():
     saved_bytes(forward)
     gc.collect()
     assert outputs[0]() is None
-
-
-def test_checkpoints_save_their_inputs_only():
-    model, batch = make_mlp(4), torch.randn(32, 64)
-
-    def forward():
-        x = batch
-        for block in model:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.sum()
-
-    assert saved_bytes(forward) == 4 * batch.nbytes
-    assert saved_bytes(lambda: model(batch).sum()) > 4 * saved_bytes(forward)
 
 
 # On a GPU
@@ -576,58 +450,6 @@ print(effgpu.measuring.memory.trace(lambda: step).peak)
 
 
 @pytest.mark.gpu
-def test_the_peaks_of_compiled_variants_do_not_depend_on_their_order():
-    def graphed():
-        model, x = make_mlp(4).cuda(), torch.randn(256, 64, device="cuda")
-        compiled = torch.compile(model, mode="reduce-overhead")
-        return lambda: (compiled(x).sum().backward(), model.zero_grad())
-
-    trace(graphed, warmup=4)  # the first compilation tunes its kernels, which takes memory in the graphs' own pool
-    first, between, second = (trace(variant, warmup=4) for variant in (graphed, transformer, graphed))
-    alone = trace(transformer)
-    assert first.peak == pytest.approx(second.peak, rel=0.02)
-    assert between.peak == pytest.approx(alone.peak, rel=0.02)
-
-
-@pytest.mark.gpu
-def test_launches_take_no_longer_after_a_trace_than_before_it():
-    """A profiler that attaches to the process would slow them for good. Needs a process of its own."""
-    alone = """
-import time, torch, effgpu
-
-def launching(x=torch.ones(1, device="cuda")):
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(500):
-        x.add_(1)
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-def often():
-    return min(launching() for _ in range(101))
-
-often()
-before = min(often() for _ in range(3))
-effgpu.trace(lambda: launching)
-print(min(often() for _ in range(3)) / before)
-"""
-    told = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=True).stdout
-    assert float(told) < 1.1
-
-
-@pytest.mark.gpu
-def test_what_came_before_changes_neither_peak_nor_reserved_on_a_gpu():
-    trace(lambda: lambda: torch.empty(GiB, dtype=torch.uint8, device="cuda").zero_())  # leaves a high peak behind
-    first = trace(transformer)
-    beside = torch.empty(100 * MiB, dtype=torch.uint8, device="cuda")
-    second = trace(transformer)
-    assert first.peak == pytest.approx(second.peak, rel=0.01)
-    assert second.reserved >= second.peak > 0
-    assert abs(first.reserved - second.reserved) <= 40 * MiB  # two of the allocator's segments
-    del beside
-
-
-@pytest.mark.gpu
 def test_the_memory_of_a_cuda_graph_is_not_nothing():
     def variant():
         batch, graph = torch.randn(MiB, device="cuda"), torch.cuda.CUDAGraph()
@@ -644,11 +466,3 @@ def test_the_memory_of_a_cuda_graph_is_not_nothing():
 
     assert trace(variant).peak >= 9 * 4 * MiB
     release_memory()
-
-
-@pytest.mark.gpu
-def test_saved_bytes_are_a_cpus_where_the_kernels_keep_the_same():
-    model, batch = make_mlp(), torch.randn(32, 64)
-    on_cpu = saved_bytes(lambda: model(batch).sum())
-    model, batch = model.cuda(), batch.cuda()
-    assert saved_bytes(lambda: model(batch).sum()) == on_cpu

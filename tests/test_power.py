@@ -92,18 +92,15 @@ def test_a_cap_on_the_seconds_makes_the_window_short(monkeypatch):
     assert board.now - 5.0 < 0.5
 
 
-def test_a_counter_that_stands_still_is_none(monkeypatch):
-    board = Board().install(monkeypatch)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: 123_456)
-    assert power.measure_energy(board.step, seconds=0.5) is None
-    assert board.now - 5.0 < 1.0, "gave up too late"
-
-
-def test_a_counter_that_fails_midway_is_none(monkeypatch):
+def test_a_counter_that_stands_still_or_fails_midway_is_none(monkeypatch):
     board = Board().install(monkeypatch)
     failing = lambda handle: board.millijoules(handle) if board.now < 5.2 else refuse()
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", failing)
     assert power.measure_energy(board.step, seconds=2.0) is None
+    board = Board().install(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: 123_456)
+    assert power.measure_energy(board.step, seconds=0.5) is None
+    assert board.now - 5.0 < 1.0, "gave up too late"
 
 
 @pytest.mark.parametrize("prefix", ["", "GPU-"])
@@ -130,9 +127,7 @@ def test_the_clock_is_read_with_the_reasons_for_it(monkeypatch):
     asked = []
     monkeypatch.setattr(power, "find_board", lambda: "handle")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda *question: asked.append(question) or 1980)
-    monkeypatch.setattr(
-        pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 0x1 | 0x2 | 0x1000, raising=False
-    )
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 0x1 | 0x2 | 0x1000)
     assert power.read_clock() == (1980, ("application clocks",))
     assert asked == [("handle", pynvml.NVML_CLOCK_SM)]
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", refuse)
@@ -161,15 +156,6 @@ def test_the_gpu_does_not_stand_still_while_nvml_answers(monkeypatch):
 def busy():
     a = torch.randn(4096, 4096, device="cuda")
     return lambda: torch.mm(a, a)
-
-
-@pytest.mark.gpu
-def test_the_clock_of_this_gpu_is_read_while_it_is_busy(busy, energy_counter):
-    for _ in range(100):
-        busy()
-    told = power.read_clock()
-    torch.cuda.synchronize()
-    assert told is None or 100 < told[0] < 5000
 
 
 @pytest.mark.gpu

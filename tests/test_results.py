@@ -55,17 +55,15 @@ def test_a_write_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path
 
 FOREIGN = {
     "empty": "",
-    "no JSON": "<html></html>",
     "another format": json.dumps({"format": "pytest results", "version": 1, "comparisons": []}),
     "too deep": "[" * 100_000,
     "another version": json.dumps({"format": "effgpu results", "version": 4, "comparisons": []}),
-    "no version": json.dumps({"format": "effgpu results", "comparisons": []}),
     "no comparisons": json.dumps(FORMAT),
     "comparisons of nothing": json.dumps(FORMAT | {"comparisons": [{}]}),
 }
 
 
-@pytest.mark.parametrize("wrong", [{"joules": "much"}, {"items": -1}, {"turns": [1.0] * 15}, {"times": [1.0] * 15}])
+@pytest.mark.parametrize("wrong", [{"joules": "much"}, {"turns": [1.0] * 15}])
 def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, result, wrong):
     path = save([result], tmp_path / "some file.json")
     stored = json.loads(path.read_text())

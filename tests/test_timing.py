@@ -159,28 +159,6 @@ def test_a_cap_that_is_none_is_refused(cap, monkeypatch):
         timing.time_for(lambda: None, 1)
 
 
-def test_steps_that_come_in_bursts_fill_the_time_by_their_mean(simulate_gpu):
-    gpu, calls = simulate_gpu(), []
-
-    def step():
-        calls.append(1)
-        gpu.step(1.0 if len(calls) % 5 == 0 else 0.0)  # a loader's workers, five batches at a time
-
-    assert len(timing.time_for(step, 20.0)) == 100
-
-
-@pytest.mark.gpu
-def test_gpu_time_grows_with_the_work():
-    def busy(cycles):
-        return min(timing.time_steps(lambda: torch.cuda._sleep(cycles), 3))
-
-    busy(200_000_000)  # until the clock has risen from idle
-    short, long = busy(5_000_000), busy(20_000_000)
-    assert long / short == pytest.approx(4, rel=0.2)
-    times = timing.time_steps(lambda: torch.cuda._sleep(20_000_000), 10)
-    assert sum(times) / 10 == pytest.approx(long, rel=0.2)
-
-
 @pytest.mark.gpu
 def test_gpu_steps_are_launched_ahead_of_the_gpu():
     launched = []

@@ -34,13 +34,12 @@ OUT_OF_MEMORY = (  # what messages of PyTorch and of NVIDIA's libraries say
     "CUDNN_STATUS_NOT_INITIALIZED",
     "_ALLOCATION_FAILED",
 )
-_DEAD = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # with it, PyTorch's allocator counts nothing
-_VARIABLES = ("CUDA_LAUNCH_BLOCKING", NO_CACHING)  # they change what is measured
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"  # with it, nothing overlaps
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
-_limit: "_Limit | None" = None
-_fraction_before_limits = 1.0
+_limit: int | None = None  # the bytes that a step may allocate
+_unlimited_share: float | None = None  # of the GPU, that this process may use where a limit allows less
 _frozen = False
 
 
@@ -49,11 +48,8 @@ class Device:
     """The machine that a result was measured on. What does not apply to a CPU is None.
 
     `memory` is in bytes. If the process may use only a part of the GPU, as with
-    `PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`, `memory` is that part and the name says so. `context` is
-    the bytes in use on the GPU outside of PyTorch's allocator: the CUDA context, and everything that other processes
-    hold. It changes from run to run, so two devices that differ only in it are equal. `variables` are those environment
-    variables that change what is measured, such as CUDA_LAUNCH_BLOCKING, where they are set. On AMD's GPUs `capability`
-    and `supports` are empty but for bf16: their numbers are not CUDA's.
+    `PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`, `memory` is that part and the name says so. `variables`
+    has CUDA_LAUNCH_BLOCKING where it is set, which changes what is measured.
     """
 
     name: str
@@ -65,7 +61,6 @@ class Device:
     driver: str | None = None
     supports: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    context: int | None = field(default=None, compare=False)
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -115,10 +110,11 @@ def describe() -> Device:
     versions = {"python": platform.python_version()} | {name: v for name in _VERSIONED if (v := _version(name))}
     if find_device().type == "cpu":
         return describe_cpu(versions)
-    properties, memory = torch.cuda.get_device_properties(), _gpu_memory()
-    capability = None if torch.version.hip else (properties.major, properties.minor)
-    supports = {name: "yes" if capability >= least else "no" for name, least in _CAPABILITY_OF.items() if capability}
+    properties = torch.cuda.get_device_properties()
+    memory = int((_unlimited_share or _share()) * properties.total_memory)
     part = "" if memory == properties.total_memory else f", {format_bytes(memory)} of it"
+    capability = None if torch.version.hip else (properties.major, properties.minor)  # AMD's numbers are not CUDA's
+    supports = {name: "yes" if capability >= least else "no" for name, least in _CAPABILITY_OF.items() if capability}
     return Device(
         properties.name + part,
         "cuda",
@@ -128,9 +124,8 @@ def describe() -> Device:
         capability,
         _driver(),
         {"bf16": _bf16()} | supports,
-        versions | ({"rocm": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}),
-        _context(),
-        {name: value for name in _VARIABLES if (value := os.environ.get(name))},
+        versions | {"cuda": torch.version.cuda},
+        {_BLOCKING: os.environ[_BLOCKING]} if os.environ.get(_BLOCKING) else {},
     )
 
 
@@ -148,10 +143,10 @@ def free_memory() -> float:
     if find_device().type == "cuda":
         free, total = torch.cuda.mem_get_info()
         allocated = torch.cuda.memory_allocated()
-        share = int(_fraction() * total) - allocated
-        return max(0, min(free + torch.cuda.memory_reserved() - allocated, share))
+        own = int(_share() * total) - allocated
+        return max(0, min(free + torch.cuda.memory_reserved() - allocated, own))
     available = psutil.virtual_memory().available
-    return available if _limit is None else min(available, _limit.bytes)
+    return available if _limit is None else min(available, _limit)
 
 
 @contextlib.contextmanager
@@ -164,24 +159,26 @@ def memory_limit(limit: float) -> Iterator[None]:
     slightly below the limit. Limits nest: the tightest one holds.
     """
     check_positive(limit=limit)
-    global _limit, _fraction_before_limits
-    before, gpu = _limit, torch.cuda.is_available()
-    if gpu and before is None:
-        _fraction_before_limits = _fraction()
+    global _limit, _unlimited_share
+    before, gpu = (_limit, _unlimited_share), torch.cuda.is_available()
     release_memory()  # the allocator would hand out cached blocks without checking the cap
-    wanted = _Limit(int(limit), int(limit) + (torch.cuda.memory_reserved() if gpu else 0))
-    _limit = wanted if before is None else _Limit(min(wanted.bytes, before.bytes), min(wanted.cap, before.cap))
-    _cap_allocator()
+    _limit = int(limit) if _limit is None else min(int(limit), _limit)
+    if gpu:
+        share = _share()
+        _unlimited_share = _unlimited_share or share
+        cap = (int(limit) + torch.cuda.memory_reserved()) / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(min(share, cap))
     try:
         yield
     finally:
-        _limit = before
-        _cap_allocator()
+        _limit, _unlimited_share = before
+        if gpu:
+            torch.cuda.set_per_process_memory_fraction(share)
 
 
 def current_limit() -> int | None:
     """The bytes that `memory_limit` allows a step at present, or None without a limit."""
-    return None if _limit is None else _limit.bytes
+    return _limit
 
 
 def count_retries() -> int:
@@ -253,49 +250,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     told = str(error)
     if "NVML_SUCCESS ==" in told:  # the allocator ran out, then failed to ask NVML: pytorch/pytorch#112377
         return "CUDACachingAllocator.cpp" in told
-    if "unable to find an engine" in told:  # cuDNN, if no algorithm fits into the memory that is left
-        return _is_limited()
+    if "unable to find an engine" in told:  # cuDNN, also if no algorithm fits into the memory that is left
+        return _limit is not None or (torch.cuda.is_available() and _share() < 1)
     return any(text in told for text in OUT_OF_MEMORY)
 
 
-def is_dead(error: BaseException) -> bool:
-    """Whether an error leaves this process without a working GPU, as an illegal memory access does."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEAD)
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """`bytes` is what a step may allocate. `cap` adds what the allocator had reserved when the limit began."""
-
-    bytes: int
-    cap: int
-
-
-def _cap_allocator() -> None:
-    if torch.cuda.is_available():
-        wanted = 1.0 if _limit is None else _limit.cap / torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(min(_fraction_before_limits, wanted))
-
-
-def _is_limited() -> bool:
-    """Whether less than the whole memory may be used, by `memory_limit` or by a limit of the process."""
-    return _limit is not None or (torch.cuda.is_available() and _fraction() < 1)
-
-
-def _fraction() -> float:
+def _share() -> float:
     """The share of the GPU that this process may use."""
     return min(1.0, torch.cuda.get_per_process_memory_fraction())  # cudaMallocAsync's begins far above 1
-
-
-def _gpu_memory() -> int:
-    """Bytes of the current GPU that this process may use, without a `memory_limit`."""
-    fraction = _fraction() if _limit is None else _fraction_before_limits
-    return int(fraction * torch.cuda.get_device_properties().total_memory)
-
-
-def _context() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return max(0, total - free - torch.cuda.memory_reserved())
 
 
 def _version(distribution: str) -> str | None:

@@ -9,11 +9,15 @@ from itertools import combinations_with_replacement
 FEWEST_BLOCKS, MOST_BLOCKS = 15, 80  # of 15 blocks, one that was held up does not decide
 BUILDS = 4  # how often variants are built that cannot be kept together
 CONFIDENCE = 0.99  # of every interval and so of every verdict; not 95 %, as readers make many comparisons
+ONE_SIDED = 0.98  # of the interval whose ends are one-sided bounds of CONFIDENCE
 # Neighbouring blocks resemble each other a little: ρ is about 0.1 in 87 stored comparisons, and 0.2 is to be covered,
 # which widens an interval by √((1 + ρ) / (1 - ρ)) = 1.22. An estimate of ρ from 15 blocks would be noise, so the factor
 # is fixed, with a reserve, as the first blocks also decide how many there are (tests/benchmarks/aa.py coverage).
 _DEPENDENCE = 1.25
-_STUDENT = {0.99: 5.841, 0.98: 4.541}  # quantiles of Student's t with BUILDS - 1 = 3 degrees of freedom, two-sided
+_STUDENT = {
+    CONFIDENCE: 5.841,
+    ONE_SIDED: 4.541,
+}  # Student's t with BUILDS - 1 = 3 degrees of freedom, two-sided
 
 Interval = tuple[float, float, float]  # middle, low end, high end
 
@@ -39,11 +43,6 @@ def interval_of_builds(values: Sequence[float], confidence: float = CONFIDENCE) 
     mean = statistics.fmean(values)
     half = _STUDENT[confidence] * statistics.stdev(values) / math.sqrt(BUILDS)
     return mean, mean - half, mean + half
-
-
-def one_sided(confidence: float) -> float:
-    """The confidence of the interval whose ends are one-sided bounds of `confidence`: 0.98 for 0.99."""
-    return round(2 * confidence - 1, 6)
 
 
 def count_blocks(values: Sequence[float], target: float) -> int:

@@ -1,15 +1,15 @@
 """Measurement: what one variant took. First the memory of each variant alone, then all take turns to be timed."""
 
+import contextlib
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 
-import torch
 from tqdm import tqdm
 
 from effgpu import units
@@ -82,19 +82,14 @@ class Measurement:
         found = find_interval([math.log(time) for time in self.times if time > 0], self.builds)
         return found and (math.exp(found[1]), math.exp(found[2]))
 
-    @property
-    def throughput(self) -> float | None:
-        """Items per second."""
-        return self.items / self.median if self.items and self.median else None
-
     def __repr__(self) -> str:
         if self.failed:
             return f"{self.label}: {self.failed}"
         told = [f"{units.format_seconds(self.median)} per step"]
         if self.interval:
             told[0] += " [{}, {}]".format(*map(units.format_seconds, self.interval))
-        if self.throughput:
-            told.append(units.format_count(self.throughput, f"{self.unit}/s"))
+        if self.items and self.median:
+            told.append(units.format_count(self.items / self.median, f"{self.unit}/s"))
         if self.peak_allocated is not None:
             told.append(f"peak {units.format_bytes(self.peak_allocated)}")
         if self.joules is not None:
@@ -122,7 +117,6 @@ def measure_all(
     seconds: float | None = None,
     precision: float | None = None,
     blocks: int | None = None,
-    min_steps: int = 1,
     warmup: int = 2,
     energy: bool = True,
 ) -> list[Measurement]:
@@ -141,22 +135,16 @@ def measure_all(
     kind = find_device().type
     seconds = SECONDS[kind] if seconds is None else seconds
     precision = PRECISION[kind] if precision is None else precision
-    check_positive(Integral, blocks=1 if blocks is None else blocks, min_steps=min_steps, warmup=warmup)
+    check_positive(Integral, blocks=1 if blocks is None else blocks, warmup=warmup)
     check_positive(seconds=seconds, precision=precision)
     check_unit(unit)
     items_of = _items_of(variants, items)
-    allowed = timing.cap_seconds(seconds)
-    capped = allowed < seconds
-    energy = energy and not capped and torch.cuda.is_available()
-    plan = _Plan(allowed, capped, precision, blocks, 1 if capped else min_steps, warmup, energy)
-    records = {label: _Record() for label in variants}
     with gc_frozen(), random_states_kept(), _Progress() as progress:
-        for done, (label, variant) in enumerate(variants.items()):
-            progress.show(f"memory of {label}", done, len(variants))
-            _attempt(label, records[label], partial(_take_memory, variant, records[label], warmup))
-        _time_turns(progress, variants, records, plan)
+        run = _Run(progress, variants, seconds, precision, blocks, warmup, energy)
+        run.take_memory()
+        run.take_turns()
     device = describe()
-    return [records[label].finish(label, device, items_of[label], unit) for label in variants]
+    return [run.records[label].finish(label, device, items_of[label], unit) for label in variants]
 
 
 def check_unit(unit: str) -> None:
@@ -195,178 +183,164 @@ class _Record:
         )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How the variants are timed. `seconds` are cut short by EFFGPU_SECONDS where `capped`: turns are of one step."""
-
-    seconds: float
-    capped: bool
-    precision: float
-    blocks: int | None
-    min_steps: int
-    warmup: int
-    energy: bool
-
-    def count_steps(self, pace: float, shortest: float, workers: int = 0) -> int:
-        """Steps in a turn of at least `shortest` seconds, where a step takes `pace`: whole rounds of the workers."""
-        share, shortest = self.seconds / (2 * MOST_BLOCKS), 0.0 if self.capped else shortest
-        steps = max(self.min_steps, 1, round(share / pace), math.ceil(shortest / pace - 1e-6))
-        return math.ceil(steps / max(1, workers)) * max(1, workers)
-
-
 class _NotTogether(Exception):
     """Variants turn out not to go together: they have to be built one at a time."""
 
 
-def _time_turns(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
-    """Time all variants in turns: kept together if that works, else built anew. One alone has nothing beside it."""
-    traces = [record.trace for record in records.values() if not record.failed]
-    if len(traces) < 2 or _fit_together(traces):
+class _Run:
+    """What is measured of some variants, and how. Where EFFGPU_SECONDS cuts it short, turns are of one step."""
+
+    def __init__(self, progress: "_Progress", variants: Mapping, seconds, precision, blocks, warmup, energy):
+        self.progress, self.variants, self.kind = progress, variants, find_device().type
+        self.precision, self.blocks, self.warmup = precision, blocks, warmup
+        self.seconds = timing.cap_seconds(seconds)
+        self.capped = self.seconds < seconds
+        self.energy = energy and not self.capped and self.kind == "cuda"
+        self.records = {label: _Record() for label in variants}
+
+    def alive(self) -> list[str]:
+        return [label for label, record in self.records.items() if not record.failed]
+
+    def shown(self, what: str) -> Iterator[str]:
+        """The label of each variant that has not failed, shown as what is under way."""
+        for done, label in enumerate(self.alive()):
+            self.progress.show(f"{what} of {label}", done, len(self.variants))
+            yield label
+
+    @contextlib.contextmanager
+    def noting(self, label: str, *, together: bool = False) -> Iterator[None]:
+        """Out of memory is a result; of variants that are kept together, a reason to build them one at a time.
+
+        Any other error goes on to the caller, with the label of its variant.
+        """
         try:
-            return _time_together(progress, variants, records, plan)
-        except _NotTogether:
-            for record in records.values():
-                record.turns.clear()
-                record.clocks.clear()
-    _time_one_at_a_time(progress, variants, records, plan)
+            yield
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                error.add_note(f"raised while measuring the variant {label!r}")
+                raise
+            if together:
+                raise _NotTogether from None
+            self.records[label].failed = OUT_OF_MEMORY
 
+    def take_memory(self) -> None:
+        for label in self.shown("memory"):
+            began = time.perf_counter()
+            with self.noting(label):
+                self.records[label].trace = memory.trace(self.variants[label], warmup=self.warmup)
+            self.records[label].preparing = time.perf_counter() - began
 
-def _fit_together(traces: list[memory.Trace]) -> bool:
-    """Whether what all variants hold between steps, and the most that a step adds to it, fit into the free memory."""
-    held = sum(trace.start for trace in traces)
-    return held + max(trace.peak - trace.start for trace in traces) <= _ROOM * free_memory()
+    def take_turns(self) -> None:
+        """Time all variants in turns: kept together if that works, else built anew. One alone has nothing beside it."""
+        if len(self.alive()) < 2 or self.fit_together():
+            try:
+                return self.time_together()
+            except _NotTogether:
+                for record in self.records.values():
+                    record.turns.clear()
+                    record.clocks.clear()
+        self.time_one_at_a_time()
 
+    def fit_together(self) -> bool:
+        """Whether what all hold between steps, and the most that a step adds to it, fit into the free memory."""
+        traces = [self.records[label].trace for label in self.alive()]
+        held = sum(trace.start for trace in traces)
+        return held + max(trace.peak - trace.start for trace in traces) <= _ROOM * free_memory()
 
-def _alive(records: Mapping[str, _Record]) -> list[str]:
-    return [label for label, record in records.items() if not record.failed]
+    def time_together(self) -> None:
+        together = len(self.variants) > 1
 
+        def turn(label: str, action: Callable[[_Record, Step], None]) -> None:
+            with self.noting(label, together=together):
+                stage.turn(label, partial(action, self.records[label]))
+            if together and count_retries() > retries:
+                raise _NotTogether  # the allocator gave cached memory back and asked again, in the midst of a turn
 
-def _time_together(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
-    together, retries, alive = len(variants) > 1, count_retries(), partial(_alive, records)
+        with Stage(self.variants) as stage:
+            retries = count_retries()
+            for label in self.shown("warm-up"):
+                turn(label, self.warm_up)
+            if together and not CAN_FREEZE and any(stage.workers[label] for label in self.variants):
+                raise _NotTogether
+            retries = count_retries()  # those of the warm-up do no harm
+            take_blocks(
+                self.alive,
+                lambda label: turn(label, partial(self.take_turn, stage.workers[label])),
+                self.log_ratios,
+                target=self.precision,
+                seconds=self.seconds,
+                blocks=self.blocks,
+                say=partial(self.progress.show, "timing"),
+            )
+            for label in self.shown("energy") if self.energy else ():
+                turn(label, self.take_energy)
 
-    def attempt(label: str, action: Callable[[Step], None]) -> None:
-        _attempt(label, records[label], partial(stage.turn, label, action), together=together)
-        if together and count_retries() > retries:
-            raise _NotTogether  # the allocator gave cached memory back and asked again, in the midst of a turn
+    def time_one_at_a_time(self) -> None:
+        def take_build(label: str) -> None:
+            with self.noting(label):
+                run_variant(self.variants[label], partial(self.time_build, self.records[label]))
 
-    def take_turn(label: str) -> None:
-        attempt(label, partial(_take_turn, records[label], plan, _shortest(records.values()), stage.workers[label]))
+        records = [self.records[label] for label in self.alive()]
+        expected = BUILDS * sum(record.preparing for record in records) + self.seconds * len(records)
+        told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
+        self.progress.announce(f"{told}: about {units.format_seconds(expected)}.")
+        for record in records:
+            record.builds = BUILDS
+        take_builds(self.alive, take_build, partial(self.progress.show, "timing"))
 
-    with Stage(variants) as stage:
-        for done, label in enumerate(alive()):
-            progress.show(f"warm-up of {label}", done, len(variants))
-            attempt(label, partial(_warm_up, records[label], plan.warmup))
-        if together and not CAN_FREEZE and any(stage.workers[label] for label in variants):
-            raise _NotTogether
-        retries = count_retries()  # those of the warm-up do no harm
-        take_blocks(
-            alive,
-            take_turn,
-            lambda: _log_ratios([records[label] for label in alive()]),
-            target=plan.precision,
-            seconds=plan.seconds,
-            blocks=plan.blocks,
-            say=partial(progress.show, "timing"),
-        )
-        for done, label in enumerate(alive() if plan.energy else ()):
-            progress.show(f"energy of {label}", done, len(variants))
-            attempt(label, partial(_take_energy, records[label]))
+    def log_ratios(self) -> list[list[float]]:
+        """The logarithms of each block's ratio of every variant to the first, or of the seconds of one alone."""
+        turns = [self.records[label].turns for label in self.alive()]
+        first, *others = [[math.log(max(a + b, 1e-9)) for a, b in zip(each[::2], each[1::2])] for each in turns]
+        return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
 
+    def warm_up(self, record: _Record, step: Step) -> None:
+        """Run the step until it is compiled, caches are filled and a GPU's clock has risen; note what it takes then.
 
-def _time_one_at_a_time(progress: "_Progress", variants: Mapping, records: Mapping, plan: _Plan) -> None:
-    alive = partial(_alive, records)
+        A call that still compiles is no load: of each window, as many seconds count as its steps take at their fastest.
+        """
+        timing.time_turn(step, max(self.warmup, _COMPILING[self.kind]), lead=0)
+        record.pace, load = math.inf, 0.0
+        while load < _LOAD[self.kind]:
+            count = min(math.ceil((_LOAD[self.kind] - load) / max(record.pace, 1e-6)), 1000) or 1
+            record.pace = max(min(record.pace, timing.time_turn(step, count, lead=0)), 1e-6)
+            load += count * record.pace
 
-    def take_build(label: str) -> None:
-        record = records[label]
-        _attempt(label, record, partial(run_variant, variants[label], partial(_time_build, record, plan)))
+    def take_turn(self, workers: int, record: _Record, step: Step) -> None:
+        """Time one turn of a kept step: longer where the power cap holds a variant's clock down."""
+        slowed = any(power.POWER_CAP in reasons for each in self.records.values() for _, reasons in each.clocks)
+        pace = max(statistics.median(record.turns or [record.pace]), 1e-6)
+        steps = self.count_steps(pace, _CAPPED_TURN if slowed else _TURN[self.kind])
+        steps = math.ceil(steps / max(1, workers)) * max(1, workers)  # whole rounds of the workers
+        lead = int(steps >= _REFILL or workers > 0)
+        if self.kind == "cuda":
+            lead = 1 if self.capped else max(1, math.ceil(_LEAD / pace))
+        lead += workers  # a frozen worker loads nothing ahead, but each may have finished the batch that it was at
+        self.time_steps(record, step, steps, lead)
 
-    expected = BUILDS * sum(records[label].preparing for label in alive()) + plan.seconds * len(alive())
-    told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
-    progress.announce(f"{told}: about {units.format_seconds(expected)}.")
-    for label in alive():
-        records[label].builds = BUILDS
-    take_builds(alive, take_build, partial(progress.show, "timing"))
+    def time_build(self, record: _Record, step: Step) -> None:
+        """Time two windows of a newly built step, which share its part of the seconds; the last build's energy, too."""
+        self.warm_up(record, step)
+        steps = self.count_steps(record.pace, max(self.seconds / (2 * BUILDS), _TURN[self.kind]))
+        for _ in range(2):
+            self.time_steps(record, step, steps, 0)
+        if self.energy and len(record.turns) == 2 * BUILDS:
+            self.take_energy(record, step)
 
+    def count_steps(self, pace: float, shortest: float) -> int:
+        """Steps in a turn of at least `shortest` seconds, where a step takes `pace`."""
+        shortest = 0.0 if self.capped else shortest
+        return max(1, round(self.seconds / (2 * MOST_BLOCKS) / pace), math.ceil(shortest / pace - 1e-6))
 
-def _log_ratios(records: list[_Record]) -> list[list[float]]:
-    """The logarithms of each block's ratio of every variant to the first, or of the seconds of one variant alone."""
-    first, *others = [
-        [math.log(max(a + b, 1e-9)) for a, b in zip(record.turns[::2], record.turns[1::2])] for record in records
-    ]
-    return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
+    def time_steps(self, record: _Record, step: Step, steps: int, lead: int) -> None:
+        def note_clock() -> None:
+            if clock := power.read_clock():
+                record.clocks.append(clock)
 
+        record.turns.append(timing.time_turn(step, steps, lead=lead, meanwhile=note_clock))
 
-def _attempt(label: str, record: _Record, act: Callable[[], None], *, together: bool = False) -> None:
-    """Out of memory is a result; of variants that are kept together, a reason to build them one at a time.
-
-    Any other error goes on to the caller, with the label of its variant.
-    """
-    try:
-        if not record.failed:
-            act()
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            error.add_note(f"raised while measuring the variant {label!r}")
-            raise
-        if together:
-            raise _NotTogether from None
-        record.failed = OUT_OF_MEMORY
-
-
-def _take_memory(variant: Variant, record: _Record, warmup: int) -> None:
-    began = time.perf_counter()
-    record.trace = memory.trace(variant, warmup=warmup)
-    record.preparing = time.perf_counter() - began
-
-
-def _warm_up(record: _Record, fewest: int, step: Step) -> None:
-    """Run the step until it is compiled, caches are filled and a GPU's clock has risen; note the seconds it takes then.
-
-    A call that still compiles is no load: of each window, as many seconds count as its steps take at their fastest.
-    """
-    kind = find_device().type
-    timing.time_turn(step, max(fewest, _COMPILING[kind]), lead=0)
-    record.pace, load = math.inf, 0.0
-    while load < _LOAD[kind]:
-        count = min(math.ceil((_LOAD[kind] - load) / max(record.pace, 1e-6)), 1000) or 1
-        record.pace = max(min(record.pace, timing.time_turn(step, count, lead=0)), 1e-6)
-        load += count * record.pace
-
-
-def _shortest(records: Iterable[_Record]) -> float:
-    """Seconds that a turn takes at least: longer where the power cap holds a variant's clock down."""
-    capped = any(power.POWER_CAP in reasons for record in records for _, reasons in record.clocks)
-    return _CAPPED_TURN if capped else _TURN[find_device().type]
-
-
-def _take_turn(record: _Record, plan: _Plan, shortest: float, workers: int, step: Step) -> None:
-    """Time one turn of a kept step."""
-    pace = max(statistics.median(record.turns or [record.pace]), 1e-6)
-    steps = plan.count_steps(pace, shortest, workers)
-    lead = int(steps >= _REFILL or workers > 0)
-    if find_device().type == "cuda":
-        lead = 1 if plan.capped else max(1, math.ceil(_LEAD / pace))
-    lead += workers  # a frozen worker loads nothing ahead, but each may have finished the batch that it was at
-    record.turns.append(timing.time_turn(step, steps, lead=lead, meanwhile=partial(_note_clock, record)))
-
-
-def _time_build(record: _Record, plan: _Plan, step: Step) -> None:
-    """Time two windows of a newly built step, which share its part of the seconds; the last build's energy, too."""
-    _warm_up(record, plan.warmup, step)
-    steps = plan.count_steps(record.pace, max(plan.seconds / (2 * BUILDS), _TURN[find_device().type]))
-    for _ in range(2):
-        record.turns.append(timing.time_turn(step, steps, lead=0, meanwhile=partial(_note_clock, record)))
-    if plan.energy and len(record.turns) == 2 * BUILDS:
-        _take_energy(record, step)
-
-
-def _note_clock(record: _Record) -> None:
-    if clock := power.read_clock():
-        record.clocks.append(clock)
-
-
-def _take_energy(record: _Record, step: Step) -> None:
-    record.joules = power.measure_energy(step)
+    def take_energy(self, record: _Record, step: Step) -> None:
+        record.joules = power.measure_energy(step)
 
 
 def _items_of(labels: Iterable[str], items: float | Mapping[str, float] | None) -> dict[str, float | None]:
@@ -391,7 +365,7 @@ class _Progress:
     def __init__(self):
         notebook = "ipykernel" in sys.modules
         self._file = sys.stdout if notebook else sys.stderr
-        off = not (notebook or sys.stderr.isatty())
+        off = False if notebook else None  # for tqdm, None is: where it is no terminal
         self._bar = tqdm(leave=False, file=self._file, disable=off, bar_format="{desc} |{bar:30}|", miniters=0)
 
     def __enter__(self) -> "_Progress":

@@ -1,10 +1,8 @@
 """Memory: the bytes of one step over its course, its peak, and what autograd saves. One mechanism for CPU and GPU."""
 
 import contextlib
-import ctypes
 import gc
 import os
-import platform
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,10 +26,9 @@ from effgpu.measuring.device import (
 )
 from effgpu.measuring.timing import check_step, on_current_gpu
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
-from effgpu.units import MiB, check_positive, format_bytes
+from effgpu.units import check_positive, format_bytes
 
 _WINDOW = "effgpu::step"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,7 +94,7 @@ def trace(variant: Variant, *, warmup: int = 2) -> Trace:
     check_positive(Integral, warmup=warmup)
     if find_device().type == "cuda" and os.environ.get(NO_CACHING):
         raise RuntimeError(f"trace: with {NO_CACHING}, PyTorch counts no memory of the GPU: unset it")
-    with gc_frozen(), _separate_large_blocks():
+    with gc_frozen():
         before = _held()
         start, records, held = _record(variant, warmup, before)
     graphs = held.by_graphs - before.by_graphs
@@ -168,18 +165,14 @@ def _held(*, peak: bool = False) -> _Held:
     here = find_device()
     if here.type == "cpu":
         return _Held()
-    reserved = torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
-    allocated = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    return _Held(reserved, allocated, _bytes_of_graphs(here.index))
-
-
-def _bytes_of_graphs(gpu: int) -> int:
-    try:
+    segments = []
+    with contextlib.suppress(RuntimeError):  # the backend cudaMallocAsync has no snapshot
         segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # the backend cudaMallocAsync has no snapshot
-        return 0
-    private = [s for s in segments if s["device"] == gpu and tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+    private = [s for s in segments if s["device"] == here.index and tuple(s["segment_pool_id"]) != (0, 0)]
+    by_graphs = sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+    if peak:
+        return _Held(torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated(), by_graphs)
+    return _Held(torch.cuda.memory_reserved(), torch.cuda.memory_allocated(), by_graphs)
 
 
 def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[list], _Held]:
@@ -213,8 +206,6 @@ def _record(variant: Variant, warmup: int, before: _Held) -> tuple[int, list[lis
             start, held = run_variant(variant, action)
             return start, profiler.stop(), held  # not earlier: PyTorch would remember the sizes of what is freed unseen
     except Exception as error:
-        if "Profiler is already enabled" in str(error):
-            raise RuntimeError("trace: another profiler is running, and PyTorch can run only one") from error
         if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(str(error)) from error
         raise
@@ -272,31 +263,6 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _separate_large_blocks() -> Iterator[None]:
-    """On a CPU with glibc, keep tensors and the profiler's records apart.
-
-    In one heap, small records come to lie between large tensors, and the freed space between them cannot be used
-    again. So blocks of a MiB and more get pages of their own. Later steps would pay for new pages at each allocation,
-    so at the end glibc's thresholds are set to the most that glibc itself would raise them to.
-    """
-    mallopt = _find_mallopt() if find_device().type == "cpu" else None
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, MiB)
-    try:
-        yield
-    finally:
-        mallopt(_M_MMAP_THRESHOLD, 32 * MiB)
-        mallopt(_M_TRIM_THRESHOLD, 64 * MiB)
-
-
-def _find_mallopt() -> Callable[[int, int], int] | None:
-    """glibc's mallopt, or None with another C library."""
-    return ctypes.CDLL(None).mallopt if platform.libc_ver()[0] == "glibc" else None
-
-
 def _bytes_moved() -> Callable:
     """How to read a record's allocated (positive) or freed (negative) bytes on this device."""
     return attrgetter(f"{find_device().type}_memory_usage")
@@ -329,23 +295,11 @@ def _read(threads: list[list], alive: int) -> tuple[tuple[int, ...], tuple[str, 
         elif name == _WINDOW:
             levels, phases, end = [alive], ["forward"], ends[record.handle()]
             last = max((done for done in backward if start < done < end), default=inf)
-        elif record.kind() == "push" and name.startswith("Optimizer.zero_grad"):
-            until = max(until, ends[record.handle()])  # part of the phase before it, wherever it is called
-        elif record.kind() == "push":
-            between = None if start < until else "forward" if start < last else "optimizer"
-            if (running := _phase(name, between)) is not None:
-                phase = running
-                until = max(until, ends[record.handle()]) if phase != "forward" else until
+        elif record.kind() == "push" and (_is_backward(name) or name.startswith("Optimizer.step")):
+            phase, until = "backward" if _is_backward(name) else "optimizer", max(until, ends[record.handle()])
+        elif record.kind() == "push" and name.startswith("aten::") and start >= until:  # outside of both
+            phase = "forward" if start < last else "optimizer"
     return tuple(levels), tuple(phases)
-
-
-def _phase(name: str, between: str | None) -> str | None:
-    """The phase that an event begins. `between` is the phase of an operation outside backward and optimizer events."""
-    if _is_backward(name):
-        return "backward"
-    if name.startswith("Optimizer.step"):
-        return "optimizer"
-    return between if name.startswith("aten::") else None
 
 
 def _is_backward(name: str) -> bool:

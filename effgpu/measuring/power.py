@@ -109,9 +109,8 @@ def _paced(step: Callable[[], object], ahead: int) -> Iterator[int]:
 
 
 def _throttled(handle) -> tuple[str, ...]:
-    bits = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    if bits is None:  # drivers before 535 know it by another name
-        bits = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+    # by the older name of EventReasons, which drivers before 535 know, too
+    bits = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     return tuple(reason for bit, reason in _REASONS.items() if bits & bit)
 
 

@@ -14,8 +14,6 @@ from effgpu.measuring.device import check_accelerator, check_gpus, find_device
 from effgpu.measuring.variants import check_worked, is_function
 from effgpu.units import check_positive
 
-FEWEST_STEPS = 5
-_MILLISECOND = 1e-3
 _LATE = 0.1  # of a turn: work of other streams that is still running so long after it is worth a warning
 OTHER_STREAM = (
     "the step leaves work on another CUDA stream than the current one, and that work is not timed: let the current "
@@ -51,7 +49,7 @@ def time_turn(
     return (ended - began) / count
 
 
-def time_for(step: Callable[[], object], seconds: float, *, fewest: int = FEWEST_STEPS) -> list[float]:
+def time_for(step: Callable[[], object], seconds: float, *, fewest: int = 5) -> list[float]:
     """Seconds of each of as many steps as fill `seconds`: never fewer than `fewest`, which tell how many more fit.
 
     Raises ValueError for seconds that are no positive number, and for a fewest that is no positive whole number.
@@ -142,7 +140,7 @@ def _mark_on_gpu(step, count: int, every: int, lead: int, meanwhile) -> list[flo
 
 def is_late(late: float, seconds: float) -> bool:
     """Whether work that ran on so long after a window of so many seconds was left out of it."""
-    return late > max(_LATE * seconds, _MILLISECOND)
+    return late > max(_LATE * seconds, 1e-3)
 
 
 def _count_allocations() -> list[int]:

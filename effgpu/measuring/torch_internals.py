@@ -5,7 +5,7 @@ part of its name. A new PyTorch may change any: tests/test_torch_internals.py tr
 does so on the oldest PyTorch that `pyproject.toml` admits.
 """
 
-import importlib
+import pkgutil
 import sys
 
 import torch
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = _PATHS[name]
     try:
-        return _find(path)
+        return pkgutil.resolve_name(path)
     except AttributeError as error:
         checked = f"expected it as in PyTorch {CHECKED[path]}, with which effgpu was checked"
         raise ImportError(f"PyTorch {torch.__version__} has no {path}: {checked}") from error
@@ -78,14 +78,3 @@ def exchange_compiled_shapes(shapes: object) -> object:
         return None
     before, pgo._CODE_STATE = pgo._CODE_STATE, shapes
     return before
-
-
-def _find(path: str) -> object:
-    """A module, imported where it is not loaded yet, or what is in one. Raises AttributeError where it is not there."""
-    owner, _, name = path.rpartition(".")
-    if owner and hasattr(holder := _find(owner), name):
-        return getattr(holder, name)
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        raise AttributeError(path) from error

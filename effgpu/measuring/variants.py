@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from effgpu.measuring.device import is_dead, is_out_of_memory, release_memory
+from effgpu.measuring.device import is_out_of_memory, release_memory
 from effgpu.measuring.torch_internals import exchange_compiled_shapes
 from effgpu.measuring.workers import Workers
 
@@ -66,13 +66,11 @@ class Stage:
                         raise ValueError(f"{told} before effgpu's function")
                 return action(self._built[label])
         except BaseException as error:
-            if is_dead(error):
-                error.add_note("The GPU cannot be used in this process any more: restart the kernel, or the script.")
             if is_out_of_memory(error) or isinstance(error, KeyboardInterrupt):
                 _drop_frames(error, handled)
             with contextlib.suppress(RuntimeError):  # a GPU that has failed fails at this, too
                 self._free()
-            if isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
+            if isinstance(error, StopIteration):
                 message = "the step ran out of data: a measurement calls it often, so let its loader start anew"
                 raise RuntimeError(message) from error
             raise
@@ -190,10 +188,7 @@ _SWITCHES = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_get_default_device, _set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
-    (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
-    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda on: torch.autograd.set_detect_anomaly(*on),
@@ -208,30 +203,26 @@ _SWITCHES = (
     ),
     # first of those for TF32, as they write the others
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _flag(torch.backends.cudnn, "allow_tf32"),
-    _flag(torch.backends, "fp32_precision"),
-    _flag(torch.backends.cudnn, "fp32_precision"),
-    _flag(torch.backends.cuda.matmul, "fp32_precision"),
-    _flag(torch.backends.mkldnn.matmul, "fp32_precision"),
+    *(_flag(torch.backends.cudnn, name) for name in ("allow_tf32", "enabled", "benchmark", "deterministic")),
     *(
         _flag(holder, "fp32_precision")
-        for backend in (torch.backends.cudnn, torch.backends.mkldnn)
-        for holder in (backend.conv, backend.rnn)
+        for holder in (
+            torch.backends,
+            torch.backends.cudnn,
+            torch.backends.cuda.matmul,
+            torch.backends.mkldnn.matmul,
+            torch.backends.cudnn.conv,
+            torch.backends.cudnn.rnn,
+            torch.backends.mkldnn.conv,
+            torch.backends.mkldnn.rnn,
+        )
     ),
-    _flag(torch.backends.cudnn, "enabled"),
-    _flag(torch.backends.cudnn, "benchmark"),
-    _flag(torch.backends.cudnn, "deterministic"),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    *(
-        (lambda read=read: read() if torch.cuda.is_available() else None, write)
-        for read, write in (
-            (torch.cuda.current_device, torch.cuda.set_device),
-            (torch.cuda.current_stream, torch.cuda.set_stream),
-        )
-    ),
+    (_current_gpu, lambda gpu: torch.cuda.set_device(gpu)),
+    (lambda: torch.cuda.current_stream() if torch.cuda.is_available() else None, torch.cuda.set_stream),
 )
 
 
@@ -257,10 +248,6 @@ def _drop_frames(error: BaseException, handled: BaseException | None) -> None:
     To clear the frames' local variables would not do: a frame keeps its function, and a step its model in its closure.
     """
     error.add_note("In the variant:\n" + "".join(traceback.format_exception(error)))
-    dropped, linked = [handled, None], [error]
-    while linked:
-        error = linked.pop()
-        if not any(error is other for other in dropped):
-            error.__traceback__ = None
-            dropped.append(error)
-            linked += [error.__cause__, error.__context__]
+    while error is not None and error is not handled and error.__traceback__:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
