@@ -1,4 +1,4 @@
-"""Every plot: time and memory, the memory of a step, a prediction, a sweep. The only import of matplotlib."""
+"""Every plot: time and memory, the memory of a step, a sweep. The only import of matplotlib."""
 
 import io
 import math
@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle, pairwise
-from numbers import Real
+from itertools import cycle, groupby, pairwise
 from textwrap import fill
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -20,13 +18,13 @@ from effgpu import units
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
-from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT, OWNERS, Prediction
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT
 from effgpu.results import stored
 from effgpu.units import FORMATS
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-PALE, DIM = "#C9CED6", "#4B5563"
+DIM = "#4B5563"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
 MOST_TICKS = 12  # at a sweep's points: more would run into each other
 PHASES = {"forward": SKY, "backward": BLUE, "optimizer": ORANGE}
@@ -53,10 +51,8 @@ STYLE = {
     "xtick.color": "#222222",
     "ytick.color": "#222222",
 }
-OWNER_COLORS = dict(zip(OWNERS, (BLUE, SKY, ORANGE, GREEN, PALE)))
 VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
-PARTS = ("matrix products", "everything else", "waiting for the CPU")  # of a predicted time
-PART_COLORS = (BLUE, GREY, ORANGE)
+PART_COLORS = {"matrix products": BLUE, "everything else": GREY, "waiting for the CPU": ORANGE}  # of a predicted time
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
@@ -64,62 +60,48 @@ NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 
 def plot(
-    result: Comparison | Prediction | Trace | Mapping[str, Trace] | Mapping[str, Mapping],
+    result: Comparison | Trace | Mapping[str, Trace] | Mapping[str, Mapping[float, float]],
     *,
     xlabel: str = "",
     ylabel: str = "",
     log: bool = False,
-    format_value: Callable[[float], str] | None = None,
+    format_value: Callable[[float], str] = units.format_count,
 ) -> Figure:
     """Draw a result. What is drawn follows from its type.
 
     - What `compare`, `ablate` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with
       99 % intervals and verdicts. A diamond marks a prediction, a dotted outline reserved memory. Faint triangles are
       the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was given, panels
-      show the predicted time on each GPU, with its range and where it goes, and the predicted memory.
+      show the predicted time on each GPU, with its range and where it goes, and the predicted memory. A CPU's times are
+      hatched, and said to be a CPU's.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
-    - What `predict` gave: the predicted peak by owners, above each GPU's memory (bar, in the colour of the verdict)
-      and the range that the step needs on it (line).
-    - A sweep, which maps a label to a mapping of numbers to values: a line for each label, over what was varied. A
-      Measurement stands for its throughput, or its seconds per step where it has no items, with the 99 % interval. A
-      number, or a tensor of one, stands for itself, written by `format_value`. None and a failed Measurement are marked
-      as out of memory. `log` makes the horizontal axis a power-of-two scale.
+    - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
+      here the options say something: `format_value` writes the numbers, and `log` makes the horizontal axis a
+      power-of-two scale.
 
-    A CPU's times are hatched or dashed, and said to be a CPU's. Raises TypeError or ValueError for anything else, and
-    for the options of a sweep with another result.
+    Raises TypeError for anything else.
     """
-    is_sweep = isinstance(result, Mapping) and _is_sweep(result)
-    if not is_sweep and (xlabel or ylabel or log or format_value):
-        options = "xlabel, ylabel, log and format_value"
-        raise TypeError(f"{options}: expected only with a sweep, not with what is a {type(result).__name__}")
     match result:
         case Comparison():
             return _plot_comparison(result)
-        case Prediction():
-            return _plot_prediction(result)
         case Trace():
             return _plot_traces({"": result})
-        case Mapping():
-            return _plot_sweep(result, xlabel, ylabel, log, format_value) if is_sweep else _plot_traces(result)
-    expected = "a comparison, a prediction, a trace, or a mapping of labels to traces or series"
-    raise TypeError(f"result: expected {expected}, got {type(result).__name__}")
-
-
-def _is_sweep(result: Mapping) -> bool:
-    """Whether a mapping holds series, or else traces. Raises TypeError or ValueError for a mapping of anything else."""
-    if not result:
-        raise ValueError("result: expected at least one labelled trace or series, got an empty mapping")
-    kind = Trace if isinstance(next(iter(result.values())), Trace) else Mapping
-    expected = "a trace, as the first value is" if kind is Trace else "a trace, or a mapping of x to a value"
-    for label, value in result.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"result[{label!r}]: expected {expected}, got {type(value).__name__}")
-    return kind is Mapping
+        case Mapping() if result and all(isinstance(value, Trace) for value in result.values()):
+            return _plot_traces(result)
+        case Mapping() if result and all(isinstance(value, Mapping) and value for value in result.values()):
+            return _plot_sweep(result, xlabel, ylabel, log, format_value)
+    expected = "a comparison, a trace, or a mapping of labels to traces or to mappings of numbers, none of them empty"
+    raise TypeError(f"result: expected {expected}, got {str(result)[:100]}")
 
 
 def _plot_comparison(comparison: Comparison) -> Figure:
-    others, quantities = _elsewhere(comparison), _measured(comparison)
+    others = [other for other in stored(comparison.name) if other.device.name != comparison.device.name]
+    quantities = ["time"]
+    if any(m.peak_allocated is not None or m.failed for m in comparison):
+        quantities.append("memory")
+    if any(m.joules for m in comparison):
+        quantities.append("energy")
     large = [
         partial(_draw_time_at_full_size, comparison=comparison, place=place)
         for place, _ in enumerate(comparison.full_size_gpus)
@@ -147,53 +129,27 @@ def _plot_traces(traces: Mapping[str, Trace]) -> Figure:
 
 
 def _plot_sweep(
-    series: Mapping[str, Mapping[float, Measurement | float | None]],
+    series: Mapping[str, Mapping[float, float]],
     xlabel: str,
     ylabel: str,
     log: bool,
-    format_value: Callable[[float], str] | None,
+    format_value: Callable[[float], str],
 ) -> Figure:
-    for label, points in series.items():
-        _check_points(f"result[{label!r}]", points, log)
-    measured = [m for points in series.values() for m in points.values() if isinstance(m, Measurement)]
-    if len(quantities := {_name_measured([m]) for m in measured if m.turns}) > 1:
-        raise ValueError(f"result: expected measurements of one quantity, got {' and '.join(sorted(quantities))}")
     with _figure(1, height=3.4) as (figure, (ax,)):
         for color, (label, points) in zip(cycle(LINES), series.items()):
-            _draw_line(ax, label, points, color)
-        ax.set_xscale("log" if log else "linear", **{"base": 2} if log else {})
+            xs = sorted(points)
+            ax.plot(xs, [points[x] for x in xs], color=color, marker="o", label=label)
+        if log:
+            ax.set_xscale("log", base=2)
         xs = sorted({x for points in series.values() for x in points})
         if len(xs) <= MOST_TICKS:
             ax.set_xticks(xs, [f"{x:.12g}" for x in xs])
-        low, high = ax.dataLim.intervaly  # infinite where nothing was drawn
-        ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1) if low <= high else ax.set_ylim(0, 1)
-        _value_axis(ax.yaxis, format_value or _format_measured(measured))
-        ax.set(xlabel=xlabel, ylabel=ylabel or _name_measured(measured))
+        low, high = ax.dataLim.intervaly
+        ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1)
+        _value_axis(ax.yaxis, format_value)
+        ax.set(xlabel=xlabel, ylabel=ylabel)
         if len(series) > 1:
             _draw_legend(figure, [ax])  # not among the lines, where it would hide a piece of them
-        _write_devices(figure, measured)
-    return figure
-
-
-def _plot_prediction(prediction: Prediction) -> Figure:
-    gpus, largest = prediction.gpus, max(gpu.memory for gpu in prediction.gpus)
-    with _figure(2, height=0.9 + 0.2 * len(gpus)) as (figure, (peak, cards)):
-        _draw_owners(peak, prediction)
-        for row, gpu in enumerate(gpus):
-            needed, verdict = prediction.total(gpu), prediction.verdict(gpu)
-            cards.barh(row, gpu.memory, height=0.62, color=VERDICT_COLORS[verdict], alpha=0.35)
-            cards.plot([needed.low, needed.high], [row, row], color=DIM, linewidth=4, solid_capstyle="butt")
-            end = max(gpu.memory, needed.high) if needed.high < largest else gpu.memory
-            cards.text(end, row, f" {verdict}", va="center", fontsize=8)
-        cards.set_yticks(range(len(gpus)), [gpu.name for gpu in gpus])
-        cards.set_ylim(len(gpus) - 0.4, -0.6)
-        cards.set_xlim(0, 1.25 * max(largest, min(prediction.total(gpu).high for gpu in gpus)))
-        cards.set_title("GPU's memory (bar) and what the step needs on it (line)")
-        for ax in (peak, cards):
-            ax.grid(axis="y", visible=False)
-            ax.tick_params(axis="y", length=0)
-            _value_axis(ax.xaxis, units.format_bytes)
-        figure.supxlabel("predicted, not measured", fontsize=8, x=0.01, ha="left", color=DIM)
     return figure
 
 
@@ -228,19 +184,6 @@ def _figure(rows: int, *, height: float, sharey: bool = False):
         yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
 
 
-def _measured(comparison: Comparison) -> list[str]:
-    """The quantities that get a panel: memory and energy where there is any."""
-    remembered = any(m.peak_allocated is not None or m.failed for m in comparison)
-    return ["time"] + ["memory"] * remembered + ["energy"] * any(m.joules for m in comparison)
-
-
-def _elsewhere(comparison: Comparison) -> list[Comparison]:
-    """What other GPUs gave under the same name; nothing, where there is no baseline to lay it on."""
-    if comparison.baseline.failed:
-        return []
-    return [other for other in stored(comparison.name) if other.device.name != comparison.device.name]
-
-
 def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
     """A figure of panels above one another in which each variant has a row, the first on top."""
     labels = ["\n".join(fill(line, LONGEST_LINE) for line in m.label.split("\n")) for m in comparison]
@@ -253,7 +196,9 @@ def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
             ax.grid(axis="y", visible=False)
             ax.tick_params(axis="y", length=0)
         _draw_legend(figure, axes)
-        _write_devices(figure, comparison.measurements)
+        devices = {m.device.label: m.device.kind for m in comparison}  # of a bench, there may be two
+        notes = [label + " – a CPU's times, not a GPU's" * (kind == "cpu") for label, kind in devices.items()]
+        figure.supxlabel(f"measured on {'; '.join(notes)}", fontsize=8, x=0.01, ha="left", color=DIM)
         _fit_texts(figure, axes)
     return figure
 
@@ -284,12 +229,12 @@ def _fit_texts(figure: Figure, axes: Iterable) -> None:
 def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:
     """A bar for each variant with its interval and its prediction, and behind them the result in words."""
     unit, farthest = comparison.value(comparison.baseline.label, quantity), 0.0
+    on_cpu = comparison.device.kind == "cpu"
     for row, m in enumerate(comparison):
         level = _level(comparison, m, quantity)
         middle, low, high = level or (0.0, 0.0, 0.0)
         color = DIM if comparison.full_size else BLUE if row else GREY  # beside panels where blue and grey are parts
-        look = {"color": color, "hatch": _hatch(comparison, quantity)}
-        ax.barh(row, middle, height=0.62, **look)
+        ax.barh(row, middle, height=0.62, color=color, hatch="////" if on_cpu and quantity != "memory" else None)
         _draw_interval(ax, row, middle, low, high)
         reserved = (m.peak_reserved or 0) if quantity == "memory" else 0
         if reserved:
@@ -306,8 +251,10 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     ax.set_xlim(0, (farthest or 1) * 1.15)
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
+    title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
+    title += f", measured on this {'CPU' if on_cpu else 'GPU'}" * bool(comparison.full_size)
     outlined = quantity == "memory" and any(m.peak_reserved for m in comparison)
-    ax.set_title(_title(comparison, quantity) + " (dotted: reserved)" * outlined)
+    ax.set_title(title + " (dotted: reserved)" * outlined)
 
 
 def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
@@ -320,7 +267,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         others = min(needed.others, expected - needed.products)  # of compiled code, the parts are those before fusion
         waiting = max(0.0, expected - needed.products - others)
         left = 0.0
-        for name, part, color in zip(PARTS, (needed.products, others, waiting), PART_COLORS):
+        for (name, color), part in zip(PART_COLORS.items(), (needed.products, others, waiting)):
             seen = part > 0.005 * expected and name not in ax.get_legend_handles_labels()[1]
             ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
             left += part
@@ -336,33 +283,17 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
 
 def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict."""
-    needed = next(iter(comparison.full_size.values()))[0]
     for row, m in enumerate(comparison):
         if m.label in comparison.full_size:
             needed = comparison.full_size[m.label][0]
-            look = {
-                "facecolor": "none",
-                "edgecolor": VERDICT_COLORS[needed.verdict],
-                "linestyle": "--",
-                "linewidth": 1.5,
-            }
-            ax.barh(row, needed.allocated, height=0.62, **look)
+            look = {"facecolor": "none", "linestyle": "--", "linewidth": 1.5}
+            ax.barh(row, needed.allocated, height=0.62, edgecolor=VERDICT_COLORS[needed.verdict], **look)
             _write(ax, needed.allocated, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     gpu = units.with_article(comparison.full_size_gpus[0])
     ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
     ax.set_title(f"peak memory on {gpu} (predicted)")
-
-
-def _title(comparison: Comparison, quantity: str) -> str:
-    title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    where = "this GPU" if comparison.device.kind == "cuda" else "this CPU"
-    return f"{title}, measured on {where}" if comparison.full_size else title
-
-
-def _hatch(comparison: Comparison, quantity: str) -> str | None:
-    return "////" if comparison.device.kind == "cpu" and quantity != "memory" else None
 
 
 def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> None:
@@ -385,12 +316,7 @@ def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], quant
         if points:
             name = f"{other.device.name} (its ratio)"
             ax.plot(*zip(*points), "^", color=color, markersize=6, alpha=0.55, clip_on=False, label=name)
-            _make_room(ax, max(points)[0])
-
-
-def _make_room(ax, x: float) -> None:
-    """Widen a panel of bars so that `x` lies in it."""
-    ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * x))
+            ax.set_xlim(right=max(ax.get_xlim()[1], 1.05 * max(points)[0]))
 
 
 def _level(comparison: Comparison, m: Measurement, quantity: str) -> tuple[float, float, float] | None:
@@ -409,9 +335,10 @@ def _draw_trace(ax, trace: Trace) -> None:
     Names of phases that would overlap stand in the legend instead.
     """
     xs, starts, left = [], [], 0.0
-    for first, last, phase in _runs(trace.phases):
+    for phase, run in groupby(trace.phases):
+        count = len(list(run))
         starts.append((left, phase))
-        xs += [left + PHASE_WIDTH[phase] * (i - first) / (last - first) for i in range(first, last)]
+        xs += [left + PHASE_WIDTH[phase] * i / count for i in range(count)]
         left += PHASE_WIDTH[phase]
     for (start, phase), (end, _) in pairwise([*starts, (left, "")]):
         ax.axvspan(start, end, color=PHASES[phase], alpha=0.10, linewidth=0)
@@ -425,78 +352,6 @@ def _draw_trace(ax, trace: Trace) -> None:
     ax.axhline(trace.peak, color=RED, linewidth=1, linestyle="--")
     ax.set_xlim(0, left)
     ax.set_xticks([])
-
-
-def _runs(phases: tuple[str, ...]) -> list[tuple[int, int, str]]:
-    """(first, one past the last, phase) for each run of one phase."""
-    edges = [0, *(i for i in range(1, len(phases)) if phases[i] != phases[i - 1]), len(phases)]
-    return [(first, last, phases[first]) for first, last in pairwise(edges)]
-
-
-def _draw_owners(ax, prediction: Prediction) -> None:
-    left = 0
-    for owner, size in prediction.owners.items():
-        if size:
-            ax.barh(
-                0, size, left=left, height=0.5, color=OWNER_COLORS[owner], label=f"{owner} {units.format_bytes(size)}"
-            )
-            left += size
-    if prediction.reserved > left:
-        ax.barh(0, prediction.reserved, height=0.5, facecolor="none", edgecolor=PINK, linestyle=":", label="reserved")
-    ax.set_yticks([])
-    ax.set_ylim(1.0, -0.4)
-    ax.set_title(f"predicted peak: {units.format_bytes(prediction.allocated)}")
-    ax.legend(loc="lower left", ncols=3, fontsize=8, borderpad=0)
-
-
-def _check_points(name: str, points: Mapping, log: bool) -> None:
-    """Raises TypeError or ValueError for a series that cannot be drawn."""
-    if not points:
-        raise ValueError(f"{name}: expected at least one x with a value, got an empty mapping")
-    for x, value in points.items():
-        if not isinstance(x, Real) or not math.isfinite(x) or (log and x <= 0):
-            raise ValueError(f"{name}: expected every x to be a {'positive ' * log}number, got {x!r}")
-        is_number = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        if not (is_number or value is None or isinstance(value, Measurement)):
-            raise TypeError(f"{name}[{x!r}]: expected a Measurement, a number or None, got {type(value).__name__}")
-
-
-def _draw_line(ax, label: str, points: Mapping[float, Measurement | float | None], color: str) -> None:
-    drawn = {x: _interval_of(value) for x, value in sorted(points.items())}
-    known = {x: interval for x, interval in drawn.items() if interval and all(map(math.isfinite, interval))}
-    if known:
-        middles, lows, highs = zip(*known.values())
-        errors = [[m - low for m, low in zip(middles, lows)], [high - m for m, high in zip(middles, highs)]]
-        cpu = any(isinstance(v, Measurement) and v.device.kind == "cpu" for v in points.values())
-        look = {"color": color, "marker": "o", "capsize": 3, "linestyle": "--" if cpu else "-"}
-        look["label"] = re.sub("^_", " _", str(label))  # matplotlib hides what begins with an underscore
-        ax.errorbar(list(known), middles, errors if any(map(any, errors)) else None, **look)
-    for x in drawn.keys() - known.keys():
-        ax.plot(x, 0.97, "X", color=color, markersize=9, transform=ax.get_xaxis_transform(), clip_on=False)
-        why = "not finite" if drawn[x] else "out of memory"
-        ax.annotate(why, (x, 0.93), xycoords=ax.get_xaxis_transform(), fontsize=8, ha="center", va="top")
-
-
-def _interval_of(value: Measurement | float | None) -> tuple[float, float, float] | None:
-    """Middle, low and high end of what is drawn for a value of a sweep; None for what ran out of memory."""
-    if not isinstance(value, Measurement):
-        return None if value is None else (value.item() if isinstance(value, torch.Tensor) else value,) * 3
-    if not value.turns:
-        return None
-    middle = value.median
-    low, high = value.interval or (middle, middle)
-    low, high = min(low, middle), max(high, middle)
-    return (value.items / middle, value.items / high, value.items / low) if value.items else (middle, low, high)
-
-
-def _format_measured(measured: list[Measurement]) -> Callable[[float], str]:
-    return units.format_seconds if measured and not measured[0].items else units.format_count
-
-
-def _name_measured(measured: list[Measurement]) -> str:
-    if not measured:
-        return ""
-    return f"{measured[0].unit} per second" if measured[0].items else "time per step"
 
 
 class _BinaryLocator(MaxNLocator):
@@ -524,11 +379,3 @@ def _value_axis(axis, format_value: Callable[[float], str]) -> None:
 
     axis.set_major_locator((_BinaryLocator if is_bytes else MaxNLocator)(4))
     axis.set_major_formatter(FuncFormatter(tell))
-
-
-def _write_devices(figure: Figure, measured: Iterable[Measurement]) -> None:
-    """One line at the foot: the device, and whose times these are."""
-    devices = {m.device.label: m.device.kind for m in measured}
-    notes = [label + ("" if kind == "cuda" else " – a CPU's times, not a GPU's") for label, kind in devices.items()]
-    if notes:
-        figure.supxlabel(f"measured on {'; '.join(notes)}", fontsize=8, x=0.01, ha="left", color=DIM)

@@ -84,14 +84,14 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
     """All cells; the technique done wrong, which the checked cells notice; all cells again; every solution."""
     cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
     with start_kernel(path, tmp_path, monkeypatch) as run:
-        assert not run(cells).error
+        assert not run(cells)
         assert told(cells) == told(read(path).cells), "the checked cells differ from the stored ones"
         check_noticed(cells, *MUTATIONS[path.stem], run)
         again = [nbformat.from_dict(cell) for cell in cells]
-        assert not run(again).error, "the second run in one kernel"
+        assert not run(again), "the second run in one kernel"
         assert told(again) == told(cells), "the checked cells of the second run differ from those of the first"
         for number, source in enumerate(solutions(path), start=1):
-            assert not run([nbformat.v4.new_code_cell(source)]).error, f"solution {number}"
+            assert not run([nbformat.v4.new_code_cell(source)]), f"solution {number}"
 
 
 def test_the_network_is_really_cut_off(tmp_path):
@@ -105,18 +105,14 @@ def test_the_network_is_really_cut_off(tmp_path):
 def check_noticed(cells, right, wrong, run):
     """From the cell that is done wrong to the last checked one: a checked cell raises, or prints something else."""
     (at,) = [i for i, cell in enumerate(cells) if right in cell.source]
-    last = last_checked(cells)
+    last = max(i for i, cell in enumerate(cells) if CHECKED in cell.metadata.get("tags", []))
     mutated = [nbformat.from_dict(cell) for cell in cells[at : last + 1]]
     mutated[0].source = mutated[0].source.replace(right, wrong)
-    failed = run(mutated)
-    if failed.error:
-        assert CHECKED in failed.cell.metadata.get("tags", []), f"a cell that is not checked failed: {failed.error}"
+    if failed := run(mutated):
+        cell, error = failed
+        assert CHECKED in cell.metadata.get("tags", []), f"a cell that is not checked failed: {error}"
     else:
         assert told(mutated) != told(cells[at : last + 1]), f"nobody noticed {wrong!r}"
-
-
-def last_checked(cells) -> int:
-    return max(i for i, cell in enumerate(cells) if CHECKED in cell.metadata.get("tags", []))
 
 
 def told(cells) -> list[str]:
@@ -130,16 +126,12 @@ def solutions(path) -> list[str]:
     return [source for part in folded for source in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
 
 
-class Failed:
-    """Where a run of cells stopped, and why; `error` is None where it did not."""
-
-    def __init__(self, cell=None, error=None):
-        self.cell, self.error = cell, error
-
-
 @contextmanager
 def start_kernel(path, folder, monkeypatch):
-    """Yields a function that runs cells in the lesson's kernel up to the first error, measurements cut short."""
+    """Yields a function that runs cells in the lesson's kernel, measurements cut short.
+
+    It returns the first cell that fails and its error, else None.
+    """
     (folder / "sitecustomize.py").write_text(NO_NETWORK)
     found_first = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found_first))
@@ -154,8 +146,8 @@ def start_kernel(path, folder, monkeypatch):
             try:
                 client.execute_cell(cell, len(client.nb.cells) - 1)
             except CellExecutionError as error:
-                return Failed(cell, str(error))
-        return Failed()
+                return cell, str(error)
+        return None
 
     with client.setup_kernel(cwd=str(path.parent)):
         yield run

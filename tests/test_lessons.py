@@ -18,13 +18,10 @@ from effgpu.course.ranks import torchrun
 
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-HEADINGS = ["## The technique", "## The arithmetic", "## Measure", "## When to use it", "## Try it"]
-# Lessons that tell the story first, then prove it; the others are still to be rewritten so.
-STORIES = tuple(path.stem for path in LESSONS if r"# The proof\n" in path.read_text())
+HEADINGS = ["## The technique", "## Your guess", "## What happened", "## In your own script", "## When to use it"]
+HEADINGS += ["# The proof", "## Try it"]
 # Loading, copies and sending: a table predicts, from published rates.
 BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory", "20_multi_gpu")
-STORY = ["## The technique", "## Your guess", "## What happened", "## In your own script", "## When to use it"]
-STORY += ["# The proof", "## Try it"]
 CHECKED = "nbval-check-output"
 ONLY_ON_A_GPU = ("03_pinned_memory", "20_multi_gpu")  # compare nothing without one, or without two
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -65,15 +62,11 @@ def test_follows_the_template(path):
     assert setup.source == read(LESSONS[0]).cells[1].source
     assert 'print(f"measured on ' in imports.source
     lines = prose(notebook).splitlines()
-    places = [lines.index(heading) for heading in (STORY if path.stem in STORIES else HEADINGS)]
+    places = [lines.index(heading) for heading in HEADINGS]
     assert places == sorted(places)
     assert any(re.search(r"# new$", cell.source, re.MULTILINE) for cell in code(notebook))
     for word in ("**When not", "**Pitfalls.**", "**Sources.**"):
         assert word in prose(notebook)
-
-
-@each_lesson
-def test_first_screen_answers_what_it_buys_and_costs(path):
     check_first_screen(path)
 
 
@@ -85,21 +78,15 @@ def check_first_screen(path: Path):
 
 
 @each_lesson
-def test_the_reader_guesses_or_the_lesson_predicts_before_it_measures(path):
+def test_the_reader_guesses_and_the_lesson_predicts_before_it_measures(path):
     sources = [cell.source for cell in code(read(path))]
-    if path.stem in STORIES:
-        guess = next(i for i, source in enumerate(sources) if re.match(r"guess = .* # @param", source))
-        measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
-        assert guess < measured < 10
-        if path.stem in BESIDE_THE_STEP:
-            assert any("effgpu.predict(" in source for source in sources[guess : measured + 1])
-        else:
-            assert "full_size=" in sources[measured]
-        return
-    predicted = next(i for i, source in enumerate(sources) if re.search("^predicted = ", source, re.MULTILINE))
-    if path.stem not in ONLY_ON_A_GPU:
-        measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
-        assert predicted <= measured and "predicted=predicted" in sources[measured]
+    guess = next(i for i, source in enumerate(sources) if re.match(r"guess = .* # @param", source))
+    measured = next(i for i, source in enumerate(sources) if f'name="{path.stem}"' in source)
+    assert guess < measured < 10
+    if path.stem in BESIDE_THE_STEP:
+        assert any("effgpu.predict(" in source for source in sources[guess : measured + 1])
+    else:
+        assert "full_size=" in sources[measured]
 
 
 @each_lesson
@@ -112,24 +99,26 @@ def test_every_exercise_has_a_solution_with_code(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STORIES)
-def test_the_script_to_copy_runs_as_it_stands(name, tmp_path):
-    (tmp_path / "train.py").write_text(script_to_copy(name))
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"] if name == "20_multi_gpu" else []
+@each_lesson
+def test_the_script_to_copy_runs_as_it_stands(path, tmp_path):
+    (tmp_path / "train.py").write_text(script_to_copy(path))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    start = launcher if path.stem == "20_multi_gpu" else []
     command = [sys.executable, *start, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "effgpu" not in (tmp_path / "train.py").read_text() and re.search(r"loss \d", done.stdout)
 
 
-def script_to_copy(name: str) -> str:
-    story = prose(read(ROOT / "notebooks" / f"{name}.ipynb")).partition("## In your own script")[2]
+def script_to_copy(path: Path) -> str:
+    story = prose(read(path)).partition("## In your own script")[2]
     return re.search(r"```python\n(.*?)```", story, re.DOTALL)[1]
 
 
+@pytest.mark.slow
 def test_the_script_for_several_gpus_trains_the_same_on_two_ranks(tmp_path, monkeypatch):
     """On two ranks one of them prints, and the weights that it saves are those of one process."""
-    (tmp_path / "train.py").write_text(script_to_copy("20_multi_gpu"))
+    (tmp_path / "train.py").write_text(script_to_copy(ROOT / "notebooks" / "20_multi_gpu.ipynb"))
     monkeypatch.chdir(tmp_path)
     told = torchrun("train.py", cpu=True)
     assert re.findall(r"^epoch (\d): loss \d", told, re.MULTILINE) == ["0", "1"], "rank 0 alone prints"
@@ -190,6 +179,7 @@ def test_badge_and_setup_have_the_address(path):
     assert f"git+{ADDRESS[1]}\n" in notebook.cells[1].source + "\n"
 
 
+@pytest.mark.slow
 def test_lesson_alone_installs_effgpu_and_leaves_torch_alone(tmp_path):
     """As on Colab: torch and friends are there, effgpu is not, and the notebook is alone in an empty folder."""
     python = make_environment(tmp_path / "venv", tmp_path / "friends")

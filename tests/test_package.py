@@ -61,11 +61,7 @@ def test_only_figures_imports_matplotlib():
     assert importers == {"figures"}
 
 
-def is_written(name):
-    return effgpu._MODULES[name] in MODULES
-
-
-@pytest.mark.parametrize("name", [name for name in effgpu.__all__ if is_written(name)])
+@pytest.mark.parametrize("name", effgpu.__all__)
 def test_every_public_name_is_there_and_explained(name):
     found = getattr(effgpu, name)
     assert name in dir(effgpu)
@@ -92,13 +88,6 @@ def test_editors_see_exactly_the_public_names():
     assert all(isinstance(node, ast.ImportFrom) and node.level == 0 for node in block.body)
     seen = {alias.name: node.module for node in block.body for alias in node.names}
     assert seen == {name: f"effgpu.{module}" for name, module in effgpu._MODULES.items()}
-
-
-@pytest.mark.parametrize("name", ["compare", "GiB", "plot"])
-def test_a_public_name_can_be_imported_as_from_any_package(name):
-    namespace = {}
-    exec(f"from effgpu import {name}", namespace)
-    assert namespace[name] is getattr(effgpu, name)
 
 
 def test_other_names_are_refused():
@@ -168,16 +157,10 @@ assert [one.label for one in effgpu.compare({{"a": variant, "b": variant}})] == 
 
 def test_the_conda_environment_installs_what_pip_declares(project):
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
-    assert environment["name"] == project["project"]["name"]
     assert environment["channels"] == ["conda-forge"]
-    packages = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
-    names = {re.match(r"[\w-]+", entry)[0]: entry for entry in packages}
-    assert set(names) == {"python", "pip"}
-    floor = project["project"]["requires-python"]
-    assert re.sub(r"^python\s*", "", names["python"]).replace(" ", "") == floor == f">={floor.removeprefix('>=')}"
-    (by_pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
-    assert by_pip == ["-e .[dev]"]
-    assert "dev" in project["project"]["optional-dependencies"]
+    python, pip, by_pip = environment["dependencies"]
+    assert python.replace(" ", "") == f"python{project['project']['requires-python']}"
+    assert pip == "pip" and by_pip == {"pip": ["-e .[dev]"]}
 
 
 def test_a_wheel_has_the_whole_package_with_its_data(tmp_path):

@@ -44,7 +44,6 @@ def test_bytes_sent_counts_the_rounds_of_each_collective_operation():
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.usefixtures("group")
 def test_steps_take_turns_forwards_and_backwards_and_the_first_round_is_the_warm_up(monkeypatch):
     called = []
 

@@ -68,11 +68,8 @@ def test_a_lesson_may_be_named_in_five_ways(lessons):
 
 
 def test_all_lessons_in_reading_order_unless_some_are_named(lessons):
-    assert [path.stem for path in runner.find_lessons()] == ["01_anatomy", "02_dataloader", "03_pinned_memory"]
-    assert [path.stem for path in runner.find_lessons(["03", "pinned_memory", "01"])] == [
-        "03_pinned_memory",
-        "01_anatomy",
-    ]
+    found = lambda *names: [path.stem[:2] for path in runner.find_lessons(names)]
+    assert found() == ["01", "02", "03"] and found("03", "pinned_memory", "01") == ["03", "01"]
 
 
 def test_the_error_for_an_unknown_lesson_lists_the_known_ones(lessons):
@@ -108,14 +105,6 @@ def test_no_comparison_is_lost_to_another_of_its_name(tmp_path, out):
     outcome = runner.run_lesson(write_lesson(tmp_path, "05_names", *cells), out / "notebooks")
     found = {comparison.name: comparison["fast"].times[0] for comparison in outcome.comparisons}
     assert found == {"same": 0.1, "same-2": 0.2, "other": 0.1}
-
-
-def test_a_comparison_that_cannot_be_read_is_a_failure_of_its_lesson(tmp_path, out):
-    spoilt = compares("spoilt").replace("'peak_allocated': 2000", "'peak_allocated': -1")
-    lesson = write_lesson(tmp_path, "05_spoilt", spoilt, compares("good"))
-    outcome = runner.run_lesson(lesson, out / "notebooks")
-    assert outcome.failure.startswith("a comparison cannot be read: peak_allocated of 'slow': expected int")
-    assert [comparison.name for comparison in outcome.comparisons] == ["good"]
 
 
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
@@ -163,17 +152,17 @@ def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path):
     assert [(lesson.name, lesson.title, lesson.about) for lesson in found] == [*expected, ("my_own", "Mine", "")]
 
 
-def test_a_plot_belongs_to_the_comparison_that_its_cell_names(tmp_path, make_measurement):
+def test_a_plot_of_the_result_belongs_to_the_comparison_above_it(tmp_path, make_measurement):
     rows = make_measurement("slow", 0.02), make_measurement("fast", 0.01)
-    cells = {"result = 1\nresult": "first", "other": "second", "effgpu.plot(result)": "", "effgpu.plot(unknown)": ""}
+    cells = {"traces": {"image/png": "aGVsbG8="}, "result": {MIME_TYPE: Comparison("first", rows).to_dict()}}
+    cells |= {source: {"image/png": "aGVsbG8="} for source in ("effgpu.plot(result)", "effgpu.plot(traces)")}
     made = []
-    for source, name in cells.items():
-        data = {MIME_TYPE: Comparison(name, rows).to_dict()} if name else {"image/png": "aGVsbG8="}
+    for source, data in cells.items():
         made.append(nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("display_data", data=data)]))
     nbformat.write(nbformat.v4.new_notebook(cells=made), tmp_path / "01_plots.ipynb")
     (lesson,) = runner.read_lessons(tmp_path)
-    told = [lesson.comparisons[0].alt_text(), "Plot of the lesson 01_plots"]
-    assert [picture.alt for picture in lesson.pictures] == told
+    other = "Plot of the lesson 01_plots"
+    assert [picture.alt for picture in lesson.pictures] == [other, lesson.comparisons[0].alt_text(), other]
 
 
 @pytest.fixture
@@ -197,15 +186,11 @@ def make_headline(make_measurement):
     ("seconds", "peak", "noise", "told"),
     [
         (0.5, 1000, False, "2.00 × faster [2.00, 2.00]"),
-        (0.5, 500, False, "2.00 × faster [2.00, 2.00], −50 % memory"),
+        (0.5, 1500, False, "2.00 × faster [2.00, 2.00], +50 % memory"),
         (1.0, 500, False, "−50 % memory, same time (within 1 %)"),
         (1.0, 500, True, "−50 % memory"),
-        (0.5, 1500, False, "2.00 × faster [2.00, 2.00], +50 % memory"),
         (2.0, 500, False, "−50 % memory, 2.00 × slower [2.00, 2.00]"),
-        (1.0, 1005, False, "same time (within 1 %)"),
         (1.0, 995, True, "inconclusive (±79 %)"),
-        (2.0, 1000, False, "2.00 × slower [2.00, 2.00]"),
-        (1.0, 1500, True, "+50 % memory"),
         (None, 1000, False, "out of memory"),
     ],
 )
@@ -215,7 +200,6 @@ def test_a_headline_says_what_is_gained_first(make_headline, seconds, peak, nois
 
 def test_a_headline_says_where_only_the_variant_runs(make_headline):
     assert make_headline(old_failed=True).tell() == "runs where old does not (out of memory)"
-    assert make_headline(None, old_failed=True).tell() == "out of memory"
 
 
 def test_a_headline_tells_what_is_predicted_at_a_gpus_size(make_headline):
@@ -241,11 +225,7 @@ def test_the_headline_is_of_the_last_variant_with_a_prediction(make_measurement)
     assert label("01_other") is None and label(labels="a") is None
 
 
-FOREIGN = ["", "{", "[]", "{}", '{"nbformat": 9, "nbformat_minor": 0, "cells": [], "metadata": {}}']
-FOREIGN += ['{"nbformat": 4, "nbformat_minor": 5, "cells": [{"cell_type": "code"}], "metadata": {}}']
-
-
-@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("content", ["{", '{"nbformat": 4, "nbformat_minor": 5, "cells": [{}], "metadata": {}}'])
 def test_executed_lessons_of_another_format_are_passed_over(tmp_path, content):
     write_lesson(tmp_path, "01_good", "1 + 1")
     (tmp_path / "02_foreign.ipynb").write_text(content)
@@ -310,18 +290,16 @@ def test_no_results_are_lost_to_another_lesson_of_the_run(tmp_path, make_outcome
     runner.store(first, tmp_path)
     failure = runner.store(second, tmp_path, [first]).failure
     assert failure.startswith("both a and b have a comparison called 'same', and a's is stored: give this one a name")
-    assert runner.store(make_outcome("c", "same"), tmp_path, [first, second]).failure.startswith("both a and c")
+    assert runner.store(make_outcome("c", "same", seconds=0.04), tmp_path, [first, second]).failure.startswith(
+        "both a and c"
+    )
     assert stored_verdicts(tmp_path) == {"same": "faster", "other": "slower"}
 
 
 def test_what_could_not_be_stored_is_a_failure_beside_the_lessons_own(tmp_path, make_outcome):
     (tmp_path / "cpu-test-cpu-2-cores.json").write_text("{")
-    failure = "results could not be stored: .*cpu-test-cpu-2-cores.json: expected a results file"
-    assert re.match(failure, runner.store(make_outcome("01", "first"), tmp_path).failure)
-    assert re.match(f"cell 3; {failure}", runner.store(make_outcome("01", "first", failure="cell 3"), tmp_path).failure)
-    (tmp_path / "file").write_text("")
-    failure = "results could not be stored: .*file/cpu-test-cpu-2-cores.json: expected a file that can be written"
-    assert re.match(failure, runner.store(make_outcome("01", "first"), tmp_path / "file").failure)
+    failure = "cell 3; results could not be stored: .*cpu-test-cpu-2-cores.json: expected a results file"
+    assert re.match(failure, runner.store(make_outcome("01", "first", failure="cell 3"), tmp_path).failure)
 
 
 def test_a_run_prepares_before_it_runs(tmp_path):

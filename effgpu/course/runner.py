@@ -126,21 +126,17 @@ def find_lessons(names: Sequence[str] = ()) -> list[Path]:
     """Return the paths of lessons given as a path, `02_dataloader.ipynb`, `02_dataloader`, `02` or `dataloader`.
 
     Without names, returns all. Looks in ./notebooks, else in the clone that the package is from. Raises ValueError for
-    an unknown name, for two lessons of the same name, and if there are no lessons.
+    an unknown name, and if there are no lessons.
     """
-    here = _at_hand()
-    known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
+    here = sorted(Path("notebooks").glob("*.ipynb")) or sorted(LESSONS.glob("*.ipynb"))
     if not names and not here:
         raise ValueError(f"no lessons in ./notebooks nor in {LESSONS}: run effgpu in a clone of it, or name a path")
-    paths = list(dict.fromkeys(_find_lesson(name, known) for name in names)) if names else here
-    stems = [path.stem for path in paths]
-    if twice := next((stem for stem in stems if stems.count(stem) > 1), None):
-        raise ValueError(f"expected lessons with different names, as results are stored by name, got two {twice!r}")
-    return paths
-
-
-def _at_hand() -> list[Path]:
-    return sorted(Path("notebooks").glob("*.ipynb")) or sorted(LESSONS.glob("*.ipynb"))
+    known = {alias: path for path in here for alias in (path.name, path.stem, *path.stem.split("_", 1))}
+    known |= {name: Path(name) for name in names if name.endswith(".ipynb") and Path(name).is_file()}
+    if unknown := [name for name in names if name not in known]:
+        stems = ", ".join(path.stem for path in here) or "none"
+        raise ValueError(f"unknown lesson {unknown[0]!r}; known: {stems}")
+    return list(dict.fromkeys(known[name] for name in names)) if names else here
 
 
 def prepare(out: Path, *others: Path) -> None:
@@ -245,38 +241,19 @@ def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Ou
 
     Results of an earlier run with the same name are replaced, those of `earlier` lessons of this run are not.
     """
-    owners = {_key(comparison): other.name for other in reversed(earlier) for comparison in other.comparisons}
-    fresh: dict[str, dict[str, Comparison]] = {}
+    owners = {each.name: other.name for other in reversed(earlier) for each in other.comparisons}
     failures = [outcome.failure] if outcome.failure else []
-    for comparison in outcome.comparisons:
-        slug, name = _key(comparison)
-        if owner := owners.get((slug, name)):
-            both = f"both {owner} and {outcome.name} have a comparison called {name!r}"
-            failures.append(f"{both}, and {owner}'s is stored: give this one a name, compare(..., name=...)")
-        else:
-            fresh.setdefault(slug, {})[name] = comparison
-    for slug, named in fresh.items():
-        path = folder / f"{slug}.json"
+    for name in [each.name for each in outcome.comparisons if each.name in owners]:
+        both = f"both {owners[name]} and {outcome.name} have a comparison called {name!r}"
+        failures.append(f"{both}, and {owners[name]}'s is stored: give this one a name, compare(..., name=...)")
+    if fresh := {each.name: each for each in outcome.comparisons if each.name not in owners}:
+        path = folder / f"{outcome.comparisons[0].device.slug}.json"
         try:
-            before = {comparison.name: comparison for comparison in results.load(path)} if path.exists() else {}
-            results.save((before | named).values(), path)
+            before = {each.name: each for each in results.load(path)} if path.exists() else {}
+            results.save((before | fresh).values(), path)
         except (OSError, ValueError) as error:  # for example a full disk
             failures.append(f"results could not be stored: {error}")
     return replace(outcome, failure="; ".join(failures) or None)
-
-
-def _key(comparison: Comparison) -> tuple[str, str]:
-    """What a comparison is stored under: the name of the file, and its own name in it."""
-    return comparison.device.slug, comparison.name
-
-
-def _find_lesson(name: str, known: dict[str, Path]) -> Path:
-    if Path(name).suffix == ".ipynb" and Path(name).is_file():
-        return Path(name)
-    if name in known:
-        return known[name]
-    stems = ", ".join(dict.fromkeys(path.stem for path in known.values())) or "none"
-    raise ValueError(f"unknown lesson {name!r}; known: {stems}")
 
 
 def _show(bar: tqdm, number: int, share: float) -> None:
@@ -347,22 +324,20 @@ def _drop_blank_output(notebook) -> None:
 def _outcome(name: str, notebook) -> Outcome:
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     title = _title(prose) or name
-    comparisons, variables, pictures, failure = {}, {}, [], _failure(notebook)
+    comparisons: dict[str, Comparison] = {}
+    pictures = []
     for cell in _code_cells(notebook.cells):
         data = [output.data for output in cell.outputs if "data" in output]
-        try:
-            shown = [results.comparison_from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            shown, failure = [], failure or f"a comparison cannot be read: {error}"
+        shown = [results.comparison_from_dict(bundle[MIME_TYPE]) for bundle in data if MIME_TYPE in bundle]
         for comparison in shown:
             free = _free_name(comparison, comparisons)
-            comparisons[free] = variables[_last_line(cell.source)] = replace(comparison, name=free)
-        if not shown and (plotted := re.search(r"^effgpu\.plot\((\w+)\)", cell.source, re.MULTILINE)):
-            shown = [variables[plotted[1]]] if plotted[1] in variables else []  # shown by its name in an earlier cell
+            comparisons[free] = replace(comparison, name=free)
+        if "effgpu.plot(result)" in cell.source:  # of the template: shown in this cell, or in the last one that shows
+            shown = list(comparisons.values())[-1:]
         alt = "; ".join(comparison.alt_text() for comparison in shown) or f"Plot of the lesson {title}"
         images = ["".join(bundle["image/png"].split()) for bundle in data if "image/png" in bundle]
         pictures += [Picture(png, alt) for png in images]
-    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), failure, _about(prose))
+    return Outcome(name, title, tuple(comparisons.values()), tuple(pictures), _failure(notebook), _about(prose))
 
 
 def _title(prose: str) -> str:
@@ -393,10 +368,6 @@ def _failure(notebook) -> str | None:
 
 def _code_cells(cells: Iterable) -> list:
     return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
-
-
-def _last_line(source: str) -> str:
-    return source.rstrip().rpartition("\n")[2].strip()
 
 
 def _first_line(text: object) -> str:

@@ -45,7 +45,7 @@ DISTILBERT = {"length": 512, "layers": 6, "width": 768, "heads": 12, "vocabulary
 GPT2_SMALL = {"length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257}
 STEP_SECONDS = 0.03  # of the forward and backward pass on a GPU: what the optimizer takes does not grow with the batch
 MEMORY_SHARE = 1 / 3  # of the GPU
-SMALLEST_BATCH, LARGEST_BATCH = 2, 4096
+BATCHES = [2**power for power in range(1, 13)]  # 2 to 4096
 TIMED_STEPS = 5
 WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
 
@@ -156,7 +156,7 @@ def text_classifier(
     >>> loss = cross_entropy(model(texts), labels)
     """
     given = dict(batch=batch, length=length, layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    device, sizes = _choose_sizes("text_classifier", device, given, dropout, seed)
+    device, sizes = _choose_sizes("text_classifier", device, given, seed)
     batch = sizes.pop("batch")
     texts, labels = load_texts(batch, length=sizes["length"], vocabulary=sizes["vocabulary"], seed=seed, device=device)
     with _seeded(seed, device):
@@ -184,7 +184,7 @@ def language_model(
     >>> loss = cross_entropy(model(texts).flatten(0, 1), labels.flatten())
     """
     given = dict(batch=batch, length=length, layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    device, sizes = _choose_sizes("language_model", device, given, dropout, seed)
+    device, sizes = _choose_sizes("language_model", device, given, seed)
     rows = _fill_rows(sizes.pop("batch"), sizes["length"] + 1, sizes["vocabulary"], seed)
     tokens = torch.tensor(rows, device=device)  # [batch, length + 1]
     with _seeded(seed, device):
@@ -203,7 +203,7 @@ def image_classifier(
     >>> model, images, labels = image_classifier()
     >>> loss = cross_entropy(model(images), labels)
     """
-    device, sizes = _choose_sizes("image_classifier", device, dict(batch=batch, size=size), 0.0, seed)
+    device, sizes = _choose_sizes("image_classifier", device, dict(batch=batch, size=size), seed)
     pixels, labels = _draw_images(sizes["batch"], sizes["size"], seed)
     images = torch.tensor(pixels, device=device).unsqueeze(1).expand(-1, 3, -1, -1).contiguous() / 255
     with _seeded(seed, device):
@@ -245,14 +245,12 @@ def load_texts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return texts as tokens, int64 [count, length], and the package each is from, int64 [count], on the device.
 
-    The texts are those of `corpus.load_text`, cut or padded with 0 at the end. A token is a word, a digit, the end of a
-    line or a sign: the most frequent of the train split. Token 1 stands for all others. Raises TypeError or ValueError
-    for a bad argument.
+    The texts are those of `corpus.draw_texts`, cut or padded with 0 at the end. A token is a word, a digit, the end of
+    a line or a sign: the most frequent of the train split. Token 1 stands for all others. Raises TypeError or
+    ValueError for a bad argument.
     """
-    for name, value, least in (("count", count, 1), ("length", length, 1), ("vocabulary", vocabulary, 3)):
-        check_int(name, value, least)
-    check_int("seed", seed)
-    corpus.check_split(split)
+    check_int("length", length, 1)
+    check_int("vocabulary", vocabulary, 3)
     device = find_device() if device is None else torch.device(device)
     texts, labels = _tokenise(count, split, vocabulary, seed)
     rows = [text[:length] + [PADDING] * (length - len(text)) for text in texts]
@@ -265,8 +263,8 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
     `measure(batch)` returns seconds and peak bytes. The peak stays within MEMORY_SHARE of `memory`
     bytes. Running out of memory ends the search. The result is 2 even where that takes too much.
     """
-    chosen = batch = SMALLEST_BATCH
-    while batch <= LARGEST_BATCH:
+    chosen = BATCHES[0]
+    for batch in BATCHES:
         try:
             seconds, peak = measure(batch)
         except Exception as error:
@@ -278,46 +276,38 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
         chosen = batch
         if seconds >= STEP_SECONDS / math.sqrt(2):  # twice the batch would be farther off
             break
-        batch *= 2
     return chosen
 
 
-def _choose_sizes(name: str, device, given: dict, dropout: float, seed: int) -> tuple[torch.device, dict[str, int]]:
+def _choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.device, dict[str, int]]:
     """The device, and the sizes as given or, where they are None, as they fit it. Raises TypeError or ValueError."""
+    check_int("seed", seed)
+    for size, value in given.items():
+        if value is not None:
+            check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
     # Asked for by name: for `effgpu.predict`, a CPU stands for the GPU, but the sizes are the GPU's.
     on_gpu = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
     fitting = (GPU_SIZES if on_gpu else CPU_SIZES)[name]
     device = find_device() if device is None else torch.device(device)
     sizes = {size: fitting.get(size) if value is None else value for size, value in given.items()}
-    for size, value in sizes.items():
-        if value is not None:
-            check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
     if "heads" in sizes:
         if given["heads"] is None:
             sizes["heads"] = math.gcd(sizes["heads"], sizes["width"])
         if sizes["width"] % sizes["heads"]:
             raise ValueError(f"heads: expected a divisor of width ({sizes['width']}), got {sizes['heads']}")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        raise TypeError(f"dropout: expected a number, got {dropout!r}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected at least 0 and less than 1, got {dropout}")
-    check_int("seed", seed)
     if sizes["batch"] is None:
-        if not torch.cuda.is_available():
-            raise ValueError("batch: expected a number, as there is no GPU to measure it on")
-        sizes["batch"] = _measure_batch(name, torch.cuda.current_device() if device.index is None else device.index)
+        sizes["batch"] = _measure_batch(name)
     return device, sizes
 
 
 @cache
-def _measure_batch(name: str, gpu: int) -> int:
+def _measure_batch(name: str) -> int:
+    """The batch that fits the current GPU."""
     from effgpu.predicting.fake_gpu import on_real_tensors
 
     try:
-        with on_real_tensors():
-            device = torch.device("cuda", gpu)
-            with torch.cuda.device(device), _seeded(0, device):
-                return choose_batch(lambda batch: _measure_step(name, batch), describe().memory)
+        with on_real_tensors(), _seeded(0, find_device()):
+            return choose_batch(lambda batch: _measure_step(name, batch), describe().memory)
     finally:
         release_memory()
 
@@ -360,7 +350,7 @@ def _resnet() -> nn.Module:
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Make tensors on `device`, from random generators that start at `seed`, and put the generators back."""
     gpus = []
-    if device.type == "cuda" and torch.cuda.is_available():
+    if device.type == "cuda":
         gpus = [torch.cuda.current_device() if device.index is None else device.index]
     with torch.random.fork_rng(gpus), device:
         for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
@@ -395,6 +385,6 @@ def _fill_rows(count: int, length: int, vocabulary: int, seed: int) -> list[list
 
 @cache
 def _draw_images(count: int, size: int, seed: int) -> tuple:
-    """Images as uint8 [count, size, size], and labels, in NumPy's arrays."""
-    images, labels = corpus.load_images(count, size=size, seed=seed)
-    return (images[:, 0] * 255).round().byte().numpy(), labels.numpy()
+    """Images as uint8 [count, size, size] in a NumPy array, and their labels."""
+    images, labels = zip(*corpus.Glyphs(count, size=size, seed=seed))
+    return (torch.cat(images) * 255).round().byte().numpy(), labels
