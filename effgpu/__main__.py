@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
     gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
     predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
+    predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, to tell its time")
+    predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples")
     measured_help = "also run the step on this device, and tell who owned its peak"
     predict.add_argument("--measured", action="store_true", help=measured_help)
     predict.set_defaults(command=_predict)
@@ -232,11 +234,20 @@ def _report(chosen: argparse.Namespace) -> int:
 
 def _predict(chosen: argparse.Namespace) -> int:
     from effgpu.predicting import prediction
+    from effgpu.units import align, check_positive
 
+    epoch = {"--samples": chosen.samples, "--batch": chosen.batch}
+    with _refusing(ValueError):
+        if any(given is not None for given in epoch.values()):
+            check_positive(**epoch)
     variant, _ = _load(chosen.variant)
     with _refusing(TypeError, ValueError, RuntimeError, about=_OURS):
         predicted = prediction.predict(variant, chosen.gpu, measured=chosen.measured)
     print(predicted)
+    if chosen.samples:
+        steps = math.ceil(chosen.samples / chosen.batch)
+        times = [(gpu.name, predicted.time(gpu).times(steps)) for gpu in predicted.gpus if gpu.bandwidth]
+        print("", f"an epoch of {chosen.samples:,} samples takes {steps:,} steps", *align(times), sep="\n")
     verdicts = {predicted.verdict(gpu) for gpu in predicted.gpus} if chosen.gpu else ()
     if prediction.DOES_NOT_FIT in verdicts:
         return EXCEEDED

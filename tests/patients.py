@@ -11,11 +11,13 @@ LENGTH, BATCH = 64, 64
 
 
 class Texts(Dataset):
+    texts = torch.arange(LENGTH) * torch.arange(7, 20 * BATCH + 7)[:, None] % 999 + 1
+
     def __len__(self):
-        return 20 * BATCH
+        return len(self.texts)
 
     def __getitem__(self, index):
-        text = torch.arange(LENGTH) * (index + 7) % 999 + 1
+        text = self.texts[index]
         return text, index % 10
 
 
@@ -60,7 +62,7 @@ LOADER = HEALTHY.splitlines()[-1]
 SICK = {
     "slow loader": (
         "data loading",
-        ("        text = torch", "        time.sleep(0.001)\n        text = torch"),
+        ("        text = self", "        time.sleep(0.001)\n        text = self"),
         ("import torch\n", "import time\n\nimport torch\n"),
         ("num_workers=1, pin_memory=True, persistent_workers=True", "pin_memory=True"),
     ),
@@ -88,7 +90,7 @@ SICK = {
         ("fused=True", "foreach=False"),
         (
             "        self.logits =",
-            "        self.scales = nn.ParameterList(torch.ones(width) for _ in range(200))\n        self.logits =",
+            "        self.scales = nn.ParameterList(torch.ones(width) for _ in range(100))\n        self.logits =",
         ),
         ("return self.logits(x.mean(1))", "return self.logits(x.mean(1) * torch.stack(list(self.scales)).prod(0))"),
     ),
@@ -106,6 +108,7 @@ SICK = {
     ),
     "recompiling shapes": (
         "recompiling",
+        ("layers=2", "layers=0"),  # each takes a second to compile for each shape, and shows nothing more
         ("Classifier().to(device)", 'torch.compile(Classifier().to(device), backend="eager", dynamic=False)'),
         (LOADER, "loader = [(torch.arange(64 * n).view(64, n) % 999, torch.ones(64).long()) for n in range(32, 48)]"),
     ),

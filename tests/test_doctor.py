@@ -89,7 +89,12 @@ def diagnose(tmp_path_factory):
     return diagnose
 
 
-@pytest.mark.parametrize("disease", patients.SICK)
+TELLING = ("slow loader", "item in the loop", "recompiling shapes", "validation with grad")  # the others are slow
+
+
+@pytest.mark.parametrize(
+    "disease", [pytest.param(name, marks=[pytest.mark.slow] * (name not in TELLING)) for name in patients.SICK]
+)
 def test_it_names_the_disease_first_and_the_line(diagnose, disease):
     found, path = diagnose(disease)
     expected = patients.SICK[disease][0]
@@ -98,6 +103,8 @@ def test_it_names_the_disease_first_and_the_line(diagnose, disease):
     assert first.seconds >= 2 * THRESHOLD * found.seconds, "a disease, not a trifle"
     assert 0 <= first.low <= first.seconds <= first.high
     assert first.lesson in str(found) and first.advice in str(found)
+    launching = LAUNCHING in {one.name for one in found.findings}
+    assert launching == (expected in (LAUNCHING, OPTIMIZER)), "to blame where nothing else makes the CPU late"
     text = path.read_text().splitlines()
     code = {
         "item in the loop": "p.grad.norm().item()",
@@ -120,7 +127,7 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     assert len(found.examined) == 9
 
 
-def test_every_disease_has_its_script():
+def test_every_finding_has_a_script():
     assert len(patients.SICK) == 10
     assert {disease[0] for disease in patients.SICK.values()} | {TF32} == set(_ADVICE)
 
@@ -156,10 +163,9 @@ def test_without_waits_loading_hides_behind_the_gpu_and_with_one_it_does_not():
 
 
 def test_workers_load_while_the_step_runs():
-    load = (3e-3, 3e-3, 3e-3)
-    assert seconds(of(1e-3), load=load) == pytest.approx(3e-3, rel=0.02)
-    assert seconds(of(1e-3), Event(READ, None, waits=True), load=load) > 4e-3
-    assert seconds(of(1e-3), Event(READ, None, waits=True), load=load, workers=2) == pytest.approx(3e-3, rel=0.02)
+    waiting = partial(seconds, of(1e-3), Event(READ, None, waits=True), load=(3e-3, 3e-3, 3e-3))
+    assert waiting() > 4e-3
+    assert waiting(workers=2) == pytest.approx(3e-3, rel=0.02)
 
 
 def test_a_copy_from_ordinary_memory_makes_the_cpu_wait_and_takes_longer():
@@ -178,7 +184,7 @@ def test_savings_are_not_added_up():
     assert both > 2 * (saved(scene, without_gpu)[0] + saved(scene, without_cpu)[0])
 
 
-@pytest.mark.parametrize("width", [64, 2048])
+@pytest.mark.parametrize("width", [64, 2048])  # bound by the CPU, and by the GPU
 def test_a_replay_of_a_step_without_waits_takes_as_long_as_predicted(width):
     def variant():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
@@ -267,7 +273,7 @@ def test_other_types_and_other_tensors_are_no_copies():
 
 
 def test_a_graph_is_unused_until_a_backward_pass_uses_it():
-    model = nn.Linear(64, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
 
     def train():
         loss = model(ROWS).square().mean()
@@ -279,7 +285,7 @@ def test_a_graph_is_unused_until_a_backward_pass_uses_it():
     assert not watch(train).unused_graphs()
     ((site, size),) = watch(validate).unused_graphs().items()
     assert site.line == validate.__code__.co_firstlineno + 1
-    assert size >= 4 * ROWS.numel()
+    assert 4 * ROWS.numel() <= size < 4 * 64 * 64, "weights are there anyway"
     with torch.no_grad():
         assert not watch(validate).unused_graphs()
 
@@ -341,7 +347,7 @@ def test_tf32_is_looked_at_where_a_gpu_has_it_and_saves_less_than_16_bits(gpu):
 def test_without_a_loader_it_says_what_it_did_not_look_at():
     found = effgpu.doctor(lambda: partial(call, training()(), (ROWS,)), gpu="A100")
     assert "data loading and copies were not looked at: give the loader" in str(found)
-    assert LOADING not in {one.name for one in found.examined}
+    assert not {LOADING, COPYING} & {one.name for one in found.examined}
     assert found.findings[0].name == LAUNCHING
 
 
@@ -388,12 +394,10 @@ def test_of_a_step_that_takes_one_size_the_largest_batch_is_not_known():
 
     found = effgpu.doctor(variant, [ROWS])
     assert found.batches is None
-    assert "× this batch" not in str(found)
 
 
 def test_a_cell_is_called_a_cell():
     assert str(Site("/tmp/ipykernel_7/2972.py", 3)) == "cell:3"
-    assert str(Site("/home/me/train.py", 3)) == "train.py:3"
 
 
 def test_a_batch_stays_what_it_is_when_its_tensors_change():
@@ -471,15 +475,10 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert (found.together.name, found.together.measured) == ("data loading and optimizer", True)
     assert found.together.seconds == pytest.approx(0.07)
     assert len(calls) < 500, "steps of 100 ms take less than 60 s, with the walks"
-
-
-def test_launching_is_the_measured_time_of_a_step_that_has_its_batch_less_the_predicted_work(on_gpu):
-    variant, loader, _ = on_gpu
-    found = effgpu.doctor(variant, loader)
+    # launching: the measured time of a step that has its batch, less the predicted work
     launching = next(one for one in found.examined if one.name == LAUNCHING)
     work = sum(max(row.seconds, row.number * T4.kernel) for row in found.memory.time().table.values())
-    waits = next(one for one in found.examined if one.name == WAITS)
-    assert waits.seconds == 0
+    assert next(one for one in found.examined if one.name == WAITS).seconds == 0
     assert launching.seconds == pytest.approx(0.04 - work, rel=0.01)
     assert not launching.measured, "a predicted part makes it predicted"
     assert launching.low < launching.seconds < launching.high <= 0.04
@@ -571,10 +570,20 @@ def test_a_fault_during_a_turn_gives_the_optimizer_its_step_back(on_gpu, monkeyp
 
 # --- the command line ---
 
+TINY = """
+import torch
+
+def variant():
+    model = torch.nn.Linear(64, 64)
+    return lambda rows: model(rows).sum().backward()
+
+loader = [torch.ones(8, 64)]
+"""
+
 
 def test_the_command_prints_the_table(tmp_path, capsys):
     path = tmp_path / "train_tiny.py"
-    path.write_text(patients.script("tiny batch"))
+    path.write_text(TINY)
     assert main(["doctor", f"{path}:variant", "--loader", "loader", "--gpu", "A100"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("A100 40 GB: ")
@@ -655,30 +664,26 @@ def hooks():
     return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_a_step_that_fails_says_in_which_call_and_leaves_nothing_behind(failing):
+@pytest.mark.parametrize(
+    ("error", "failing", "told"),
+    [
+        (ZeroDivisionError, 1, "failed in call 1"),
+        (ZeroDivisionError, 2, "failed in call 2"),
+        (torch.OutOfMemoryError, 1, "ran out of memory in call 1"),
+    ],
+)
+def test_a_step_that_fails_says_in_which_call_and_leaves_nothing_behind(error, failing, told):
     calls, before = itertools.count(1), hooks()
 
     def report(model, loss):
         if next(calls) == failing:
-            raise ZeroDivisionError("a fault")
+            raise error("a fault")
 
-    with pytest.raises(ZeroDivisionError, match="a fault") as caught:
+    with pytest.raises(error, match="a fault") as caught:
         effgpu.doctor(training(report=report), [ROWS])
-    assert caught.value.__notes__[0] == (
-        f"doctor: the step failed in call {failing}. It has to bear being called often."
-    )
+    assert caught.value.__notes__[0] == f"doctor: the step {told}. It has to bear being called often."
     assert hooks() == before
     assert not watch(lambda: None).events
-
-
-def test_out_of_memory_is_told_as_such():
-    def report(model, loss):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        effgpu.doctor(training(report=report), [ROWS])
-    assert any("the step ran out of memory in call 1" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
@@ -691,12 +696,6 @@ def test_out_of_memory_is_told_as_such():
         (training(), [], None, "loader: it ended after 0 batches"),
         (training(), [ROWS], "16 GiB", "gpu: expected a GPU whose speed is known"),
         (training(), [ROWS], "Voodoo 2", "gpu: expected one of"),
-        (
-            training(report=lambda model, loss: loss.reshape(1).nonzero()),
-            [ROWS],
-            None,
-            "predict: the shape of a result",
-        ),
         (lambda: None, [ROWS], None, "variant '<lambda>': expected it to return its training step"),
     ],
 )
@@ -706,7 +705,7 @@ def test_bad_input_says_what_was_expected(variant, loader, gpu, told):
 
 
 def test_a_step_that_cannot_be_predicted_still_tells_what_was_measured():
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="predict: the shape of a result") as caught:
         effgpu.doctor(training(report=lambda model, loss: loss.reshape(1).nonzero()), [ROWS])
     (note,) = caught.value.__notes__
     assert "the loader takes " in note
@@ -715,9 +714,8 @@ def test_a_step_that_cannot_be_predicted_still_tells_what_was_measured():
 
 def test_a_function_may_make_the_loader_anew():
     made = []
-    found = effgpu.doctor(training(), lambda: made.append(1) or iter([ROWS] * 5))
+    assert effgpu.doctor(training(), lambda: made.append(1) or iter([ROWS] * 5)).findings
     assert len(made) > 3
-    assert found.findings
 
 
 def test_the_random_state_is_the_readers():

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections import Counter
 from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -101,10 +102,6 @@ def test_a_kernel_counts_what_it_computes_and_moves():
 def test_the_flops_are_those_that_pytorch_counts():
     variant = training()
     assert sum(row.flops for row in predict(variant, "T4").time().table.values()) == count_flops(variant())
-
-
-def test_dropout_is_one_kernel_on_a_gpu():
-    assert [kernel.name for kernel in kernels(forward(F.dropout, 4096))] == ["native_dropout"]
 
 
 def test_fused_and_foreach_optimizers_launch_few_kernels():
@@ -274,7 +271,7 @@ def test_tensor_cores_dislike_odd_widths(dtype, slower):
     assert slower < multiply(4095) / multiply(4096) < 2.2 * slower
 
 
-def test_a_kernel_of_attention_counts():
+def test_the_kernel_of_attention_counts():
     def variant():
         x = torch.randn(8, 12, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
         return lambda: F.scaled_dot_product_attention(x, x, x).sum().backward()
@@ -295,23 +292,6 @@ def test_checkpointing_takes_a_forward_pass_more():
 
     plain, again = (seconds(partial(variant, again)) for again in (False, True))
     assert again / plain == pytest.approx(4 / 3, rel=0.1)
-
-
-def test_accumulation_takes_as_long_as_its_batches():
-    def variant(times):
-        model = nn.Linear(4096, 4096)
-        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8192, 4096)
-
-        def step():
-            for _ in range(times):
-                model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    once, thrice = (seconds(partial(variant, times)) for times in (1, 3))
-    assert thrice == pytest.approx(3 * once, rel=0.1)
 
 
 def test_what_fits_into_the_cache_is_faster():
@@ -351,9 +331,7 @@ def test_a_step_says_what_it_is_bound_by(variant, bound):
 
 
 def test_a_gpu_that_waits_for_the_cpu_is_bound_by_launches():
-    assert made().bound == PRODUCTS_BOUND
-    waiting = made(calls=1e6)
-    assert waiting.bound == LAUNCH_BOUND and waiting.expected > 2 * waiting.table[PRODUCT].seconds
+    assert (made().bound, made(calls=1e6).bound) == (PRODUCTS_BOUND, LAUNCH_BOUND)
 
 
 def test_the_table_adds_up():
@@ -389,22 +367,16 @@ def test_what_is_expected_lies_in_the_range(number, calls, gpu):
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_a_ratio_of_like_steps_is_known_better_than_their_times(ours, theirs):
     a, b = made(number=ours), made(number=theirs)
-    ratio = time_ratio(a, b)
-    assert ratio.value == pytest.approx(ours / theirs)
-    assert ratio.low < ratio.value < ratio.high and ratio.high / ratio.low < a.high / a.low
-    assert time_ratio(b, a).value == pytest.approx(1 / ratio.value)
+    ratio, low, high = time_ratio(a, b)
+    assert ratio == pytest.approx(ours / theirs)
+    assert low < ratio < high and high / low < a.high / a.low
+    assert time_ratio(b, a)[0] == pytest.approx(1 / ratio)
 
 
 def test_a_ratio_of_unlike_steps_is_known_less_well():
     alike = time_ratio(made(number=2), made(number=1))
     unlike = time_ratio(made(kind=OTHER, product=None, bytes=GiB), made())
-    assert unlike.high / unlike.low > alike.high / alike.low
-    assert str(alike).startswith("2.00 × slower [")
-
-
-def test_times_on_two_gpus_have_no_ratio():
-    with pytest.raises(ValueError, match="times on one GPU, got T4 and L4"):
-        time_ratio(made("T4"), made("L4"))
+    assert unlike[2] / unlike[1] > alike[2] / alike[1]
 
 
 def test_a_step_without_kernels_has_no_ratio():
@@ -433,10 +405,11 @@ def test_every_gpu_of_the_table_has_a_time_and_says_where_its_numbers_come_from(
 
 
 def test_several_gpus_are_shown_on_one_screen():
-    predicted = predict(training(), ["T4", "A100 80"])
-    assert [gpu.name for gpu in predicted.gpus] == ["T4", "A100 80 GB"]
+    predicted = predict(training(), ["T4", "A100 80", "16 GiB"])
+    assert [gpu.name for gpu in predicted.gpus] == ["T4", "A100 80 GB", "16 GiB"]
+    assert predicted.table()[1][2][-2:] == ["–", "–"], "a size has no time"
     told = repr(predicted)
-    assert told.count("fits") == 2 and "time per step" in told and "kernels" not in told
+    assert told.count("fits") == 3 and "time per step" in told and "kernels" not in told
     assert "kernels" in repr(predict(training(), "T4"))
 
 
@@ -444,7 +417,6 @@ def test_several_gpus_are_shown_on_one_screen():
     "ask, why",
     [
         (lambda: predict(training(), "16 GiB").time(), "expected a GPU whose speed is known, .* got 16 GiB"),
-        (lambda: predict(training(), "T4", rules="cpu").time(), "by a GPU's rules"),
         (lambda: predict(training(), "T4").time("T5"), "gpu: expected one of"),
         (lambda: predict(training(), []), "gpu: expected at least one GPU, got none"),
         (lambda: predict(training(), ["T4", "T5"]), "gpu: expected one of"),
@@ -453,10 +425,6 @@ def test_several_gpus_are_shown_on_one_screen():
 def test_a_time_that_cannot_be_told_is_refused(ask, why):
     with pytest.raises(ValueError, match=why):
         ask()
-
-
-def test_a_size_has_no_time_but_is_shown():
-    assert predict(training(), ["16 GiB", "T4"]).table()[1][0][-2:] == ["–", "–"]
 
 
 HERE = Gpu(
@@ -474,11 +442,11 @@ def test_a_line_of_ones_own_is_kept_and_wins():
     assert predict(training(), "here").time().gpu == HERE
 
 
-@pytest.mark.parametrize("old, new", [("9e-06", "x"), ("8.6", "8"), ("300", "-1"), (",28,", ",,")])
+@pytest.mark.parametrize("old, new", [(",9,", ",x,"), ("8.6", "8"), ("300", "-1"), (",28,", ",,")])
 def test_a_line_that_cannot_be_read_is_named(old, new):
     calibration.store(HERE)
     text = own_table().read_text()
-    bad = text.replace(",9,", ",x,") if old == "9e-06" else text.replace(old, new)
+    bad = text.replace(old, new)
     assert bad != text
     own_table().write_text(bad)
     with pytest.raises(ValueError, match=r"gpus.csv, line 2: expected a GPU as in gpus.csv"):
@@ -496,8 +464,8 @@ def test_calibration_measures_each_number_of_a_line(name, expected, monkeypatch)
         return [0.5] * 10
 
     properties = SimpleNamespace(name=name, total_memory=15 * GiB, multi_processor_count=40, L2_cache_size=4 * MiB)
-    monkeypatch.setattr(calibration, "find_device", lambda: torch.device("meta", 0))
-    monkeypatch.setattr(calibration, "_require_gpu", lambda: None)
+    devices = chain([torch.device("cuda")], repeat(torch.device("meta")))  # asked whether there is a GPU, first
+    monkeypatch.setattr(calibration, "find_device", lambda: next(devices))
     monkeypatch.setattr(calibration, "describe", lambda: SimpleNamespace(capability=(8, 9)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(calibration, "time_for", time_for)
@@ -506,20 +474,18 @@ def test_calibration_measures_each_number_of_a_line(name, expected, monkeypatch)
     )
     monkeypatch.setattr(calibration, "_measure_kernel", lambda: 2e-6)
     monkeypatch.setattr(calibration, "_small", lambda: lambda: None)
-    monkeypatch.setattr(calibration, "_count_calls", lambda: 1000)
+    monkeypatch.setattr(calibration, "predict", lambda *_: SimpleNamespace(segments=[Segment(calls=1000)]))
     with switched(torch.backends.cuda.matmul, "none"):
-        gpu = calibration.calibrate(2)
+        gpu = calibration.calibrate()
     assert gpu.name == expected and gpu.memory == 15 * GiB and gpu.multiprocessors == 40 and gpu.cache == 4 * MiB
     assert dict(gpu.rates) == dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), 2 * calibration.SIZE**3 / 0.5)
     assert gpu.bandwidth == 2 * GiB / 0.5 and gpu.kernel == 2e-6 and gpu.launch == 0.5 / 1000
-    assert took == [2] * 6 and precisions == ["none", "none", "ieee", "tf32", "none", "none"]
+    assert took == [calibration.SECONDS] * 6 and precisions == ["none", "none", "ieee", "tf32", "none", "none"]
 
 
 def test_without_a_gpu_there_is_nothing_to_calibrate(capsys):
     assert main(["calibrate"]) == 2
     assert "calibrate: expected a GPU that CUDA can use, found none" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="seconds: expected a positive number"):
-        calibration.calibrate(0)
 
 
 def test_calibrate_keeps_and_shows_what_it_measured(monkeypatch, capsys):
@@ -555,26 +521,11 @@ def variant():
 def test_the_command_tells_the_time_of_an_epoch_on_each_gpu(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(STEP.format(width=64))
-    asked = ["predict", f"{path}:variant", "--gpu", "T4", "--gpu", "A100-80"]
-    assert main([*asked, "--samples", "1001", "--batch", "4"]) == 0
-    told = capsys.readouterr().out
-    assert "an epoch of 1,001 samples takes 251 steps" in told
-    assert len([line for line in told.splitlines() if line.startswith("T4 ")]) == 2
-
-
-@pytest.mark.parametrize(
-    "asked, why",
-    [
-        (["--samples", "10"], "expected --samples and --batch together"),
-        (["--samples", "10", "--batch", "0"], "--batch: expected a positive number, got 0"),
-        (["--gpu", "T4", "--gpu", "T5"], "gpu: expected one of"),
-    ],
-)
-def test_the_command_says_what_it_expected(asked, why, tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(STEP.format(width=8))
-    assert main(["predict", f"{path}:variant", *asked]) == 2
-    assert why in capsys.readouterr().err
+    asked = ["predict", f"{path}:variant", "--gpu", "T4", "--gpu", "A100-80", "--samples", "1001"]
+    assert main([*asked, "--batch", "4"]) == 0
+    _, epoch = capsys.readouterr().out.split("an epoch of 1,001 samples takes 251 steps\n")
+    assert [line.split("  ")[0] for line in epoch.splitlines()] == ["T4", "A100 80 GB"] and " ms [" in epoch
+    assert main(asked) == 2 and "--batch: expected a positive number, got None" in capsys.readouterr().err
 
 
 def test_the_exit_code_is_that_of_the_smallest_gpu(tmp_path):
@@ -591,9 +542,7 @@ def cases(*names):
     return [case for case in published_times.CASES if case.name in names]
 
 
-@pytest.mark.parametrize(
-    "case", cases("BERT-large, plain", "GPT-2, TF32", "Llama-3.2-3B, packed"), ids=lambda c: c.name
-)
+@pytest.mark.parametrize("case", cases("GPT-2, TF32", "Llama-3.2-3B, packed"), ids=lambda c: c.name)
 def test_a_published_time_is_met(case):
     outcome = published_times.run(case)
     assert abs(outcome.error) < 0.1 and outcome.is_inside and outcome.width < 0.25

@@ -342,8 +342,9 @@ def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], wh
         changes = _changes(feed, seen, walks)
         for name in changes:
             before = scene
-            for other in _BLAMED_FIRST.get(name, ()):
-                before = changes[other](before) if other in changes else before
+            if name == LAUNCHING:  # to blame where nothing else makes the CPU late
+                for other in (WAITS, LOADING, COPYING, COMPILING):
+                    before = changes[other](before) if other in changes else before
             after = changes[name](before)
             idle = _idle_seconds(seen, saved(scene, changes[WAITS](scene)), after) if name == LAUNCHING else None
             examined.setdefault(name, Finding(name, *(idle or saved(before, after))))
@@ -389,10 +390,6 @@ def _idle_seconds(seen: _Seen, waits: Range, work: Scene) -> Range | None:
         *(seen.step[low] - fed[high] - busy[high] - waits[high] for low, high in ends),
     ]
     return tuple(max(0.0, seconds - seen.compiling) for seconds in idle)
-
-
-# Launching is to blame where nothing else makes the CPU late.
-_BLAMED_FIRST = {LAUNCHING: (WAITS, LOADING, COPYING, COMPILING)}
 
 
 def _concerns(name: str, event: Event, seen: _Seen) -> bool:

@@ -158,23 +158,18 @@ class Watch:
     def _end_optimizing(self, *_: object) -> None:
         self.optimizing -= 1
 
-    def _keep(self, tensor: torch.Tensor) -> "_Kept":
-        kept = _Kept(tensor.detach(), find_site(outermost=True))  # the original could keep its own graph alive
+    def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Site | None]:
+        site, storage = find_site(outermost=True), tensor.untyped_storage()
         root = tensor if tensor._base is None else tensor._base
-        if kept.site and not (root.is_leaf and root.requires_grad):
-            storage = kept.tensor.untyped_storage()
+        if site and not (root.is_leaf and root.requires_grad):
             for graphs in (self.kept, self.unused):
-                graphs.setdefault(kept.site, {})[storage.data_ptr()] = storage.nbytes()
-        return kept
+                graphs.setdefault(site, {})[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach(), site  # the original could keep its own graph alive
 
-    def _use(self, kept: "_Kept") -> torch.Tensor:
-        self.unused.get(kept.site, {}).pop(kept.tensor.untyped_storage().data_ptr(), None)
-        return kept.tensor
-
-
-class _Kept(NamedTuple):
-    tensor: torch.Tensor
-    site: Site | None
+    def _use(self, kept: tuple[torch.Tensor, Site | None]) -> torch.Tensor:
+        tensor, site = kept
+        self.unused.get(site, {}).pop(tensor.untyped_storage().data_ptr(), None)
+        return tensor
 
 
 def _goes_to(args: tuple, kwargs: dict) -> str | None:

@@ -12,7 +12,7 @@ from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.measuring.timing import time_for
 from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, UNKNOWN_CONTEXT, Gpu, find_gpu, own_table, read_table
 from effgpu.predicting.prediction import predict
-from effgpu.units import GiB, MiB, check_positive
+from effgpu.units import GiB, MiB
 
 SECONDS = 4.0  # of each measurement: a GPU that gets hot slows down
 SIZE = 8192  # rows of the products
@@ -20,42 +20,36 @@ _TINY = 1000  # kernels in the queue
 _SPREAD = 0.05  # of a rate that was measured here
 
 
-def calibrate(seconds: float = SECONDS) -> Gpu:
+def calibrate() -> Gpu:
     """Measure the current GPU: rates of products, bandwidth, the least time of a kernel, the cost of a launch.
 
-    Each of the seven measurements takes `seconds`. The name is that of the table's GPU where there is one. Raises
-    RuntimeError without a GPU that CUDA can use, and ValueError for seconds that are no positive number.
+    The name is that of the table's GPU where there is one. Raises RuntimeError without a GPU that CUDA can use.
     """
-    check_positive(seconds=seconds)
-    _require_gpu()
+    if find_device().type != "cuda":
+        raise RuntimeError("calibrate: expected a GPU that CUDA can use, found none")
     device, properties = describe(), torch.cuda.get_device_properties()
     try:
         known = find_gpu(properties.name)
     except ValueError:
         known = Gpu(properties.name, properties.total_memory, device.capability, UNKNOWN_CONTEXT)
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    rates = {name: _measure_products(dtype, seconds) for name, dtype in formats.items()}
+    rates = {name: _measure_products(dtype) for name, dtype in formats.items()}
     for name, precision in {"fp32": "ieee", "tf32": "tf32"}.items():
         if name == "fp32" or device.capability >= (8, 0):
             with multiplying_as(precision):
-                rates[name] = _measure_products(torch.float32, seconds)
+                rates[name] = _measure_products(torch.float32)
     return replace(
         known,
         memory=properties.total_memory,
         capability=device.capability,
         multiprocessors=properties.multi_processor_count,
         rates=tuple((format, rates[format]) for format in RATE_COLUMNS if format in rates),
-        bandwidth=_measure_bandwidth(seconds),
+        bandwidth=_measure_bandwidth(),
         cache=getattr(properties, "L2_cache_size", 0),
         kernel=_measure_kernel(),
-        launch=_measure_launch(seconds),
+        launch=_measure_launch(),
         spread=_SPREAD,
     )
-
-
-def _require_gpu() -> None:
-    if find_device().type != "cuda":
-        raise RuntimeError("calibrate: expected a GPU that CUDA can use, found none")
 
 
 def store(gpu: Gpu) -> str:
@@ -90,15 +84,15 @@ def _row(gpu: Gpu) -> dict[str, object]:
     }
 
 
-def _time(step: Callable[[], object], seconds: float) -> float:
+def _time(step: Callable[[], object]) -> float:
     """The median second of a step that has run for a while: with a warm GPU, as a training loop finds it."""
-    return median(time_for(step, seconds)[-100:])
+    return median(time_for(step, SECONDS)[-100:])
 
 
-def _measure_products(dtype: torch.dtype, seconds: float) -> float:
+def _measure_products(dtype: torch.dtype) -> float:
     a, b = _draw(dtype), _draw(dtype)
     out = torch.empty_like(a)
-    return 2 * SIZE**3 / _time(lambda: torch.mm(a, b, out=out), seconds)
+    return 2 * SIZE**3 / _time(lambda: torch.mm(a, b, out=out))
 
 
 def _draw(dtype: torch.dtype) -> torch.Tensor:
@@ -106,10 +100,10 @@ def _draw(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(SIZE, SIZE, device=find_device(), generator=draw).to(dtype)
 
 
-def _measure_bandwidth(seconds: float) -> float:
+def _measure_bandwidth() -> float:
     source = torch.zeros(GiB // 4, device=find_device())
     target = torch.empty_like(source)
-    return 2 * GiB / _time(lambda: target.copy_(source), seconds)
+    return 2 * GiB / _time(lambda: target.copy_(source))
 
 
 def _measure_kernel() -> float:
@@ -128,13 +122,9 @@ def _measure_kernel() -> float:
     return min(found)
 
 
-def _measure_launch(seconds: float) -> float:
+def _measure_launch() -> float:
     """Seconds of the CPU for an operation: a step so small that the GPU waits, over the calls that a walk counts."""
-    return _time(_small(), seconds) / _count_calls()
-
-
-def _count_calls() -> float:
-    return sum(segment.calls for segment in predict(_small, find_gpu("A100 80 GB")).segments)
+    return _time(_small()) / sum(segment.calls for segment in predict(_small, "A100 80 GB").segments)
 
 
 def _small() -> Callable[[], None]:

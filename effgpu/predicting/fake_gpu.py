@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self._events = 0
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
-        self._truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
+        self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self._zeros: set[int] = set()
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self._optimizers: weakref.WeakSet = weakref.WeakSet()
@@ -94,7 +94,6 @@ class Recorder(TorchDispatchMode):
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
         self.segments: list[Segment] = []  # of the last step
-        self.compiled = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -120,7 +119,7 @@ class Recorder(TorchDispatchMode):
 
         aten/src/ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp, parseChosenWorkspaceSize: 8,320 KiB for a handle, or
         32 MiB from compute capability 9.0 on; one handle for the forward thread, one for autograd's. cuDNN's
-        heuristics choose a convolution's workspace, and no rule tells which: `_convolve` gives a bound.
+        heuristics choose a convolution's workspace, and no rule tells which: `_convolution_workspace` gives a bound.
         """
         if not self.capability:
             return 0, 0
@@ -143,21 +142,23 @@ class Recorder(TorchDispatchMode):
                 self._see_real(value)
         name = func._schema.name
         result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
-        if name in _EXTRA and self.capability:
-            self._take_for_a_moment(_EXTRA[name](self, args, result))
+        if name in _TEMPORARY and self.capability:
+            self._take_for_a_moment(_TEMPORARY[name](args[1]))
         self._see(result)
         if self.segments and self.capability:
             self._note(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
-            truths = [self._truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self._truths]
+            truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
             if truths:
-                self._truths[result] = truths[0]
-        elif name == "logical_not" and args[0] in self._truths:
-            self._truths[result] = not self._truths[args[0]]
+                self.truths[result] = truths[0]
+        elif name == "logical_not" and args[0] in self.truths:
+            self.truths[result] = not self.truths[args[0]]
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
             self._zeros.add(args[1].untyped_storage()._cdata)
         elif name in ("mm", "bmm", "addmm", "baddbmm"):
             self._multiplied = True
+        elif name in ("convolution", "convolution_backward"):
+            self._convolved = max(self._convolved, _convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
 
     def _note(self, func, args, kwargs, result) -> tuple[list[Kernel], float]:
@@ -184,11 +185,11 @@ class Recorder(TorchDispatchMode):
         """
         if self._counted is not FakeTensor:
             return NotImplemented
-        rules = {aten.scaled_dot_product_attention.default: functools.partial(_attention, self)}
-        rules[aten.dropout.default] = _dropout
         with self:
-            if self.capability and func in rules:
-                return rules[func](*args, **kwargs)
+            if self.capability and func is aten.scaled_dot_product_attention.default:
+                return _attention(self, *args, **kwargs)
+            if self.capability and func is aten.dropout.default:
+                return _dropout(*args, **kwargs)
             return func.decompose(*args, **kwargs)
 
     def _see(self, value: object) -> None:
@@ -207,7 +208,8 @@ class Recorder(TorchDispatchMode):
         if not size:
             return
         self._events += 1
-        owner = "activations" if self._started and not self.optimizing and not _in_backward() else "other"
+        is_forward = self._started and not self.optimizing and _current_graph_task_id() == -1
+        owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
@@ -237,12 +239,8 @@ class Recorder(TorchDispatchMode):
                 self.assumptions["what the variant takes from outside of itself is on the GPU, too"] = None
 
     def _take_for_a_moment(self, size: int) -> None:
-        if size > 0:
-            self._events += 1
-            block = Block(round_size(size), self._events)
-            self._events += 1
-            block.died = self._events
-            self.blocks.append(block)
+        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2))
+        self._events += 2
 
     def _read(self, func, args, kwargs):
         """The number that a tensor is read as: no fake tensor has one, but for constants."""
@@ -253,40 +251,29 @@ class Recorder(TorchDispatchMode):
             return 1.0
         if self.segments and not self.optimizing:
             self.segments.append(Segment())
-        where, inside = _reader()
-        quiet = any(part in inside for part in _READS_WITHOUT_EFFECT)
+        where = _reader()
         if tensor.dtype is torch.bool:
-            if tensor in self._truths:
-                return self._truths[tensor]
-            if not quiet:
+            if tensor in self.truths:
+                return self.truths[tensor]
+            if where:
                 self.unknown[f"{where} decides by a value, taken as False"] = None
             return False
         if tensor.is_floating_point():
             value = 0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0
-            if not quiet:
+            if where:
                 self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
             return value
-        if not quiet:
+        if where:
             self.unknown[f"{where} reads a whole number, taken as 1: no size may depend on it"] = None
-        return 1 if not tensor.is_complex() else 1 + 0j
-
-    def note_truth(self, tensor: torch.Tensor, value: bool) -> None:
-        """Take all elements of a tensor of truth values to be this one."""
-        self._truths[tensor] = value
+        return 1
 
     def read_array(self, tensor: torch.Tensor):
         """The NumPy array that a tensor is read as: zeros."""
         import numpy
 
-        where, inside = _reader()
-        if not any(part in inside for part in _READS_WITHOUT_EFFECT):
+        if where := _reader():
             self.assumptions[f"{where} reads an array, taken as zeros"] = None
         return numpy.zeros(tuple(tensor.shape), numpy.dtype(str(tensor.dtype).removeprefix("torch.")))
-
-    def note_compiled(self) -> None:
-        """Say that compiled code ran without its compiler."""
-        self.compiled = True
-        self.unknown[COMPILED] = None
 
     def note_module(self, module: torch.nn.Module, *_: object) -> None:
         """A hook for every parameter and buffer that a module registers."""
@@ -358,7 +345,7 @@ class _Translator(TorchFunctionMode):
         kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
         result = func(*args, **kwargs)
         if name in _PREDICATES and isinstance(result, torch.Tensor):
-            self._recorder.note_truth(result, _PREDICATES[name])
+            self._recorder.truths[result] = _PREDICATES[name]
         return result
 
 
@@ -441,12 +428,12 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     def run_eagerly(model=None, **options):
         if model is None:
             return functools.partial(run_eagerly, **options)
-        recorder.note_compiled()
+        recorder.unknown[COMPILED] = None
         return model
 
     def run_uncompiled(callback):
         if callback:
-            recorder.note_compiled()
+            recorder.unknown[COMPILED] = None
 
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
@@ -461,18 +448,14 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         with _Translator(recorder):  # what checkpointing runs again names a GPU, too
             return run_backward(*args, **kwargs)
 
-    really_has_bf16 = torch.cuda.is_bf16_supported
-
     def has_bf16(including_emulation=True):
-        if recorder.capability is None:  # a CPU's rules
-            return really_has_bf16(including_emulation)
         if not including_emulation and recorder.capability >= (8, 0):
             recorder.holds_from = (8, 0)
         return including_emulation or recorder.capability >= (8, 0)
 
     replaced = [
         (torch.autograd, "_engine_run_backward", run_backward_here),
-        *((torch.autocast, name, method) for name, method in _autocast_on_both(recorder).items()),
+        *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
         (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
         (torch, "compile", run_eagerly),
         (eval_frame, "_callback_from_stance", run_uncompiled),
@@ -488,19 +471,12 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _autocast_on_both(recorder: Recorder) -> dict[str, Callable]:
+def _autocast_on_both() -> dict[str, Callable]:
     """Methods of torch.autocast: where a GPU's begins, the CPU's begins with it, which has a GPU's rules."""
-    make, begin, end = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
-
-    def make_here(autocast, *args, **kwargs):
-        make(autocast, *args, **kwargs)
-        autocast.made_here = True
+    begin, end = torch.autocast.__enter__, torch.autocast.__exit__
 
     def begin_both(autocast):
         if autocast.device == "cuda":
-            if not (autocast._enabled or hasattr(autocast, "made_here") or torch.cuda.is_available()):
-                told = "an autocast that was made outside of the variant is off, as PyTorch makes it without a GPU"
-                recorder.assumptions[told] = None
             autocast.on_cpu = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled, autocast._cache_enabled)
             begin(autocast.on_cpu)
         return begin(autocast)
@@ -510,7 +486,7 @@ def _autocast_on_both(recorder: Recorder) -> dict[str, Callable]:
         if autocast.device == "cuda":
             end(autocast.on_cpu, *error)
 
-    return {"__init__": make_here, "__enter__": begin_both, "__exit__": end_both}
+    return {"__enter__": begin_both, "__exit__": end_both}
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
@@ -538,10 +514,9 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
 def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
     """(operation, dispatch key) -> what a GPU does."""
     kernels: dict[tuple[str, str], Callable] = {}
-    for name in _FP32.split():
-        kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), torch.float32)
-    for name in _HALVED.split():
-        kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), None)
+    for names, dtype in ((_FP32, torch.float32), (_HALVED, None)):
+        for name in names.split():
+            kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), dtype)
     for name in _WITH_DTYPE:
         kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
     for name in _LEFT.split():
@@ -593,11 +568,7 @@ def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | Non
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool):
     """aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable: a GPU keeps a mask of one byte an element."""
-    if not train or p == 0 or not tensor.numel():
-        return tensor.clone() if tensor.numel() == 0 else tensor
-    if p == 1:
-        return tensor * torch.zeros_like(tensor)
-    return aten.native_dropout.default(tensor, p, True)[0]
+    return aten.native_dropout.default(tensor, p, True)[0] if train and p else tensor
 
 
 def _attention(
@@ -644,38 +615,32 @@ def _attention(
     )[0]
 
 
-def _flash_backward(recorder: Recorder, args, result) -> int:
+def _flash_backward(query: torch.Tensor) -> int:
     """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32."""
-    query = args[1]
     batch, heads, length, width = query.shape
     rounded = -(-length // 128) * 128
     wide = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
     return 4 * batch * heads * rounded * (wide + 1)
 
 
-def _efficient_backward(recorder: Recorder, args, result) -> int:
+def _efficient_backward(query: torch.Tensor) -> int:
     """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32."""
-    query = args[1]
     batch, heads, length, width = query.shape
     accumulated = width if query.dtype in _HALF and width > 64 else 0
     return 4 * batch * heads * length * (1 + accumulated)
 
 
-def _convolve(recorder: Recorder, args, result) -> int:
-    """The most that a convolution may take: the spectra of an FFT, cuDNN's largest way, and not above 1 GiB."""
-    image, weight = (args[1], args[2]) if isinstance(result, (tuple, list)) else args[:2]
-    planes = image.shape[0] * image.shape[1] + image.shape[0] * weight.shape[0] + weight.shape[0] * weight.shape[1]
-    points = math.prod(size + kernel for size, kernel in zip(image.shape[2:], weight.shape[2:]))
-    recorder._convolved = max(recorder._convolved, min(4 * planes * points, GiB))
-    return 0
-
-
-_EXTRA: dict[str, Callable[[Recorder, tuple, object], int]] = {
+_TEMPORARY = {  # bytes that a kernel takes while it runs
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "aten::convolution": _convolve,
-    "aten::convolution_backward": _convolve,
 }
+
+
+def _convolution_workspace(image: torch.Tensor, weight: torch.Tensor) -> int:
+    """The most that a convolution may take: the spectra of an FFT, cuDNN's largest way, and not above 1 GiB."""
+    planes = image.shape[0] * image.shape[1] + image.shape[0] * weight.shape[0] + weight.shape[0] * weight.shape[1]
+    points = math.prod(size + kernel for size, kernel in zip(image.shape[2:], weight.shape[2:]))
+    return min(4 * planes * points, GiB)
 
 
 def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
@@ -687,22 +652,19 @@ def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
     return any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in kinds)
 
 
-def _in_backward() -> bool:
-    return _current_graph_task_id() != -1
-
-
 def name_file(path: str) -> str:
     """The name of a file of code, as a reader knows it: a notebook's cell lies in a file with a number for its name."""
     return "cell" if "ipykernel" in path else Path(path).name
 
 
-def _reader() -> tuple[str, str]:
-    """The line outside of PyTorch that reads a value, and the files of PyTorch that lie in between."""
-    frame, inside = sys._getframe(2), []
+def _reader() -> str | None:
+    """The line outside of PyTorch that reads a value; None where PyTorch reads it for itself, without effect."""
+    frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _EFFGPU)) or "course" in Path(file).parts:  # the course stands for a reader
-            return f"{name_file(file)}:{frame.f_lineno}", " ".join(inside)
-        inside.append(Path(file).as_posix())
+            return f"{name_file(file)}:{frame.f_lineno}"
+        if any(part in Path(file).as_posix() for part in _READS_WITHOUT_EFFECT):
+            return None
         frame = frame.f_back
-    return "the step", " ".join(inside)
+    return "the step"

@@ -109,8 +109,7 @@ def _predict(variants: Mapping[str, Variant], baseline: str, gpus: list[Gpu]) ->
 
 
 def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> FullSize:
-    older = prediction.older if gpu.capability < prediction.holds_from else None  # takes other kernels
-    needed = gpu.name, gpu.memory, (older or prediction).allocated, prediction.verdict(gpu)
+    needed = gpu.name, gpu.memory, prediction.for_gpu(gpu)[0].allocated, prediction.verdict(gpu)
     if gpu.bandwidth is None:
         return FullSize(*needed)
     time = prediction.time(gpu)
@@ -124,4 +123,4 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
 
 def _against(time: Time, baseline: Time) -> Range:
     the_same = all(getattr(time, what) == getattr(baseline, what) for what in ("sources", "between_waits", "compiled"))
-    return (1.0, 1.0, 1.0) if the_same else tuple(time_ratio(time, baseline))
+    return (1.0, 1.0, 1.0) if the_same else time_ratio(time, baseline)

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Literal
 
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
-from effgpu.predicting.fake_gpu import Recorder, as_gpu, observed_by
+from effgpu.predicting.fake_gpu import COMPILED, Recorder, as_gpu, observed_by
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.time import Time, step_time
@@ -42,9 +41,7 @@ class Range:
     high: int
 
     def __str__(self) -> str:
-        return (
-            format_bytes(self.low) if self.low == self.high else f"{format_bytes(self.low)} – {format_bytes(self.high)}"
-        )
+        return " – ".join(dict.fromkeys(map(format_bytes, (self.low, self.high))))
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,8 +54,8 @@ class Prediction:
     be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
     `measured` divides the peak that was measured on this device in the same way, if that was asked for. `segments` are
-    the kernels of the last step, from which `time` follows; `compiled` says that the step uses torch.compile. `older`
-    is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
+    the kernels of the last step, from which `time` follows. `older` is the prediction for GPUs below `holds_from`, on
+    which the step takes other kernels or formats.
     """
 
     allocated: int
@@ -72,20 +69,27 @@ class Prediction:
     holds_from: tuple[int, int] = (0, 0)
     measured: Mapping[str, int] | None = None
     segments: tuple[Segment, ...] = ()
-    compiled: bool = False
     older: "Prediction | None" = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the step uses torch.compile."""
+        return COMPILED in self.unknown
+
+    def for_gpu(self, gpu: "str | float | Gpu | None" = None) -> "tuple[Prediction, Gpu]":
+        """The prediction for a GPU, which is `older` on some, and the GPU; None is the first of `gpus`."""
+        gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
+        return self.older if self.older and gpu.capability < self.holds_from else self, gpu
 
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context.
 
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
-        gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
-        if self.older and gpu.capability < self.holds_from:
-            return self.older.total(gpu)
-        certain = self.allocated if self._is_known(gpu) else self.resting
-        low = int(certain * (1 - LESS)) + self.workspaces.low + gpu.context[0]
-        high = int(max(self.reserved, self.allocated) * (1 + MORE)) + self.workspaces.high + gpu.context[1]
+        one, gpu = self.for_gpu(gpu)
+        is_known = not one.unknown and gpu.capability >= one.holds_from
+        low = int((one.allocated if is_known else one.resting) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
+        high = int(one.reserved_range.high * (1 + MORE)) + one.workspaces.high + gpu.context[1]
         return Range(low, high)
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
@@ -94,42 +98,31 @@ class Prediction:
         What is not known, such as what compiled code keeps, may need more: then twice the high end must fit.
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
         """
-        gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
-        if self.older and gpu.capability < self.holds_from:
-            return self.older.verdict(gpu)
-        total = self.total(gpu)
-        if total.low > gpu.memory:
+        one, gpu = self.for_gpu(gpu)
+        if one.total(gpu).low > gpu.memory:
             return DOES_NOT_FIT
-        if gpu.capability < self.holds_from:
+        if gpu.capability < one.holds_from:
             return MAY_NOT_FIT
-        return FITS if self._enough(gpu) <= gpu.memory else MAY_NOT_FIT
+        return FITS if one.enough(gpu) <= gpu.memory else MAY_NOT_FIT
+
+    def enough(self, gpu: "str | float | Gpu | None" = None) -> int:
+        """The bytes that the step fits: the high end of `total`, and twice that where something is not known."""
+        one, gpu = self.for_gpu(gpu)
+        return one.total(gpu).high * (2 if one.unknown else 1)
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
 
-        Raises ValueError for a GPU whose speed is not known, as for one that is given as a size, and for a prediction
-        by a CPU's rules.
+        Raises ValueError for a GPU whose speed is not known, as for one that is given as a size.
         """
-        gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
-        if self.older and gpu.capability < self.holds_from:
-            return self.older.time(gpu)
-        if not self.segments:
-            raise ValueError('expected a prediction by a GPU\'s rules, to predict a time, got one with rules="cpu"')
-        return step_time(self.segments, gpu, compiled=self.compiled)
-
-    def _enough(self, gpu: Gpu) -> int:
-        """The bytes that the step fits: the high end of `total`, and twice that where something is not known."""
-        one = self.older if self.older and gpu.capability < self.holds_from else self
-        return one.total(gpu).high * (2 if one.unknown else 1)
-
-    def _is_known(self, gpu: Gpu) -> bool:
-        return not self.unknown and gpu.capability >= self.holds_from
+        one, gpu = self.for_gpu(gpu)
+        return step_time(one.segments, gpu, compiled=one.compiled)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each GPU."""
         headings = ["GPU", "memory", "needed", "verdict"]
         rows = [[gpu.name, format_bytes(gpu.memory), str(self.total(gpu)), self.verdict(gpu)] for gpu in self.gpus]
-        if self.segments and any(gpu.bandwidth for gpu in self.gpus):
+        if any(gpu.bandwidth for gpu in self.gpus):
             headings += ["time per step", "bound by"]
             for row, gpu in zip(rows, self.gpus):
                 time = self.time(gpu) if gpu.bandwidth else None
@@ -165,15 +158,11 @@ class Prediction:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
-        if self.segments:
-            notes.append(_RANGE)
-            notes += [_COMPILED] * self.compiled
-        return notes
+        return [*notes, _RANGE, *[_COMPILED] * self.compiled]
 
     def _kinds(self) -> tuple[list[str], list[list[str]]]:
         """What kinds of operation take the time, where one GPU was asked for."""
-        alone = self.segments and len(self.gpus) == 1 and self.gpus[0].bandwidth
-        return self.time().rows() if alone else ([], [])
+        return self.time().rows() if len(self.gpus) == 1 and self.gpus[0].bandwidth else ([], [])
 
     def __repr__(self) -> str:
         headings, rows = self.table()
@@ -195,27 +184,22 @@ def predict(
     gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
     *,
     steps: int = STEPS,
-    rules: Literal["gpu", "cpu"] = "gpu",
     measured: bool = False,
 ) -> Prediction:
     """Predict what a variant's training step takes on a GPU, memory and time, and whether it fits, without a GPU.
 
     `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them,
     or None for all known GPUs. `steps` steps are counted after building. They run on fake tensors, without values.
-    Everything that the variant builds or uses counts as on the GPU. `rules="cpu"` predicts what `trace` records on a
-    CPU, where kernels keep other things (not what oneDNN's convolutions copy): with it, any machine can check the
-    counting. `measured` also runs the variant on this device and says who owned its peak, which takes the memory and
-    the time that the prediction saves.
+    Everything that the variant builds or uses counts as on the GPU. `measured` also runs the variant on this device and
+    says who owned its peak, which takes the memory and the time that the prediction saves.
 
     Raises ValueError for an unknown GPU. Raises RuntimeError, with the reason, for a step that cannot run without
     values: a result's shape depends on them, or an operation is not known to fake tensors.
     """
     check_positive(Integral, steps=steps)
-    if rules not in ("gpu", "cpu"):
-        raise ValueError(f'rules: expected "gpu" or "cpu", got {rules!r}')
     gpus = _find_gpus(gpu)
     newest = (8, 0) if gpu is None else max(gpu.capability for gpu in gpus)
-    predicted = walk(variant, gpus, Recorder(newest if rules == "gpu" else None), steps)
+    predicted = walk(variant, gpus, Recorder(newest), steps)
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
         predicted = replace(predicted, older=walk(variant, gpus, Recorder(max(older)), steps))
     return replace(predicted, measured=_measure_owners(variant, steps)) if measured else predicted
@@ -263,8 +247,7 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
         tuple(recorder.unknown),
         resting,
         recorder.holds_from,
-        segments=tuple(recorder.segments) if recorder.capability else (),
-        compiled=recorder.compiled,
+        segments=tuple(recorder.segments),
     )
 
 
@@ -319,8 +302,7 @@ def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, m
     def surplus(size: int, end: str) -> int:
         if size not in tried:
             tried[size] = predict(variant_of(size), gpu)
-        needed = tried[size].total(gpu).low if end == "low" else tried[size]._enough(gpu)
-        return needed - gpu.memory
+        return (tried[size].total(gpu).low if end == "low" else tried[size].enough(gpu)) - gpu.memory
 
     with gc_frozen():
         fits = _bisect(partial(surplus, end="high"), most)

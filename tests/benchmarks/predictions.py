@@ -4,6 +4,7 @@ PYTHONPATH=tests python -m benchmarks.predictions
 """
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "predict.md"
 
 def main() -> int:
     """Run both audits and write the page. Returns 1 for a false "fits"."""
-    memory = published_memory.run_all([])
-    times = published_times.run_all([])
-    calibrating = published_times.run_all([], calibrates=True)
+    warnings.simplefilter("ignore")
+    memory = published_memory.run_all()
+    times = published_times.run_all()
+    calibrating = published_times.run_all(calibrates=True)
     lines = [
         "# How far `effgpu predict` can be trusted",
         "",

@@ -1,17 +1,7 @@
-"""Published peaks of training steps beside predicted ones. `make predictions` writes docs/predict.md from it.
+"""Published peaks of training steps beside predicted ones. `make predictions` writes docs/predict.md from it."""
 
-    python tests/benchmarks/published_memory.py [WORD ...]
-
-With words, only the cases with one of them in their name are run.
-"""
-
-import argparse
 import math
-import resource
 import statistics
-import sys
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -334,27 +324,24 @@ class _LlamaBlock(nn.Module):
 
 
 class _Llama(nn.Module):
-    def __init__(self, vocabulary, width, layers, heads, key_heads, inner, checkpoint=False):
+    def __init__(self, vocabulary, width, layers, heads, key_heads, inner):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(_LlamaBlock(width, heads, key_heads, inner) for _ in range(layers))
-        self.norm, self.checkpoint = _RmsNorm(width), checkpoint
+        self.norm = _RmsNorm(width)
         self.register_buffer("angles", torch.zeros(131072, width // heads))
 
     def forward(self, tokens):
-        from torch.utils.checkpoint import checkpoint
-
         x = self.tokens(tokens)
         for block in self.blocks:
-            angles = self.angles[: x.shape[1]]
-            x = checkpoint(block, x, angles, use_reentrant=False) if self.checkpoint else block(x, angles)
+            x = block(x, self.angles[: x.shape[1]])
         return F.linear(self.norm(x), self.tokens.weight).float()
 
 
-def llama_3b(batch=2, length=4096, checkpoint=False):
+def llama_3b(batch=2, length=4096):
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    model = _Llama(128256, 3072, 28, 24, 8, 8192, checkpoint)
+    model = _Llama(128256, 3072, 28, 24, 8, 8192)
     torch.set_default_dtype(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -372,10 +359,9 @@ _NVML = "PyTorch's and CUDA's versions; what CUDA's context took at the end"
 _V100 = 1343  # MiB that CUDA's context took before training, as published
 
 
-def _hf(name: str, megabytes: int, unknown: str = _NVML, **options) -> Case:
-    return Case(
-        HF22, f"BERT-large, {name}", (megabytes - _V100) * MiB, partial(bert_large, **options), unknown, specified=False
-    )
+def _hf(name: str, megabytes: int, **options) -> Case:
+    published = (megabytes - _V100) * MiB
+    return Case(HF22, f"BERT-large, {name}", published, partial(bert_large, **options), _NVML, specified=False)
 
 
 def _gpt(name: str, gigabytes: float, **options) -> Case:
@@ -386,10 +372,6 @@ def _gpt(name: str, gigabytes: float, **options) -> Case:
 def _vit(name: str, gigabytes: float, **options) -> Case:
     unknown = "the GPU; the choice of cuDNN for the patches' convolution; a nightly build of PyTorch 2.1"
     return Case(R1, f"ViT-L/16, {name}", gigabytes * 1e9, partial(vit, **options), unknown, specified=False)
-
-
-def _llama(name: str, gigabytes: float, unknown: str, **options) -> Case:
-    return Case(TT, f"Llama-3.2-3B, {name}", gigabytes * GiB, partial(llama_3b, **options), unknown, specified=False)
 
 
 _ALL = dict(batch=1, accumulate=4, checkpoint=True, fp16=True)
@@ -419,7 +401,10 @@ CASES = [
     _vit("bf16", 13.82, bf16=True),
     _vit("bf16, batch 16", 5.69, batch=16, bf16=True),
     _vit("bf16, accumulation 4 × 4", 3.91, batch=4, bf16=True, accumulate=4),
-    _llama("packed", 60.0, "the kernel of attention; the optimizer's settings"),
+    Case(
+        *(TT, "Llama-3.2-3B, packed", 60.0 * GiB, llama_3b, "the kernel of attention; the optimizer's settings"),
+        specified=False,
+    ),
 ]
 NOT_PREDICTED = {
     "torchtune, unpacked (25.5 GiB)": "the lengths of the texts",
@@ -519,29 +504,11 @@ def tell(outcomes: list[Outcome]) -> list[str]:
     return lines
 
 
-def main() -> int:
-    """Run the cases and print them. Returns 1 for a false "fits"."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*")
-    words = parser.parse_args().words
-    return int(any(o.is_false_fit for o in run_all(words)))
-
-
-def run_all(words: list[str]) -> list[Outcome]:
-    """Run and print the cases with one of these words, or all."""
-    warnings.simplefilter("ignore")
+def run_all() -> list[Outcome]:
+    """Run and print all cases."""
     outcomes = []
     for case in CASES:
-        if words and not any(word in f"{case.source} {case.name}" for word in words):
-            continue
-        start = time.perf_counter()
         outcomes.append(o := run(case))
-        seconds, host = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         sizes = f"{case.published / GiB:8.2f}{o.size / GiB:8.2f} GiB {o.error:+7.1%}"
-        print(f"{case.name:46}{sizes}{seconds:7.1f} s {host} MiB" + "  FALSE FITS" * o.is_false_fit, flush=True)
-    print(summarize(outcomes))
+        print(f"{case.name:46}{sizes}" + "  FALSE FITS" * o.is_false_fit, flush=True)
     return outcomes
-
-
-if __name__ == "__main__":
-    sys.exit(main())

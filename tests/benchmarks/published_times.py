@@ -1,18 +1,12 @@
 """Published times of training steps beside predicted ones, and how the prediction was calibrated.
 
-    PYTHONPATH=tests python -m benchmarks.published_times [--calibration] [WORD ...]
-
-With words, only the rows with one of them in their source or name are run. `--calibration` shows the rows that
-constants were fitted on, in place of those of the audit. `make predictions` writes docs/predict.md from the audit.
+`make predictions` writes docs/predict.md from it.
 """
 
-import argparse
 import csv
 import math
 import re
 import statistics
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -85,9 +79,28 @@ class Case:
         return "convolutional networks" if self.convolutional else f"transformers, {_short(self.format)}"
 
 
+class _Judged:
+    """What is `expected`, from `low` to `high`, beside what was `published`."""
+
+    @property
+    def error(self) -> float:
+        """The prediction's error, as a share of what was published."""
+        return self.expected / self.published - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what was published lies in the range."""
+        return self.low <= self.published <= self.high
+
+    @property
+    def width(self) -> float:
+        """Half the range's width, as a share."""
+        return math.sqrt(self.high / self.low) - 1
+
+
 @dataclass(frozen=True)
-class Outcome:
-    """A case, its prediction, and what the two baselines say, in seconds."""
+class Outcome(_Judged):
+    """A case, its prediction, and what the data sheet says, in seconds."""
 
     case: Case
     time: Time
@@ -95,9 +108,9 @@ class Outcome:
     data_sheet: float
 
     @property
-    def error(self) -> float:
-        """The prediction's error, as a share of what was published."""
-        return self.expected / self.case.published - 1
+    def published(self) -> float:
+        """The published time, in seconds."""
+        return self.case.published
 
     @property
     def low(self) -> float:
@@ -108,16 +121,6 @@ class Outcome:
     def high(self) -> float:
         """The high end of the range, in seconds."""
         return self.time.high * self.expected / self.time.expected
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the published time lies in the range."""
-        return self.low <= self.case.published <= self.high
-
-    @property
-    def width(self) -> float:
-        """Half the range's width, as a share."""
-        return math.sqrt(self.high / self.low) - 1
 
 
 def _regnet(kind: str, name: str):
@@ -302,7 +305,7 @@ def _data_sheet(segments: Iterable, gpu: str) -> float:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(_Judged):
     """Two outcomes on one GPU, and the published and the predicted ratio of their times."""
 
     ours: Outcome
@@ -311,7 +314,7 @@ class Pair:
     @property
     def published(self) -> float:
         """How many times as long the first takes."""
-        return self.ours.case.published / self.theirs.case.published
+        return self.ours.published / self.theirs.published
 
     @property
     def expected(self) -> float:
@@ -329,11 +332,6 @@ class Pair:
         return self.expected * low / value, self.expected * high / value
 
     @property
-    def error(self) -> float:
-        """The prediction's error, as a share of the published ratio."""
-        return self.expected / self.published - 1
-
-    @property
     def low(self) -> float:
         """The low end of the range."""
         return self._range[0]
@@ -343,36 +341,20 @@ class Pair:
         """The high end of the range."""
         return self._range[1]
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the published ratio lies in the range."""
-        return self.low <= self.published <= self.high
-
-    @property
-    def width(self) -> float:
-        """Half the range's width, as a share."""
-        return math.sqrt(self.high / self.low) - 1
-
 
 def find_pairs(outcomes: list[Outcome]) -> list[Pair]:
     """The ratios of the audit: each rung to the one before, each run of 2022 to the plain one, layouts, formats."""
-    pairs, plain = [], {}
-    before = None
+    pairs, others = [], {}
     for o in outcomes:
-        case = o.case
-        if case.source == R2:
-            if before:
-                pairs.append(Pair(o, before))
-            before = o
-        elif case.source == HF22:
-            if "plain" in plain:
-                pairs.append(Pair(o, plain["plain"]))
-            plain.setdefault("plain", o)
-        elif case.source in (TIMM, U39) and case.convolutional:  # for transformers the layout is next to nothing
+        case, key = o.case, o.case.source
+        if case.source in (TIMM, U39) and case.convolutional:  # for transformers the layout is next to nothing
             key = case.name.replace("NHWC", "NCHW"), case.format if case.source == TIMM else case.source
-            if key in plain:
-                pairs.append(Pair(o, plain[key]))
-            plain[key] = o
+        elif case.source not in (R2, HF22):
+            continue
+        if key in others:
+            pairs.append(Pair(o, others[key]))
+        if case.source != HF22 or key not in others:
+            others[key] = o
     return pairs
 
 
@@ -433,9 +415,9 @@ def summarize(outcomes: list[Outcome]) -> list[str]:
         lines.append(_sum_up(name, chosen, sheet, constant))
     pairs = find_pairs(outcomes)
     for name, wanted in {"ratios, transformers": False, "ratios, convolutional networks": True}.items():
-        if chosen := [pair for pair in pairs if pair.ours.case.convolutional == wanted]:
-            sheet = [abs(pair.data_sheet / pair.published - 1) for pair in chosen]
-            lines.append(_sum_up(name, chosen, sheet, sheet))
+        chosen = [pair for pair in pairs if pair.ours.case.convolutional == wanted]
+        sheet = [abs(pair.data_sheet / pair.published - 1) for pair in chosen]
+        lines.append(_sum_up(name, chosen, sheet, sheet))
     return lines
 
 
@@ -518,30 +500,13 @@ def tell(outcomes: list[Outcome], calibrating: list[Outcome]) -> list[str]:
     return lines
 
 
-def run_all(words: list[str], calibrates: bool = False) -> list[Outcome]:
-    """Run and print the rows with one of these words, or all: those of the audit, or those of the calibration."""
-    warnings.simplefilter("ignore")
+def run_all(calibrates: bool = False) -> list[Outcome]:
+    """Run and print all rows of the audit, or those of the calibration."""
     outcomes = []
     for case in CASES:
-        named = not words or any(word in f"{case.source} {case.name}" for word in words)
-        if named and case.calibrates == calibrates:
+        if case.calibrates == calibrates:
             outcomes.append(o := run(case))
             times = f"{case.published * 1e3:8.1f}{o.expected * 1e3:8.1f} ms [{o.low * 1e3:6.0f} {o.high * 1e3:6.0f}]"
             told = "" if o.is_inside else "  outside"
             print(f"{case.name:50}{case.gpu:11}{case.format:5}{times} {o.error:+6.1%} {o.time.bound}{told}", flush=True)
     return outcomes
-
-
-def main() -> int:
-    """Run rows, print them and their summary."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--calibration", action="store_true")
-    parser.add_argument("words", nargs="*")
-    chosen = parser.parse_args()
-    if outcomes := run_all(chosen.words, chosen.calibration):
-        print("\n".join(summarize(outcomes)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

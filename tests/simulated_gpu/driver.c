@@ -212,41 +212,23 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
 
-/* CUDA graphs: a capture is open or not. kernels.py notes the operations in it and repeats them. */
-
-static cudaStream_t capturing;
-static unsigned long long captures;
+/* CUDA graphs: nothing is ever captured. */
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = capturing && capturing == stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    return cudaSuccess;
+    return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
                                      size_t *number) {
-    if (id) *id = captures;
+    if (id) *id = 0;
     if (graph) *graph = NULL;
     if (nodes) *nodes = NULL;
     if (edges) *edges = NULL;
     if (number) *number = 0;
     return cudaStreamIsCapturing(stream, status);
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
-    return capturing = stream, captures++, cudaSuccess;
-}
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-    return capturing = NULL, *graph = calloc(1, 64), cudaSuccess;
-}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) { return cudaErrorNotSupported; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
-    return *made = calloc(1, 64), cudaSuccess;
-}
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
-    return cudaGraphInstantiate(made, graph, flags);
-}
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *number) { return *number = 1, cudaSuccess; }
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return free(graph), cudaSuccess; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return free(graph), cudaSuccess; }
 
 /* The driver: PyTorch looks its functions up by name, and needs an answer from one of them. */
 

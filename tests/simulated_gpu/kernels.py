@@ -1,8 +1,8 @@
 """Kernels of the simulated GPU: the CPU does each operation, on the bytes of the CUDA tensors, which are the host's.
 
 `install()` puts a dispatch mode under everything else, so autograd, autocast, the caching allocator and its statistics
-are those of a GPU. What only a GPU has (its attention, cuDNN's batch norm, CUDA graphs) is done with what a CPU has.
-torch.compile leaves a function as it is, and the profiler sees no GPU.
+are those of a GPU. What only a GPU has (its attention, cuDNN's batch norm) is done with what a CPU has. torch.compile
+leaves a function as it is, and the profiler sees no GPU. CUDA graphs and sparse tensors, which no lesson uses, fail.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import functools
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch.autograd import profiler
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -25,13 +24,10 @@ _WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_emp
 _WITHOUT_KERNEL |= {"detach", "_unsafe_view", "record_stream", "_pin_memory", "is_pinned", "is_same_size"}
 _WITHOUT_KERNEL |= {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "_resize_output_", "lift_fresh"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}  # slow on a CPU in 16 bits
-_captures: list[list] = []  # the operations of the CUDA graphs that are being captured
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU's tensor on the same bytes."""
-    if tensor.layout is not torch.strided:
-        return _convert_sparse(tensor, on_cpu)
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -41,11 +37,9 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_gpu(tensor: torch.Tensor, inputs: list[torch.Tensor] = ()) -> torch.Tensor:
     """A GPU's tensor with a CPU's values; on the bytes of an input if these are the CPU's, too."""
-    if tensor.layout is not torch.strided:
-        return _convert_sparse(tensor, on_gpu)
     address = tensor.untyped_storage().data_ptr()
     for given in inputs if address else ():
-        if given.layout is torch.strided and given.untyped_storage().data_ptr() == address:
+        if given.untyped_storage().data_ptr() == address:
             empty = torch.empty(0, dtype=tensor.dtype, device=CUDA)
             return empty.set_(given.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part, or with gaps
@@ -54,15 +48,6 @@ def on_gpu(tensor: torch.Tensor, inputs: list[torch.Tensor] = ()) -> torch.Tenso
     if tensor.numel():
         ctypes.memmove(result.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     return result
-
-
-def _convert_sparse(tensor, convert):
-    """A sparse tensor of which each part is converted."""
-    if tensor.layout is torch.sparse_csr:
-        parts = map(convert, (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
-        return torch.sparse_csr_tensor(*parts, tensor.shape, check_invariants=False)
-    parts, coalesced = map(convert, (tensor._indices(), tensor._values())), tensor.is_coalesced()
-    return torch.sparse_coo_tensor(*parts, tensor.shape, is_coalesced=coalesced, check_invariants=False)
 
 
 class Kernels(TorchDispatchMode):
@@ -86,12 +71,7 @@ class Kernels(TorchDispatchMode):
             return operation(*args, **kwargs)
         if cuda and device is None and name not in _MIXED and any(t.dim() and not t.is_cuda for t in tensors):
             raise RuntimeError(f"Expected all tensors to be on the same device: cuda:0 and cpu in {operation}")
-        if _captures and name == "_local_scalar_dense":
-            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
-        result = self._compute(operation, name, args, kwargs, cuda, to_gpu)
-        if _captures:
-            _captures[-1].append((operation, args, kwargs, result))
-        return result
+        return self._compute(operation, name, args, kwargs, cuda, to_gpu)
 
     def _compute(self, operation, name, args, kwargs, cuda, to_gpu):
         stand_ins = {}
@@ -159,11 +139,8 @@ def _in_fp32(operation, args, kwargs):
 def _drawn(operation, args, kwargs):
     """Random numbers that depend on the state of CUDA's generator, and move it on."""
     generator = kwargs.get("generator") or torch.cuda.default_generators[0]
-    if _captures:
-        place = 0, len(_captures[-1])
-    else:
-        place = generator.initial_seed(), generator.get_offset()
-        generator.set_offset(place[1] + 4)
+    place = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(place[1] + 4)
     state = torch.default_generator.get_state()
     try:
         torch.default_generator.manual_seed(hash(place) % 2**62)
@@ -251,12 +228,6 @@ def _is_causal(asked, window_size) -> bool:
     return asked or (window_size is not None and window_size[1] == 0)
 
 
-def _sparse_product(weight, inputs, bias=None, alpha=None, dtype=None, transposed=False, *_, **__):
-    product = weight @ inputs
-    product = product if bias is None else product + bias[:, None]
-    return product.t().contiguous() if transposed else product
-
-
 def _batch_norm(inputs, weight, bias, mean, variance, training, momentum, epsilon):
     results = aten.native_batch_norm(inputs, weight, bias, mean, variance, training, momentum, epsilon)
     return results[0], *map(_statistic, results[1:]), torch.empty(0, dtype=torch.uint8)
@@ -278,39 +249,9 @@ _GPU_ONLY = {
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "_varlen_attn": _varlen,
     "_varlen_attn_backward": _varlen_backward,
-    "_cslt_compress": torch.clone,  # 2:4 sparsity, with all of its zeros
-    "_cslt_sparse_mm": _sparse_product,
     "cudnn_batch_norm": _batch_norm,
     "cudnn_batch_norm_backward": _batch_norm_backward,
 }
-
-
-class CUDAGraph(torch.cuda.CUDAGraph):
-    """Repeats the operations that were done while it captured, on the same bytes."""
-
-    def capture_begin(self, *args, **kwargs):
-        super().capture_begin(*args, **kwargs)
-        self.captured = []
-        _captures.append(self.captured)
-
-    def capture_end(self):
-        super().capture_end()
-        _captures.remove(self.captured)
-
-    @torch.no_grad()
-    def replay(self):
-        for operation, args, kwargs, results in self.captured:
-            for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs))):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    on_cpu(old).copy_(on_cpu(new))
-
-
-def flex_attention(query, key, value, score_mod=None, block_mask=None, scale=None, **options):
-    """FlexAttention without its blocks: the mask of all pairs."""
-    sizes = (*query.shape[:3], key.shape[2])
-    places = torch.meshgrid(*(torch.arange(size, device=query.device) for size in sizes), indexing="ij")
-    mask = block_mask and block_mask.mask_mod(*places)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def _uncompiled(model=None, **options):
@@ -349,10 +290,6 @@ def _print(show):
 
 def install() -> None:
     """Put the CPU in the place of the GPU, for the rest of the process."""
-    import torch.nn.attention.flex_attention as flex
-
-    flex.flex_attention = flex_attention
-    torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = CUDAGraph
     torch.compile, torch.nn.Module.compile = _uncompiled, lambda module, *args, **kwargs: None
     profiler._prepare_profiler = _without_gpu(profiler._prepare_profiler)
     profiler._enable_profiler = _without_gpu(profiler._enable_profiler)
