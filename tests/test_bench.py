@@ -402,6 +402,7 @@ def ticked(path, often):
     return path.exists() and len(path.read_text().splitlines()) > often
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured(script, tmp_path):
     seen = tmp_path / "seen"
     command = script(f"time.sleep(0.002); print(step, file=open({str(seen)!r}, 'a'))")
@@ -474,6 +475,7 @@ def test_labels_are_given_or_are_the_arguments_that_differ(script, capsys):
     assert printed.startswith("| variant | time per step |") and "| two \\| 2 |" in printed and "* one: `" in printed
 
 
+@pytest.mark.slow
 def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
     def git(*arguments):
         told = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
@@ -536,6 +538,7 @@ cuda = SimpleNamespace(
 '''
 
 
+@pytest.mark.slow
 def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(script, bench, tmp_path, monkeypatch):
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH)

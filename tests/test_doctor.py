@@ -185,6 +185,7 @@ def test_savings_are_not_added_up():
 
 
 @pytest.mark.parametrize("width", [64, 2048])  # bound by the CPU, and by the GPU
+@pytest.mark.slow
 def test_a_replay_of_a_step_without_waits_takes_as_long_as_predicted(width):
     def variant():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
@@ -612,6 +613,7 @@ def test_the_command_refuses_what_it_cannot_use(asked, told, tmp_path, capsys):
 # --- the Trainer of transformers ---
 
 
+@pytest.mark.slow
 def test_the_trainer_as_the_docs_show_it(tmp_path):
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
