@@ -31,8 +31,8 @@ from effgpu.measuring.device import describe, find_device, is_out_of_memory, rel
 from effgpu.measuring.timing import time_for, time_steps
 
 CPU_SIZES = {
-    "text_classifier": {"batch": 4, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
-    "language_model": {"batch": 4, "length": 64, "layers": 2, "width": 128, "heads": 4, "vocabulary": 4096},
+    "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
+    "language_model": {"batch": 8, "length": 64, "layers": 2, "width": 128, "heads": 4, "vocabulary": 4096},
     "image_classifier": {"batch": 16, "size": 32},
 }
 GPU_SIZES = {
