@@ -35,19 +35,18 @@ class Ratio:
     within: float | None = None
 
     def verdict(self, min_effect: float = MIN_EFFECT) -> str:
-        """Same if the effect is less than `min_effect`; faster or slower if the whole interval is beyond it.
+        """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond.
 
-        Beyond 1 is not enough: two builds of one step differ by up to 1 % on a CPU, by where their tensors lie in
-        memory, and turns cannot cancel that. An interval that would be shown with 1.00 as an end tells nothing either.
+        An interval excludes 1 if that is still to be seen in its ends as they are shown, with two digits after the dot.
         """
         within = max(self.high, 1 / self.low) - 1 if self.within is None else self.within
         if 1 + within <= 1 + min_effect:  # rounded alike
             return SAME
-        least = 1 + max(min_effect, 0.005)
-        if 1 / self.high > least:
-            return FASTER
-        if self.low > least:
-            return SLOWER
+        if max(self.value, 1 / self.value) > 1 + min_effect:
+            if round(1 / self.high, 2) > 1:
+                return FASTER
+            if round(self.low, 2) > 1:
+                return SLOWER
         return INCONCLUSIVE
 
     def tell(self, min_effect: float = MIN_EFFECT) -> str:

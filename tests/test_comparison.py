@@ -65,10 +65,12 @@ def cells(result, label):
         (0.8, 0.5, 0.9, FASTER),
         (1.2, 1.1, 2.0, SLOWER),
         (1.0, 0.9, 1.1, INCONCLUSIVE),
-        (1.1, 1.0101, 1.2, SLOWER),
-        (1.1, 1.0099, 1.2, INCONCLUSIVE),  # two builds of one step may differ by as much
-        (0.9, 0.8, 1 / 1.0101, FASTER),
-        (0.9, 0.8, 1 / 1.0099, INCONCLUSIVE),
+        (1.1, 1.0051, 1.2, SLOWER),
+        (1.1, 1.0049, 1.2, INCONCLUSIVE),  # it would be shown as [1.00, 1.20]
+        (0.9, 0.8, 1 / 1.0051, FASTER),
+        (0.9, 0.8, 1 / 1.0049, INCONCLUSIVE),
+        (1.011, 1.006, 1.02, SLOWER),
+        (1.009, 1.006, 1.02, INCONCLUSIVE),  # an effect too small to matter, which may yet be larger
         (1.0, 1.0, 1.0, SAME),
         (1.008, 1.006, 1.01, SAME),
         (1.0, 1 / 1.0101, 1.0, INCONCLUSIVE),
