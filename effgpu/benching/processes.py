@@ -200,7 +200,9 @@ class Process:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._popen.wait(_GRACE)
-        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        how = "its connection is gone" if code is None else f"exit code {code}"
+        if code is not None and code < 0:
+            how = signal.Signals(-code).name
         if code and _OUT_OF_MEMORY.search(self._output()):
             return self._fault(OUT_OF_MEMORY, f"is out of memory ({how})", crowded=True)
         if code and _BUSY in self._output():

@@ -69,14 +69,14 @@ class Recorder(TorchDispatchMode):
     """Every storage that operations create, as a `Block` with its owner, in order of events.
 
     `capability` is that of the GPU that the step is to run on: it decides between attention's kernels. With None, the
-    step runs as on a CPU: without a GPU's rules, and sizes are not rounded. `real` counts real tensors, not fake ones.
+    step runs as on a CPU: without a GPU's rules, and sizes are not rounded. Within `as_gpu` fake tensors are counted,
+    elsewhere real ones.
     """
 
-    def __init__(self, capability: tuple[int, int] | None, *, real: bool = False):
+    def __init__(self, capability: tuple[int, int] | None):
         super().__init__()
         self.capability = capability
-        self._counted = torch.Tensor if real else FakeTensor
-        self.fakes: FakeTensorMode | None = None
+        self.fakes: FakeTensorMode | None = None  # the mode of `as_gpu`
         self.blocks: list[Block] = []
         self.first = 0
         self.assumptions: dict[str, None] = {}  # in the order of their appearance
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
             return self._read(func, args, kwargs)
         if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
             return whole
-        if self._counted is FakeTensor:
+        if self.fakes:
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
         name = func._schema.name
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
         Autograd takes such operations apart, but inference mode leaves it out. So does torch/utils/flop_counter.py.
         """
-        if self._counted is not FakeTensor:
+        if not self.fakes:
             return NotImplemented
         with self:
             if self.capability and func is aten.scaled_dot_product_attention.default:
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            if isinstance(value, self._counted):
+            if isinstance(value, FakeTensor) or not self.fakes:
                 self._add(value)
         elif isinstance(value, (tuple, list)):
             for item in value:
@@ -247,9 +247,7 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
-        if self.optimizing and tensor.is_floating_point():  # an optimizer reads its count of steps, which is on the CPU
-            return 1.0
-        if self.segments and not self.optimizing:
+        if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
             self.segments.append(Segment())
         where = _reader()
         if tensor.dtype is torch.bool:

@@ -263,7 +263,7 @@ def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
 
 def _measure_owners(variant: Variant, steps: int) -> dict[str, int]:
     """The measured peak by owner. The recorder sees results of operations; what kernels take inside is "other"."""
-    recorder = Recorder(None, real=True)
+    recorder = Recorder(None)
     with gc_frozen(), random_states_kept(), observed_by(recorder):
         run_variant(variant, partial(_run, recorder=recorder, steps=steps))
     seen, owners, _ = _divide(recorder)
