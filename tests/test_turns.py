@@ -66,8 +66,11 @@ def test_the_readers_generator_is_left_alone(monkeypatch):
         (1.0, {"seconds": 0.001}, 15),
         (1.0, {"blocks": 20}, 20),
         (0.0, {"blocks": 100}, 100),
+        (1.0, {"capped": True, "seconds": 0.0201 * 3}, 3),
+        (1.0, {"capped": True, "seconds": 0.001}, 1),
+        (1.0, {"capped": True, "seconds": 0.0201 * 30}, 15),
     ],
-    ids=["quiet", "noisy", "capped", "no less than 15", "given", "given, and more than 80"],
+    ids=["quiet", "noisy", "limited", "no less than 15", "given", "many given", "capped", "at least 1", "at most 15"],
 )
 def test_there_are_as_many_blocks_as_the_noise_asks_for_and_the_seconds_allow(sigma, options, blocks, monkeypatch):
     assert Simulated(monkeypatch, sigma=sigma).run(**options) == blocks

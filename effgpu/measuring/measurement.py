@@ -188,7 +188,7 @@ class _NotTogether(Exception):
 
 
 class _Run:
-    """What is measured of some variants, and how. Where EFFGPU_SECONDS cuts it short, turns are of one step."""
+    """What is measured of some variants, and how. EFFGPU_SECONDS cuts it short: to turns of one step, in few blocks."""
 
     def __init__(self, progress: "_Progress", variants: Mapping, seconds, precision, blocks, warmup, energy):
         self.progress, self.variants, self.kind = progress, variants, find_device().type
@@ -270,6 +270,7 @@ class _Run:
                 target=self.precision,
                 seconds=self.seconds,
                 blocks=self.blocks,
+                capped=self.capped,
                 say=partial(self.progress.show, "timing"),
             )
             for label in self.shown("energy") if self.energy else ():

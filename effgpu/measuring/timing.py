@@ -79,7 +79,8 @@ def check_step(**named: object) -> None:
 def cap_seconds(seconds: float) -> float:
     """`seconds`, or what the environment variable EFFGPU_SECONDS allows a measurement at most, where that is less.
 
-    Results that are cut short only show that something runs. Raises ValueError if it is not a positive number.
+    Results that are cut short only show that something runs: there may be too few blocks for an interval. Raises
+    ValueError if it is not a positive number.
     """
     cap = os.environ.get(CAP, "inf")
     with contextlib.suppress(ValueError):

@@ -19,6 +19,7 @@ def take_blocks(
     target: float,
     seconds: float,
     blocks: int | None = None,
+    capped: bool = False,
     say: Say = lambda done, total, left: None,
 ) -> None:
     """Take turns in blocks: each one has a turn in a random order, and another in the reverse order.
@@ -26,9 +27,11 @@ def take_blocks(
     So drift cancels within a block, and no one always comes after the same other. One block is one observation.
     `ratios` gives, for each comparison, the logarithms of the blocks' ratios so far. The first 15 blocks tell how many
     are needed for intervals of ±`target`, a share. There are at most 80, and no more than take `seconds` of each one's
-    time. `blocks` sets their number. `say` is told before each turn how far it is.
+    time. `blocks` sets their number. `capped` takes no more than fit into `seconds`, be they too few for an interval.
+    `say` is told before each turn how far it is.
     """
-    wanted, done, began = blocks or FEWEST_BLOCKS, 0, time.perf_counter()
+    first = 1 if capped else FEWEST_BLOCKS
+    wanted, done, began = blocks or first, 0, time.perf_counter()
     while done < wanted and (order := alive()):
         random.SystemRandom().shuffle(order)  # leaves the reader's own generator alone
         for number, label in enumerate([*order, *reversed(order)]):
@@ -38,10 +41,10 @@ def take_blocks(
             say(turns * done + number, turns * wanted, left)
             take_turn(label)
         done += 1
-        if done == FEWEST_BLOCKS and not blocks and (order := alive()):
+        if done == first and not blocks and (order := alive()):
             block = max(time.perf_counter() - began, 1e-9) / done / len(order)  # seconds of each one's time
-            needed = max((count_blocks(logs, target) for logs in ratios()), default=done)
-            wanted = max(done, int(min(needed, MOST_BLOCKS, seconds / block)))
+            needed = [FEWEST_BLOCKS] if capped else [count_blocks(logs, target) for logs in ratios()]
+            wanted = max(done, int(min(max(needed, default=done), MOST_BLOCKS, seconds / block)))
 
 
 def take_builds(alive: Alive, take_turn: Turn, say: Say = lambda done, total, left: None) -> None:
