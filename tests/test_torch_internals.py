@@ -43,7 +43,6 @@ WORKS = {  # what is not just something to call
     "torch.nn.Module._parameters": lambda parameters: list(parameters) == ["weight", "bias"],
     "torch.optim.optimizer._default_to_fused_or_foreach": takes("params", "differentiable", "use_fused"),
     "torch.overrides._len_torch_function_stack": lambda ask: ask() == 0,
-    "torch.utils._pytree.tree_leaves": lambda leaves: leaves([1, {"a": (2,)}]) == [1, 2],
     "torch.utils.data.DataLoader._get_iterator": takes("self"),
 }
 
@@ -58,9 +57,11 @@ def test_it_is_there_and_does_what_it_did(path):
 
 
 def test_one_that_is_gone_is_named(monkeypatch):
-    monkeypatch.delattr(torch.utils._pytree, "tree_leaves")
-    with pytest.raises(ImportError, match=r"^PyTorch .* has no torch\.utils\._pytree\.tree_leaves: expected it as in "):
-        from effgpu.measuring.torch_internals import tree_leaves  # noqa: F401
+    monkeypatch.delattr(torch._subclasses.fake_tensor, "FakeTensor")
+    with pytest.raises(
+        ImportError, match=r"^PyTorch .* has no torch\._subclasses\.fake_tensor\.FakeTensor: expected it as "
+    ):
+        from effgpu.measuring.torch_internals import FakeTensor  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         from effgpu.measuring.torch_internals import no_such_name  # noqa: F401
 

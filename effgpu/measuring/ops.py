@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from effgpu.measuring.timing import check_step
-from effgpu.measuring.torch_internals import TorchDispatchMode, tree_leaves
+from effgpu.measuring.torch_internals import TorchDispatchMode
 from effgpu.measuring.variants import check_worked, uncompiled
 
 Key = Callable[[str, list[torch.Tensor]], Hashable | None]
@@ -74,8 +74,11 @@ def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: objec
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """The tensors among arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """The tensors among arguments or results, in lists, tuples and dictionaries."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for branch in branches for tensor in tensors_of(branch)]
 
 
 def _size(tensor: torch.Tensor) -> int:

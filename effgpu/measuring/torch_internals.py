@@ -1,6 +1,6 @@
 """The private names of PyTorch that effgpu stands on: all of them, and the version that each was last checked with.
 
-There is no public way to what they do. `from effgpu.measuring.torch_internals import tree_leaves` finds one by the last
+There is no public way to what they do. `from effgpu.measuring.torch_internals import FakeTensor` finds one by the last
 part of its name. A new PyTorch may change any: tests/test_torch_internals.py tries them one by one, and `make floor`
 does so on the oldest PyTorch that `pyproject.toml` admits.
 """
@@ -17,7 +17,6 @@ CHECKED = {
     "torch.autograd._enable_profiler_legacy": "2.14.1",
     "torch.autograd._disable_profiler_legacy": "2.14.1",
     "torch.utils._python_dispatch.TorchDispatchMode": "2.14.1",
-    "torch.utils._pytree.tree_leaves": "2.14.1",
     "torch._ops.OpOverload._schema": "2.14.1",
     "torch._dynamo.pgo._CODE_STATE": "2.14.1",
     "torch._dynamo.utils.counters": "2.14.1",
