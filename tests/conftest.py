@@ -29,23 +29,21 @@ hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  
 hypothesis.settings.load_profile("effgpu")
 
 HAS_GPU = torch.cuda.is_available()
-
-
 LONGEST = ("16_ladder", "17_distilbert_150k")  # of the lessons
 
 
 def pytest_collection_modifyitems(items):
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
-    items.sort(key=_rank)
-
-
-def _rank(item):
     """What runs one of the longest lessons comes first, then what runs another lesson, then all else."""
-    runs_a_lesson = item.path.suffix == ".ipynb" or item.get_closest_marker("slow")
-    return (not any(lesson in item.nodeid for lesson in LONGEST), False) if runs_a_lesson else (True, True)
+
+    def place(item):
+        if item.path.suffix == ".ipynb" or item.get_closest_marker("slow"):
+            return 0 if any(lesson in item.nodeid for lesson in LONGEST) else 1
+        return 2
+
+    items.sort(key=place)
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,14 +76,9 @@ class SimulatedGpu:
     """The face of a GPU: it says what it is, and logs what it is asked for. Its clock is moved by the tests' steps."""
 
     def __init__(self, name, capability, memory):
-        self.properties = SimpleNamespace(
-            name=name,
-            major=capability[0],
-            minor=capability[1],
-            total_memory=memory,
-            multi_processor_count=132,
-            uuid="01234567-89ab-cdef-0123-456789abcdef",
-        )
+        uuid = "01234567-89ab-cdef-0123-456789abcdef"
+        self.properties = SimpleNamespace(name=name, total_memory=memory, multi_processor_count=132, uuid=uuid)
+        self.properties.major, self.properties.minor = capability
         self.log = []
         self.clock = 0.0  # seconds
         self.reserved, self.allocated, self.most_reserved, self.most_allocated = 0, 0, 0, 0
@@ -139,10 +132,7 @@ def simulate_gpu(monkeypatch):
             "max_memory_reserved": lambda device=None: gpu.most_reserved,
             "max_memory_allocated": lambda device=None: max(gpu.most_allocated, gpu.allocated),
             "reset_peak_memory_stats": lambda device=None: gpu.reset_peaks(),
-            "mem_get_info": lambda device=None: (
-                gpu.properties.total_memory - gpu.reserved - gpu.elsewhere,
-                gpu.properties.total_memory,
-            ),
+            "mem_get_info": lambda device=None: (memory - gpu.reserved - gpu.elsewhere, memory),
             "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
             "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
             "memory_stats": lambda device=0: {
@@ -221,13 +211,12 @@ def make_measurement(cpu):
 
 def predicted_sizes(old, new, verdicts=("does not fit", "fits"), labels=("old", "new")):
     """What two variants are predicted to take on a T4, where the first needs 4 s and the second a quarter of it."""
-    common = {"gpu": "T4", "memory": 15 * GiB, "bound": "matrix products"}
     times = (
         {"seconds": (4.0, 3.0, 5.0), "products": 3.5, "others": 0.5},
         {"seconds": (1.0, 0.8, 1.3), "products": 0.5, "others": 0.25, "ratio": (0.25, 0.2, 0.3)},
     )
     return {
-        label: (FullSize(allocated=allocated, verdict=verdict, **common, **time),)
+        label: (FullSize("T4", 15 * GiB, allocated, verdict, "matrix products", **time),)
         for label, allocated, verdict, time in zip(labels, (old, new), verdicts, times)
     }
 

@@ -1,6 +1,8 @@
 """Training scripts for the doctor: a healthy one, and ten that differ from it in a few lines, each with a disease."""
 
 HEALTHY = """
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -17,24 +19,19 @@ class Texts(Dataset):
         return len(self.texts)
 
     def __getitem__(self, index):
-        text = self.texts[index]
-        return text, index % 10
+        return self.texts[index], index % 10
 
 
 class Classifier(nn.Module):
     def __init__(self, width=256, layers=2):
         super().__init__()
         self.embed = nn.Embedding(1000, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, norm_first=True) for _ in range(layers)
-        )
+        block = partial(nn.TransformerEncoderLayer, width, 8, 4 * width, batch_first=True, norm_first=True)
+        self.blocks = nn.Sequential(*(block() for _ in range(layers)))
         self.logits = nn.Linear(width, 10)
 
     def forward(self, texts):
-        x = self.embed(texts)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(x.mean(1))
+        return self.logits(self.blocks(self.embed(texts)).mean(1))
 
 
 def variant():
@@ -62,16 +59,14 @@ LOADER = HEALTHY.splitlines()[-1]
 SICK = {
     "slow loader": (
         "data loading",
-        ("        text = self", "        time.sleep(0.001)\n        text = self"),
-        ("import torch\n", "import time\n\nimport torch\n"),
+        ("        return self.texts", "        import time\n\n        time.sleep(0.001)\n        return self.texts"),
         ("num_workers=1, pin_memory=True, persistent_workers=True", "pin_memory=True"),
     ),
     "item in the loop": (
         "hidden waits",
         (
-            "        scaler.step(optimizer)",
-            "        norm = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5\n"
-            "        scaler.step(optimizer)",
+            "        scaler.step",
+            "        norm = sum(p.grad.norm().item() for p in model.parameters())\n        scaler.step",
         ),
     ),
     "unpinned copies": (
@@ -82,29 +77,26 @@ SICK = {
     ),
     "padding to 512": (
         "padding",
-        ("return text, index % 10", "return nn.functional.pad(text, (0, 448)), index % 10"),
+        ("return self.texts[index]", "return nn.functional.pad(self.texts[index], (0, 448))"),
         ("LENGTH, BATCH = 64, 64", "LENGTH, BATCH = 64, 8"),
     ),
     "unfused AdamW on many small tensors": (
         "optimizer",
         ("fused=True", "foreach=False"),
         (
-            "        self.logits =",
-            "        self.scales = nn.ParameterList(torch.ones(width) for _ in range(100))\n        self.logits =",
+            "self.logits =",
+            "self.scales = nn.ParameterList(torch.ones(width) for _ in range(99))\n        self.logits =",
         ),
-        ("return self.logits(x.mean(1))", "return self.logits(x.mean(1) * torch.stack(list(self.scales)).prod(0))"),
+        (".mean(1))", ".mean(1) * torch.stack(list(self.scales)).prod(0))"),
     ),
     "fp32 on tensor cores": ("precision", ('torch.autocast("cuda", torch.float16)', "torch.enable_grad()")),
     "tiny batch": ("launching", ("LENGTH, BATCH = 64, 64", "LENGTH, BATCH = 64, 1")),
     "logging each step": (
         "hidden waits",
         (
-            "        optimizer.zero_grad()",
-            "        for name, parameter in model.named_parameters():\n"
-            "            log[name] = parameter.detach().cpu().numpy().std()\n"
-            "        optimizer.zero_grad()",
+            "        optimizer.",
+            "        log = [p.detach().cpu().numpy() for p in model.parameters()]\n        optimizer.",
         ),
-        ("    scaler =", "    log = {}\n    scaler ="),
     ),
     "recompiling shapes": (
         "recompiling",
@@ -114,10 +106,7 @@ SICK = {
     ),
     "validation with grad": (
         "validation",
-        (
-            "        optimizer.zero_grad()",
-            "        optimizer.zero_grad()\n        validation = cross_entropy(model(texts), labels)",
-        ),
+        ("        optimizer.zero", "        validation = cross_entropy(model(texts), labels)\n        optimizer.zero"),
     ),
 }
 

@@ -2,10 +2,10 @@
 
 import collections
 import functools
+import itertools
 import math
 import os
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,30 +18,13 @@ from hypothesis import strategies as st
 from effgpu.course import corpus
 
 SEEDS = st.integers(-(2**70), 2**70)
-
-
-@pytest.fixture
-def sizes(tmp_path, monkeypatch):
-    """The number of lines of each file of two packages in which every line is unique: "<package> <file> <number>"."""
-    sizes = {}
-    for package in ("corpus_a", "corpus_b"):
-        for file, size in {"__init__": 1, "long": 400, "sub/short": 9, "tests/test_long": 50}.items():
-            path = tmp_path / package / f"{file}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(f"{package} {file} {line}" for line in range(size)))
-            sizes[package, file] = size
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(corpus, "PACKAGES", ("corpus_a", "corpus_b"))
-    return sizes
+FILES = {"__init__": 1, "long": 400, "sub/short": 9, "tests/test_long": 50}
 
 
 @functools.cache
 def read_sources(package):
     files = [path.read_text(encoding="utf-8") for path in corpus._find_sources(package)]
     return "\0".join("\n".join(file.splitlines()) for file in files)
-
-
-# Text
 
 
 @settings(max_examples=20, deadline=None)
@@ -76,19 +59,25 @@ def test_data_is_the_same_in_another_process_and_no_import_but_torch_is_slow():
     assert done.stdout.strip() == f"{corpus.draw_texts(9, 'test', 3)} {corpus.Glyphs(9).fonts}"
 
 
-def test_splits_share_no_line_and_windows_stay_within_a_file(sizes):
-    lines = {"train": set(), "test": set()}
-    for split, seen in lines.items():
-        for text in corpus.draw_texts(3000, split, 0)[0]:
-            window = [line.rsplit(" ", 1) for line in text.split("\n")]
-            assert len({file for file, _ in window}) == 1, "a window runs into the next file"
-            numbers = [int(number) for _, number in window]
-            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-            seen.update(text.split("\n"))
-    kept = {name: size for name, size in sizes.items() if "tests" not in name[1]}
-    first = {f"{package} {file} {line}" for (package, file), size in kept.items() for line in range(size * 8 // 10)}
-    every = {f"{package} {file} {line}" for (package, file), size in kept.items() for line in range(size)}
-    assert lines["train"] == first and lines["test"] == every - first
+def test_splits_share_no_line_and_windows_stay_within_a_file(tmp_path, monkeypatch):
+    """Of two packages in which every line says where it stands: "package file number"."""
+    expected = {"train": set(), "test": set()}
+    for package, (file, size) in itertools.product(("corpus_a", "corpus_b"), FILES.items()):
+        path = tmp_path / package / f"{file}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{package} {file} {number}" for number in range(size)]
+        path.write_text("\n".join(lines))
+        if "tests" not in file:
+            expected["train"].update(lines[: size * 8 // 10])
+            expected["test"].update(lines[size * 8 // 10 :])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(corpus, "PACKAGES", ("corpus_a", "corpus_b"))
+    for split, lines in expected.items():
+        windows = [text.split("\n") for text in corpus.draw_texts(3000, split, 0)[0]]
+        for window in windows:
+            file, first = window[0].rsplit(" ", 1)
+            assert window == [f"{file} {int(first) + line}" for line in range(len(window))], "runs into the next file"
+        assert {line for window in windows for line in window} == lines
 
 
 def test_packages_are_balanced_and_lengths_spread():
@@ -102,25 +91,6 @@ def test_packages_are_balanced_and_lengths_spread():
     assert len(set(texts)) > 0.95 * len(texts)
 
 
-def test_the_package_of_a_text_can_be_learned():
-    """Naive Bayes on words, trained on one split, beats chance on the other by far; guessing gives 1 in 14."""
-    words = [collections.Counter() for _ in corpus.PACKAGES]
-    for text, label in zip(*corpus.draw_texts(5000, "train", 0)):
-        words[label].update(set(re.findall(r"\w+", text)))
-    totals = [seen.total() for seen in words]
-
-    def guess(text):
-        found = set(re.findall(r"\w+", text))
-        scores = [sum(math.log((seen[w] + 0.1) / (total + 1)) for w in found) for seen, total in zip(words, totals)]
-        return scores.index(max(scores))
-
-    texts, labels = corpus.draw_texts(400, "test", 0)
-    assert sum(guess(text) == label for text, label in zip(texts, labels)) > 0.4 * len(texts)
-
-
-# Images
-
-
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(16, 96), seed=SEEDS, data=st.data())
 def test_a_glyph_depends_on_seed_and_index_alone(size, seed, data):
@@ -129,16 +99,13 @@ def test_a_glyph_depends_on_seed_and_index_alone(size, seed, data):
     glyphs = corpus.Glyphs(count, size=size, seed=seed)
     image, label = glyphs[index]
     assert image.shape == (1, size, size) and image.dtype == torch.float32
-    assert image.min() == 0 and 0.4 < image.max() <= 1
-    assert type(label) is int and 0 <= label < 62
-    again = pickle.loads(pickle.dumps(glyphs))
-    for other, at in ((again, index - count), (corpus.Glyphs(index + 1, size=size, seed=seed), index)):
-        assert torch.equal(other[at][0], image) and other[at][1] == label
-    assert len(glyphs) == count
-    with pytest.raises(IndexError):
-        glyphs[count]
-    with pytest.raises(TypeError):
-        glyphs[:2]
+    assert image.min() == 0 and 0.4 < image.max() <= 1 and type(label) is int and 0 <= label < 62
+    again, fewer = pickle.loads(pickle.dumps(glyphs)), corpus.Glyphs(index + 1, size=size, seed=seed)
+    for same, same_label in (again[index - count], fewer[index]):
+        assert torch.equal(same, image) and same_label == label
+    for wrong, error in ((len(glyphs), IndexError), (slice(2), TypeError)):
+        with pytest.raises(error):
+            glyphs[wrong]
 
 
 def test_an_image_shows_what_its_label_says_and_hardly_ever_repeats():
@@ -151,9 +118,6 @@ def test_an_image_shows_what_its_label_says_and_hardly_ever_repeats():
     means = torch.stack([images[:2000][labels[:2000] == label].mean(0) for label in range(62)])
     assert (torch.cdist(images[2000:], means).argmin(-1) == labels[2000:]).float().mean() > 0.5
     assert [corpus.Glyphs(100, seed=1)[i][1] for i in range(100)] != labels[:100].tolist()
-
-
-# All of it
 
 
 @pytest.mark.parametrize(
@@ -171,8 +135,9 @@ def test_a_bad_argument_is_named(make, arguments, error):
         make(**arguments)
 
 
-def test_worker_ids_names_the_worker_that_made_a_batch_also_a_spawned_one():
-    options = {"num_workers": 2, "collate_fn": corpus.worker_ids, "multiprocessing_context": "spawn"}
+def test_worker_ids_names_the_worker_that_made_a_batch():
+    options = {"num_workers": 2, "collate_fn": corpus.worker_ids, "multiprocessing_context": "fork"}
     batches = list(torch.utils.data.DataLoader(range(6), 2, **options))
     assert [worker for _, worker in batches] == [0, 1, 0]
     assert len({*batches}) == 2 and os.getpid() not in {process for process, _ in batches}
+    assert pickle.loads(pickle.dumps(corpus.worker_ids)) is corpus.worker_ids, "a spawned worker needs it"

@@ -12,18 +12,10 @@ import torch
 
 from effgpu.benching.processes import _OUT_OF_MEMORY
 from effgpu.measuring import device, power
-from effgpu.measuring.device import (
-    Device,
-    current_limit,
-    describe,
-    free_memory,
-    is_out_of_memory,
-    memory_limit,
-)
+from effgpu.measuring.device import Device, current_limit, describe, free_memory, is_out_of_memory, memory_limit
 from effgpu.units import GiB, MiB
 
 pytestmark = pytest.mark.usefixtures("short_collections")
-T4 = {"name": "Tesla T4", "capability": (7, 5), "memory": 15 * GiB}
 
 
 def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gpu):
@@ -57,30 +49,27 @@ def test_describe_on_a_cpu():
 
 
 def test_describe_on_a_t4_says_that_bf16_is_emulated_and_what_is_missing(simulate_gpu, monkeypatch):
-    simulate_gpu(**T4)
-
-    def refuse():
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
-    assert describe().driver is None
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.1")
+    simulate_gpu("Tesla T4", capability=(7, 5), memory=15 * GiB)
     here = describe()
     assert (here.name, here.kind, here.memory) == ("Tesla T4", "cuda", 15 * GiB)
-    assert (here.multiprocessors, here.capability, here.driver) == (132, (7, 5), "580.1")
-    assert here.supports == {
-        "bf16": "emulated",
-        "fp16 tensor cores": "yes",
-        "torch.compile": "yes",
-        "TF32": "no",
-        "flash attention": "no",
-        "2:4 sparsity": "no",
-        "fp8": "no",
-    }
+    assert (here.multiprocessors, here.capability, here.driver, here.variables) == (132, (7, 5), "580.1", {})
+    assert list(here.supports.values()) == ["emulated", "yes", "yes", "no", "no", "no", "no"]
+    assert list(here.supports)[:4] == ["bf16", "fp16 tensor cores", "torch.compile", "TF32"]
     assert "cuda" in here.versions
     simulate_gpu(capability=(8, 9))
     assert set(describe().supports.values()) == {"yes"}
+
+
+def test_describe_says_what_changes_what_is_measured_and_goes_without_nvml(simulate_gpu, monkeypatch):
+    def refuse():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    simulate_gpu()
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert (describe().driver, describe().variables) == (None, {"CUDA_LAUNCH_BLOCKING": "1"})
 
 
 def test_amds_numbers_are_not_taken_for_cudas(simulate_gpu, monkeypatch):
@@ -88,13 +77,6 @@ def test_amds_numbers_are_not_taken_for_cudas(simulate_gpu, monkeypatch):
     simulate_gpu(capability=(10, 3))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert (describe().capability, describe().supports) == (None, {"bf16": "yes"})
-
-
-def test_variables_that_change_what_is_measured_are_noted(simulate_gpu, monkeypatch):
-    simulate_gpu()
-    assert describe().variables == {}
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert describe().variables == {"CUDA_LAUNCH_BLOCKING": "1"}
 
 
 def test_names_of_devices(cpu, make_gpu):
@@ -105,17 +87,15 @@ def test_names_of_devices(cpu, make_gpu):
 
 def test_the_tightest_limit_holds_and_each_comes_undone(simulate_gpu):
     gpu = simulate_gpu(memory=16 * GiB)
-    with memory_limit(8 * GiB):
-        assert (current_limit(), gpu.fraction) == (8 * GiB, 0.5)
-        with memory_limit(4 * GiB):
-            assert (current_limit(), gpu.fraction) == (4 * GiB, 0.25)
-            with memory_limit(12 * GiB):
-                assert (current_limit(), gpu.fraction) == (4 * GiB, 0.25)
-        assert (current_limit(), gpu.fraction) == (8 * GiB, 0.5)
-    assert (current_limit(), gpu.fraction) == (None, 1.0)
+    found = lambda: (current_limit(), gpu.fraction)
     with pytest.raises(KeyboardInterrupt), memory_limit(8 * GiB):
+        with memory_limit(4 * GiB):
+            assert found() == (4 * GiB, 0.25)
+            with memory_limit(12 * GiB):
+                assert found() == (4 * GiB, 0.25)
+        assert found() == (8 * GiB, 0.5)
         raise KeyboardInterrupt
-    assert (current_limit(), gpu.fraction) == (None, 1.0)
+    assert found() == (None, 1.0)
 
 
 def test_a_limit_is_for_what_comes_on_top_of_what_is_held(simulate_gpu, monkeypatch):
@@ -123,9 +103,7 @@ def test_a_limit_is_for_what_comes_on_top_of_what_is_held(simulate_gpu, monkeypa
     gpu.reserved = 6 * GiB  # of which the cache gives back two
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(gpu, "reserved", 4 * GiB))
     with memory_limit(4 * GiB):
-        assert gpu.fraction == 0.5
-
-        assert current_limit() == 4 * GiB, "what a step may take, whatever was there before"
+        assert (current_limit(), gpu.fraction) == (4 * GiB, 0.5)
         gpu.reserved = 6 * GiB
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         with memory_limit(3 * GiB):
@@ -156,7 +134,7 @@ def test_free_memory_of_a_cpu_is_what_is_available(monkeypatch):
 @pytest.mark.parametrize("limit", [0, math.inf, "1 GiB"])
 def test_a_limit_is_a_positive_number(limit):
     with pytest.raises(ValueError, match=r"^limit: expected a positive number, got"), memory_limit(limit):
-        raise AssertionError("a limit that is none was taken")
+        pass
     assert current_limit() is None
 
 
@@ -182,7 +160,7 @@ def test_release_memory_empties_the_allocators_cache_after_all_that_holds_it(sim
 )
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
-    if expected and str(error):
+    if expected:
         assert _OUT_OF_MEMORY.search(f"Traceback ...\n{type(error).__name__}: {error}\n")
 
 
@@ -203,8 +181,6 @@ def test_describe_on_this_gpu():
     assert (here.name, here.kind, here.memory) == (properties.name, "cuda", properties.total_memory)
     assert here.capability == torch.cuda.get_device_capability()
     assert here.multiprocessors > 0 and here.cores == len(os.sched_getaffinity(0))
-    assert here.versions["cuda"] == (torch.version.cuda or "rocm")
-    assert set(here.supports.values()) <= {"yes", "no", "emulated"}
     assert here.driver or power.find_board() is None  # without NVML, as in some containers
     assert here.supports["bf16"] == "yes" or here.capability < (8, 0)
     assert json.loads(json.dumps(asdict(here)))["name"] == here.name
@@ -212,14 +188,15 @@ def test_describe_on_this_gpu():
 
 @pytest.mark.gpu
 def test_a_limit_on_this_gpu_holds_and_comes_undone():
+    take = lambda size: torch.empty(size, dtype=torch.uint8, device="cuda")
     device.release_memory()
-    held = torch.empty(64 * MiB, dtype=torch.uint8, device="cuda")  # is beside the limit
-    torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")  # is in the cache, and not to be had from there
+    held = take(64 * MiB)  # is beside the limit
+    take(512 * MiB)  # is in the cache, and not to be had from there
     with memory_limit(256 * MiB):
-        torch.empty(240 * MiB, dtype=torch.uint8, device="cuda")
+        take(240 * MiB)
         with pytest.raises(RuntimeError) as caught:
-            torch.empty(272 * MiB, dtype=torch.uint8, device="cuda")
+            take(272 * MiB)
         assert is_out_of_memory(caught.value)
-    torch.empty(512 * MiB, dtype=torch.uint8, device="cuda")
+    take(512 * MiB)
     del held
     device.release_memory()

@@ -10,15 +10,9 @@ IMAGES = Path(__file__).parent.parent / "images"
 DRAWINGS = sorted(IMAGES.glob("*.svg"))
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("drawn")
-    runpy.run_path(str(IMAGES / "draw.py"))["main"](folder)
-    return folder
-
-
-def test_every_drawing_is_committed_and_no_other(drawn):
-    assert [path.name for path in sorted(drawn.glob("*.svg"))] == [path.name for path in DRAWINGS]
+def test_every_drawing_is_committed_and_no_other(tmp_path):
+    runpy.run_path(str(IMAGES / "draw.py"))["main"](tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("*.svg"))] == [path.name for path in DRAWINGS]
 
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from test_lessons import CHECKED, each_lesson, read, text_of
+from test_lessons import CHECKED, code, each_lesson, prose, read, text_of
 
 from effgpu.measuring import timing
 
@@ -21,29 +21,14 @@ MUTATIONS = {
     "02_dataloader": ("shuffle=True, generator=order,", "shuffle=True,"),
     "03_pinned_memory": ("images.to(device, non_blocking=True)", "torch.zeros_like(images, device=device)"),
     "04_padding_and_packing": ("torch.full_like(text, number)", "torch.full_like(text, 1)"),
-    "05_batch_size": (
-        "cross_entropy(model(texts[chosen]), labels[chosen])",
-        'cross_entropy(model(texts[chosen]), labels[chosen], reduction="sum")',
-    ),
-    "06_gradient_accumulation": (
-        "loss = loss / len(labels)  # new",
-        "loss = loss / len(some_labels) / pieces  # new",
-    ),
+    "05_batch_size": ("texts[chosen]), labels[chosen])", 'texts[chosen]), labels[chosen], reduction="sum")'),
+    "06_gradient_accumulation": ("/ len(labels)  # new", "/ len(some_labels) / pieces  # new"),
     "07_gradient_checkpointing": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
-    "08_mixed_precision": (
-        "torch.autocast(device.type, dtype)",
-        "torch.autocast(device.type, dtype, enabled=False)",
-    ),
+    "08_mixed_precision": ("torch.autocast(device.type, dtype)", "torch.autocast(device.type, enabled=False)"),
     "09_optimizers": ("each[parameter].zero_grad()", "pass"),
     "10_zero_grad": ("optimizer.zero_grad()  # new", "optimizer.zero_grad(set_to_none=False)  # new"),
-    "11_no_grad_validation": (
-        "with torch.no_grad(), workloads.autocast():  # new",
-        "with workloads.autocast():  # new",
-    ),
-    "12_debug_apis": (
-        "with torch.autograd.set_detect_anomaly(True):  # new",
-        "with torch.autograd.set_detect_anomaly(False):  # new",
-    ),
+    "11_no_grad_validation": ("torch.no_grad(), workloads.autocast():  # new", "workloads.autocast():  # new"),
+    "12_debug_apis": ("set_detect_anomaly(True):  # new", "set_detect_anomaly(False):  # new"),
     "13_cudnn_benchmark": (
         "model = model.to(memory_format=torch.channels_last)  # new\n"
         "    images = images.to(memory_format=torch.channels_last)  # new\n",
@@ -53,10 +38,7 @@ MUTATIONS = {
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
     "17_distilbert_150k": ("mask = (ids != 0).long()\n    return", "mask = torch.ones_like(ids)\n    return"),
-    "18_pruning": (
-        "last.weight = nn.Parameter(last.weight[:, keep])  # new",
-        "last.weight = nn.Parameter(last.weight[:, : len(keep)])  # new",
-    ),
+    "18_pruning": ("last.weight[:, keep])  # new", "last.weight[:, : len(keep)])  # new"),
     "19_inference": ("model.to(workloads.choose_16_bits())  # new", "pass  # new"),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
     "21_shapes": ("wide.bias[outputs:] = -math.inf  # new", "wide.bias[outputs:] = 0.0  # new"),
@@ -82,7 +64,7 @@ socket.socket.connect = connect
 @each_lesson
 def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, tmp_path, monkeypatch):
     """All cells; the technique done wrong, which the checked cells notice; all cells again; every solution."""
-    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    cells = code(read(path))
     with start_kernel(path, tmp_path, monkeypatch) as run:
         assert not run(cells)
         assert told(cells) == told(read(path).cells), "the checked cells differ from the stored ones"
@@ -121,8 +103,7 @@ def told(cells) -> list[str]:
 
 def solutions(path) -> list[str]:
     """The Python in the folded solutions of a lesson's exercises."""
-    prose = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    folded = re.findall(r"<summary>Solution</summary>(.*?)</details>", prose, re.DOTALL)
+    folded = re.findall(r"<summary>Solution</summary>(.*?)</details>", prose(read(path)), re.DOTALL)
     return [source for part in folded for source in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
 
 

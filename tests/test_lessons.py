@@ -22,8 +22,9 @@ HEADINGS = ["## The technique", "## Your guess", "## What happened", "## In your
 HEADINGS += ["# The proof", "## Try it"]
 # Loading, copies and sending: a table predicts, from published rates.
 BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory", "20_multi_gpu")
-CHECKED = "nbval-check-output"
 ONLY_ON_A_GPU = ("03_pinned_memory", "20_multi_gpu")  # compare nothing without one, or without two
+CHECKED = "nbval-check-output"
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -41,17 +42,13 @@ def prose(notebook) -> str:
     return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
 
 
-def outputs(notebook) -> list:
-    return [output for cell in code(notebook) for output in cell.outputs]
-
-
 def text_of(cell) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
 def test_there_are_lessons_in_reading_order():
-    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) for path in LESSONS)
-    assert len({path.stem[:2] for path in LESSONS}) == len(LESSONS) > 0
+    numbers = [re.fullmatch(r"(\d\d)_[a-z0-9_]+", path.stem)[1] for path in LESSONS]
+    assert len(set(numbers)) == len(numbers) > 0
 
 
 @each_lesson
@@ -92,7 +89,7 @@ def test_the_reader_guesses_and_the_lesson_predicts_before_it_measures(path):
 @each_lesson
 def test_every_exercise_has_a_solution_with_code(path):
     tasks = prose(read(path)).partition("\n## Try it\n")[2].partition("\n## ")[0]
-    numbered = re.split(r"^\*\*\d\.\*\*", tasks, flags=re.MULTILINE)[1:]
+    _, *numbered = re.split(r"^\*\*\d\.\*\*", tasks, flags=re.MULTILINE)
     assert len(numbered) >= 2
     for task in numbered:
         assert re.search(r"<details>\s*<summary>Solution</summary>.*```python\n.*</details>", task, re.DOTALL)
@@ -102,17 +99,22 @@ def test_every_exercise_has_a_solution_with_code(path):
 @each_lesson
 def test_the_script_to_copy_runs_as_it_stands(path, tmp_path):
     (tmp_path / "train.py").write_text(script_to_copy(path))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    start = launcher if path.stem == "20_multi_gpu" else []
-    command = [sys.executable, *start, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "effgpu" not in (tmp_path / "train.py").read_text() and re.search(r"loss \d", done.stdout)
+    told = run_script(tmp_path, launched=path.stem == "20_multi_gpu")
+    assert "effgpu" not in script_to_copy(path) and re.search(r"loss \d", told)
 
 
 def script_to_copy(path: Path) -> str:
     story = prose(read(path)).partition("## In your own script")[2]
     return re.search(r"```python\n(.*?)```", story, re.DOTALL)[1]
+
+
+def run_script(folder: Path, launched: bool, **environment: str) -> str:
+    """What train.py prints in a process of its own."""
+    command = [sys.executable, *(LAUNCHER if launched else ()), "train.py"]
+    options = {"cwd": folder, "env": os.environ | environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, **options, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -123,57 +125,41 @@ def test_the_script_for_several_gpus_trains_the_same_on_two_ranks(tmp_path, monk
     told = torchrun("train.py", cpu=True)
     assert re.findall(r"^epoch (\d): loss \d", told, re.MULTILINE) == ["0", "1"], "rank 0 alone prints"
     two_ranks = torch.load("model.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "train.py"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    run_script(tmp_path, launched=True, CUDA_VISIBLE_DEVICES="")
     for name, weight in torch.load("model.pt").items():
         assert (two_ranks[name] - weight).norm() < 0.001 * weight.norm()
 
 
 @each_lesson
-def test_is_committed_executed(path):
+def test_is_committed_executed_with_its_results(path):
     notebook = read(path)
-    assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
-    assert not [output for output in outputs(notebook) if output.output_type == "error"]
-    assert any("image/png" in output.get("data", {}) for output in outputs(notebook))
-    told = json.dumps([{k: v for k, v in output.items() if k != "data"} for output in outputs(notebook)])
-    assert not re.search(r"(/(home|root|tmp|work|Users)/)|Warning|\\r", told)
-    bare = [output.get("data", {}).get("text/plain", "") for output in outputs(notebook)]
-    assert not [text for text in bare if text.startswith("tensor(")], "a cell shows the numbers of a tensor"
-    assert text_of(code(notebook)[1]).startswith("measured on ")
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
-
-
-@each_lesson
-def test_checked_cells_have_something_to_check(path):
-    checked = [cell for cell in code(read(path)) if CHECKED in cell.metadata.get("tags", [])]
+    cells = code(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    told = json.dumps([{k: v for k, v in output.items() if k != "data"} for output in outputs])
+    assert not re.search(r"(/(home|root|tmp|work|Users)/)|Warning|\\r", told)
+    data = [output.get("data", {}) for output in outputs]
+    assert any("image/png" in each for each in data)
+    assert not [each for each in data if each.get("text/plain", "").startswith("tensor(")], "numbers of a tensor"
+    device = text_of(cells[1])
+    assert device.startswith("measured on ")
+    names = [each[MIME_TYPE]["name"] for each in data if MIME_TYPE in each]
+    assert path.stem in names or ("(CPU, " in device and path.stem in ONLY_ON_A_GPU)
+    checked = [cell for cell in cells if CHECKED in cell.metadata.get("tags", [])]
     assert len(checked) >= 2
     assert all(text_of(cell).strip() for cell in checked), "nbval passes a checked cell without a stored output"
 
 
 @each_lesson
-def test_carries_its_results(path):
-    data = [output.data[MIME_TYPE] for output in outputs(read(path)) if MIME_TYPE in output.get("data", {})]
-    on_cpu = "(CPU, " in text_of(code(read(path))[1])
-    if not (on_cpu and path.stem in ONLY_ON_A_GPU):
-        assert path.stem in [stored["name"] for stored in data]
-
-
-@each_lesson
-def test_pictures_exist_and_say_what_they_show(path):
-    shown = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", prose(read(path)))
-    drawings = [(alt, target) for alt, target in shown if "/images/" in target]
-    assert drawings
-    for alt, target in drawings:
-        assert len(alt) > 40
-        assert (ROOT / "images" / target.rsplit("/", 1)[1]).is_file()
-
-
-@each_lesson
-def test_badge_and_setup_have_the_address(path):
+def test_pictures_exist_and_say_what_they_show_and_badge_and_setup_have_the_address(path):
     notebook = read(path)
+    shown = re.findall(r"!\[([^\]]*)\]\(([^)]+/images/[^)]+)\)", prose(notebook))
+    assert shown
+    for alt, target in shown:
+        assert len(alt) > 40 and (ROOT / "images" / target.rsplit("/", 1)[1]).is_file()
     badge = f"https://colab.research.google.com/github/{ADDRESS[2]}/blob/main/notebooks/{path.name}"
     assert f"]({badge})" in notebook.cells[0].source
     assert f"git+{ADDRESS[1]}\n" in notebook.cells[1].source + "\n"
@@ -212,15 +198,12 @@ def test_address_points_everything_at_the_published_copy(tmp_path):
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "*.egg-info"))
     subprocess.run(["make", "address", "REPO=some-one/course.x"], cwd=copy, check=True, capture_output=True)
     lessons = sorted((copy / "notebooks").glob("*.ipynb"))
-    for path in [copy / "README.md", copy / "pyproject.toml", *lessons]:
-        text = path.read_text()
-        assert ADDRESS[2] not in text and "some-one/course.x" in text, path.name
-    for path in (copy / "docs").glob("*.md"):
-        assert ADDRESS[2] not in path.read_text(), path.name
+    for path in [copy / "README.md", copy / "pyproject.toml", *lessons, *(copy / "docs").glob("*.md")]:
+        assert ADDRESS[2] not in path.read_text() and ("docs" in path.parts or "some-one/course.x" in path.read_text())
     for path in lessons:
         check_first_screen(path)
-    lesson = prose(read(copy / "notebooks" / LESSONS[0].name))
-    assert "](https://raw.githubusercontent.com/some-one/course.x/main/images/" in lesson
+    pictures = "](https://raw.githubusercontent.com/some-one/course.x/main/images/"
+    assert pictures in prose(read(lessons[0]))
     refused = subprocess.run(["make", "address", "REPO=nonsense"], cwd=copy, capture_output=True, text=True)
     assert refused.returncode and "usage" in refused.stdout
 

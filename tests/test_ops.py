@@ -10,33 +10,20 @@ from torch.utils.checkpoint import checkpoint
 from effgpu.measuring.ops import bytes_touched, count_ops
 
 
-def training(optimizer=torch.optim.SGD, **options):
-    """A linear layer on four rows of eight numbers, and the optimizer."""
-    model, batch = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
-    update = optimizer(model.parameters(), lr=0.1, **options)
-
-    def step():
-        model(batch).sum().backward()
-        update.step()
-        update.zero_grad()
-
-    return step
-
-
 def test_forward_backward_and_optimizer_count():
-    counted = count_ops(training(foreach=False))
+    model, batch = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+    counted = count_ops(lambda: (model(batch).sum().backward(), optimizer.step()))
     assert counted == {"mm": 2, "sum": 1, "ones_like": 1, "add_": 1}
     assert isinstance(counted, Counter)
 
 
 def test_an_optimizer_calls_one_operation_for_all_tensors_or_one_each():
     model = make_layers()
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    model(torch.ones(4, 8)).sum().backward()
     each, together = (torch.optim.SGD(model.parameters(), foreach=foreach) for foreach in (False, True))
     assert count_ops(each.step) == {"add_": 6}
     assert count_ops(together.step) == {"_foreach_add_": 1}
-    assert count_ops(each.step) - count_ops(together.step) == {"add_": 6}
 
 
 def make_layers():
@@ -66,6 +53,7 @@ def test_what_runs_no_kernel_does_not_count():
         ("zero_.default", lambda x, y: (x,), 1),
         ("copy_.default", lambda x, y: (x, y), 2),
         ("add.Tensor", lambda x, y: (x, torch.ones(1).expand(10, 100)), 2.001),
+        ("add.out", lambda x, y: (x, x), 3),
         ("_foreach_add_.Scalar", lambda x, y: ([x, y], 1.0), 4),
         ("mm.default", lambda x, y: (x, y.t()), 2.1),
     ],
@@ -73,14 +61,9 @@ def test_what_runs_no_kernel_does_not_count():
 def test_bytes_are_those_read_and_written(name, arguments, touched):
     packet, overload = name.split(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload)
-    args = arguments(torch.ones(10, 100), torch.ones(10, 100))
-    assert bytes_touched(operation, packet, args, {}, operation(*args)) == 4000 * touched
-
-
-def test_bytes_of_what_is_written_elsewhere():
     x, y = torch.ones(10, 100), torch.ones(10, 100)
-    operation = torch.ops.aten.add.out
-    assert bytes_touched(operation, "add", (x, x), {"out": y}, operation(x, x, out=y)) == 3 * 4000
+    args, kwargs = arguments(x, y), {"out": y} if overload == "out" else {}
+    assert bytes_touched(operation, packet, args, kwargs, operation(*args, **kwargs)) == 4000 * touched
 
 
 def test_a_key_groups_and_selects():
@@ -94,12 +77,7 @@ def test_a_key_groups_and_selects():
 
 
 def test_an_operation_of_another_library_has_its_namespace_in_its_name():
-    @torch.library.custom_op("effgpu_tests::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    x = torch.ones(10)
-    assert count_ops(lambda: twice(x))["effgpu_tests::twice"] == 1
+    assert count_ops(lambda: torch.ops.prims.neg(torch.ones(10)))["prims::neg"] == 1
 
 
 def test_a_compiled_function_counts_as_what_it_is_compiled_from_and_stays_compiled():
@@ -116,4 +94,4 @@ def test_what_is_no_step_is_refused():
     with pytest.raises(TypeError, match=r"^step: expected a function that is called without arguments, got Linear$"):
         count_ops(nn.Linear(8, 8))
     with pytest.raises(TypeError, match="expected a training step that does its work when called, got a function"):
-        count_ops(training)
+        count_ops(lambda: lambda: None)

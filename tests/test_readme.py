@@ -6,11 +6,12 @@ import re
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from conftest import predicted_sizes
+from test_lessons import ADDRESS, ROOT
 
 from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
@@ -18,7 +19,6 @@ from effgpu.diagnosing.doctor import doctor
 from effgpu.results import stored
 from effgpu.units import NOT_MEASURED, GiB, format_bytes
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 LESSONS = re.compile(r"(?<=from the committed notebooks -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
 SHOWN = re.compile(r"(?<=by `make readme` from lesson 07 -->\n).*?(?=<!-- /picture -->)", re.DOTALL)
@@ -49,35 +49,24 @@ SYMPTOMS = {
 }
 NEEDS_A_GPU = ("03", "20")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
-
-
-FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-
 PAGES = [README, MAP, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-
-
-def address() -> str:
-    return re.search(r'^Repository = "https://github.com/(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
 @cache
-def lessons() -> list[Outcome]:
-    return read_lessons(ROOT / "notebooks")
+def lessons() -> dict[str, Outcome]:
+    """The lessons by their numbers."""
+    return {lesson.name[:2]: lesson for lesson in read_lessons(ROOT / "notebooks")}
 
 
 def lists() -> str:
     """A list for each question, with a line for each lesson: the badge, what it does, and its headline."""
-    found = {lesson.name[:2]: lesson for lesson in lessons()}
-    parts = []
-    for question, numbers in QUESTIONS.items():
-        lines = "\n".join(line(found[number]) for number in numbers if number in found)
-        parts.append(f"**{question}**\n\n{lines}\n")
+    parts = ["\n".join([f"**{question}**\n", *map(line, numbers), ""]) for question, numbers in QUESTIONS.items()]
     return "\n".join([*parts, f"CPU: {cpus()}\n"])
 
 
-def line(lesson: Outcome) -> str:
-    page = f"https://colab.research.google.com/github/{address()}/blob/main/notebooks/{lesson.name}.ipynb"
+def line(number: str) -> str:
+    lesson = lessons()[number]
+    page = f"https://colab.research.google.com/github/{ADDRESS[2]}/blob/main/notebooks/{lesson.name}.ipynb"
     title, _, subtitle = lesson.title.partition(":")
     about = lesson.about or f"{subtitle.strip()[:1].upper()}{subtitle.strip()[1:]}."
     told = re.sub(r" (?=%|×|GiB|MiB)|(?<=×) ", "\N{NO-BREAK SPACE}", headline(lesson))
@@ -89,42 +78,35 @@ def headline(lesson: Outcome) -> str:
 
     In place of what a small model takes on a CPU stands what the lesson predicts for a GPU, at full size.
     """
-    stored_outcomes = [replace(lesson, comparisons=(comparison,)) for comparison in stored(lesson.name)]
-    told = [outcome.headline for outcome in (lesson, *stored_outcomes) if outcome.headline]
-    told.sort(key=lambda each: each.comparison.device.kind != "cuda")
-    if lesson.name[:2] in NEEDS_A_GPU and not any(each.comparison.device.kind == "cuda" for each in told):
+    outcomes = [lesson, *(replace(lesson, comparisons=(each,)) for each in stored(lesson.name))]
+    told = [outcome.headline for outcome in outcomes if outcome.headline]
+    on_gpu = [each for each in told if each.comparison.device.kind == "cuda"]
+    if lesson.name[:2] in NEEDS_A_GPU and not on_gpu:
         return "Needs a GPU."
     if not told:
         return ""
-    best = told[0]
-    device = best.comparison.device
-    where = f"on {device.label if device.kind == 'cuda' else 'a CPU'}"
+    best = (on_gpu or told)[0]
     measured = re.sub(r" \[[^]]*\]| \(±[^)]*\)", "", best.tell())  # without the interval
-    told = best.full_size if device.kind == "cpu" and best.full_size else f"{measured} {where}"
-    return f"{best.label}: {told}"
+    if on_gpu:
+        return f"{best.label}: {measured} on {best.comparison.device.label}"
+    return f"{best.label}: {best.full_size or f'{measured} on a CPU'}"
 
 
 def cpus() -> str:
     """The CPUs that the committed notebooks were executed on."""
-    devices = [comparison.device for lesson in lessons() for comparison in lesson.comparisons]
+    devices = [comparison.device for lesson in lessons().values() for comparison in lesson.comparisons]
     return " and ".join(sorted({f"{d.name}, {d.cores} cores" for d in devices if d.kind == "cpu"})) or "none"
 
 
 def map_of_the_course() -> str:
     """notebooks/README.md: a lesson for each symptom, and what is predicted to pay on which GPU."""
-    found = {lesson.name[:2]: lesson for lesson in lessons()}
-    link = lambda lesson: f"[{lesson.name[:2]} {lesson.title.partition(':')[0]}]({lesson.name}.ipynb)"
-    symptoms = [
-        f"| {symptom} | {', '.join(link(found[number]) for number in numbers if number in found)} |"
-        for symptom, numbers in SYMPTOMS.items()
-    ]
-    sized = [lesson for lesson in lessons() if lesson.headline and lesson.headline.full_size]
-    gpus = list(dict.fromkeys(gpu for lesson in sized for gpu in lesson.main.full_size_gpus))
+    link = lambda number: f"[{number} {lessons()[number].title.partition(':')[0]}]({lessons()[number].name}.ipynb)"
+    sized = {number: lesson for number, lesson in lessons().items() if lesson.headline and lesson.headline.full_size}
+    gpus = list(dict.fromkeys(gpu for lesson in sized.values() for gpu in lesson.main.full_size_gpus))
     rows = [
-        f"| {link(lesson)}: {lesson.headline.label} | {' | '.join(on_each(lesson, gpus))} | {peaks(lesson)} |"
-        for lesson in sized
+        f"| {link(number)}: {lesson.headline.label} | {' | '.join(on_each(lesson, gpus))} | {peaks(lesson)} |"
+        for number, lesson in sized.items()
     ]
-    rest = ", ".join(link(lesson) for lesson in lessons() if lesson not in sized)
     lines = [
         "# Map of the course",
         "",
@@ -133,7 +115,7 @@ def map_of_the_course() -> str:
         "",
         "| what you see | lessons, the most likely first |",
         "|---|---|",
-        *symptoms,
+        *(f"| {symptom} | {', '.join(map(link, numbers))} |" for symptom, numbers in SYMPTOMS.items()),
         "",
         "## What pays on which GPU",
         "",
@@ -145,7 +127,7 @@ def map_of_the_course() -> str:
         f"|---|{'---|' * len(gpus)}---|",
         *rows,
         "",
-        f"Of these lessons nothing is predicted: {rest}.",
+        f"Of these lessons nothing is predicted: {', '.join(link(each) for each in lessons() if each not in sized)}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -173,47 +155,14 @@ def picture() -> tuple[bytes, str]:
 
 def test_lines_on_the_lessons_are_what_the_notebooks_hold():
     assert LESSONS.search(README.read_text())[0] == lists(), "make readme brings it up to date"
-
-
-def test_every_lesson_answers_one_question():
-    asked = [number for numbers in QUESTIONS.values() for number in numbers]
-    assert len(set(asked)) == len(asked) and {lesson.name[:2] for lesson in lessons()} <= set(asked)
+    assert sorted(sum(QUESTIONS.values(), ())) == sorted(lessons()), "every lesson answers one question"
 
 
 def test_the_map_is_what_the_notebooks_hold():
     assert MAP.read_text() == map_of_the_course(), "make readme brings it up to date"
-    told = {number for numbers in SYMPTOMS.values() for number in numbers}
-    assert told <= {lesson.name[:2] for lesson in lessons()}
     table = MAP.read_text().partition("## What pays")[2]
-    predicted = [lesson for lesson in lessons() if lesson.main and lesson.main.full_size]
+    predicted = [lesson for lesson in lessons().values() if lesson.main and lesson.main.full_size]
     assert len(predicted) >= 5 and all(f"]({lesson.name}.ipynb): " in table for lesson in predicted)
-
-
-@pytest.fixture
-def make_lesson(make_measurement, cpu, make_gpu, monkeypatch):
-    """A function that makes a lesson of two variants: the second takes twice the time and half the memory."""
-    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: [])
-
-    def make(name, gpu=False, **fields):
-        device = make_gpu() if gpu else cpu
-        plain = make_measurement("plain", 1.0, device=device)
-        measured = plain, make_measurement("new", 2.0, peak_allocated=500, device=device)
-        return Outcome(name, "Title: of a lesson", (Comparison(name, measured, **fields),))
-
-    return make
-
-
-def test_a_headline_names_its_device_and_says_what_is_predicted(make_lesson, monkeypatch):
-    assert headline(make_lesson("07_some")) == "new: −50 % memory, 2.00 × slower on a CPU"
-    full_size = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
-    told = "new: 4.00 × faster, 20.0 → 5.00 GiB on a T4, so that it fits (predicted)"
-    assert headline(make_lesson("07_some", full_size=full_size)) == told
-    on_gpu = "new: −50 % memory, 2.00 × slower on NVIDIA Test"
-    assert headline(make_lesson("07_some", gpu=True, full_size=full_size)) == on_gpu
-    assert headline(Outcome("22_some", "Compares nothing")) == ""
-    assert headline(Outcome("03_some", "Pinned")) == headline(make_lesson("20_some")) == "Needs a GPU."
-    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: [make_lesson(name, gpu=True).main])
-    assert headline(make_lesson("20_some")) == on_gpu
 
 
 def test_picture_is_the_notebooks():
@@ -222,21 +171,30 @@ def test_picture_is_the_notebooks():
     assert SHOWN.search(README.read_text())[0] == lines
 
 
+def test_a_headline_is_of_a_gpu_where_a_result_of_one_is_there(make_measurement, make_gpu, monkeypatch):
+    def make(**fields):
+        rows = make_measurement("plain", 1.0, **fields), make_measurement("new", 2.0, peak_allocated=500, **fields)
+        full_size = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
+        return Outcome("20_some", "Title: of a lesson", (Comparison("20_some", rows, full_size=full_size),))
+
+    on_gpu, found, told = make(device=make_gpu()), [], "new: −50 % memory, 2.00 × slower on NVIDIA Test"
+    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: found)
+    assert (headline(on_gpu), headline(make())) == (told, "Needs a GPU.")
+    found += on_gpu.comparisons
+    assert headline(make()) == told
+
+
 def test_numbers_on_published_runs_are_those_of_the_page():
+    readme, page = README.read_text(), (ROOT / "docs" / "predict.md").read_text()
     numbers = r"(\d+)\s+published\s+runs\W+median\s+error\s+([\d.]+)\s?%\W+worst\s+([\d.]+)\s?%"
-    told, page = (re.search(numbers, path.read_text()) for path in (README, ROOT / "docs" / "predict.md"))
-    assert told.groups() == page.groups()
-    assert ("no false" in README.read_text()) == ("There is none." in (ROOT / "docs" / "predict.md").read_text())
+    assert re.search(numbers, readme).groups() == re.search(numbers, page).groups()
+    assert ("no false" in readme) == ("There is none." in page)
+    for group in ("transformers", "convolutional networks"):
+        count, error = re.search(rf"\| {group} \| (\d+) \| ([\d.]+)% \|", page).groups()
+        assert re.search(rf"{re.escape(error)}\s%\s+in\s+{count}\s+(published\s+runs\s+)?of\s+{group}", readme)
 
 
-@pytest.mark.parametrize("group", ["transformers", "convolutional networks"])
-def test_numbers_on_published_times_are_those_of_the_page(group):
-    page = re.search(rf"\| {group} \| (\d+) \| ([\d.]+)% \|", (ROOT / "docs" / "predict.md").read_text())
-    told = re.search(rf"([\d.]+)\s%\s+in\s+(\d+)\s+(published\s+runs\s+)?of\s+{group}", README.read_text())
-    assert (told[2], told[1]) == page.groups()
-
-
-@each_page
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_and_picture_exists(page):
     targets = re.findall(r"\]\(([^):]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
     for target in targets:
@@ -249,15 +207,13 @@ def test_every_link_and_picture_exists(page):
 
 def anchors(text: str) -> list[str]:
     """The names that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.+)", FENCED.sub("", text), re.MULTILINE)
-    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
-    return [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in shown]
+    unfenced = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", unfenced), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_examples_run(no_collecting):
     """The examples of README and docs/measuring.md, with a model of one layer on the CPU for the reader's own."""
-    import torch
-
     dtypes = []
 
     class Model(torch.nn.Linear):
@@ -274,14 +230,13 @@ def test_the_examples_run(no_collecting):
     results = []
     text = README.read_text() + (ROOT / "docs" / "measuring.md").read_text()
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        dtypes.clear()
         exec(example.replace('"samples"', '"samples", seconds=0.01'), names)
         if "variant" in names:
             assert doctor(names.pop("variant"), [torch.randn(32, 8)]).findings[0].name == "launching"
-            dtypes.clear()
-            continue
-        results.append(names["result"])
-        assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
-        dtypes.clear()
+        else:
+            results.append(names["result"])
+            assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
     compared, ablation = results
     assert [m.label for m in compared] == ["fp32", "bf16"]
     assert len(ablation) == 8 and ablation["bf16 + fused + checkpoint"].items == ablation["none"].items == 32

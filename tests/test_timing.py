@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effgpu.measuring import memory, timing
+
+
+def spend(durations, monkeypatch):
+    """A step that takes the next of these seconds, by a clock that only it moves."""
+    clock, durations = [100.0], iter(durations)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    return lambda: clock.__setitem__(0, clock[0] + next(durations))
 
 
 def test_gpu_is_waited_for_once_before_and_once_after_the_steps_and_never_between(simulate_gpu):
@@ -36,45 +44,30 @@ def test_work_that_is_left_on_another_stream_is_warned_of(late, warned, simulate
     gpu = simulate_gpu()
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
     synchronize = torch.cuda.synchronize
-
-    def wait_for_all_streams(device=None):
-        synchronize()
-        gpu.clock += late * gpu.log.count("step")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_all_streams)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: gpu.step(late) or synchronize())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         timing.time_turn(lambda: gpu.step(0.1), 1, lead=0)
     assert ["another CUDA stream" in str(warning.message) for warning in caught] == [True] * warned
 
 
-@pytest.fixture
-def two_gpus(simulate_gpu):
-    """Two simulated GPUs of which the first is the current one."""
+@pytest.mark.parametrize("used", [None, 0, 1])
+def test_a_step_on_another_gpu_than_the_current_one_is_refused_after_its_first_call(used, simulate_gpu):
     gpu = simulate_gpu()
-    gpu.asked = [5, 7]
-    return gpu
+    gpu.asked = [5, 7]  # two GPUs, of which the first is the current one
 
-
-def test_a_step_on_another_gpu_than_the_current_one_is_refused_after_its_first_call(two_gpus):
     def step():
-        two_gpus.asked[1] += 1
-        two_gpus.step()
+        if used is not None:
+            gpu.asked[used] += 1
+        gpu.step(0.02)
 
-    told = r"^the step works on GPU 1, and only the current one \(0\) is measured: call torch.cuda.set_device\(1\)"
-    with pytest.raises(ValueError, match=told):
-        timing.time_steps(step, 3)
-    assert two_gpus.log.count("step") == 1
-
-
-@pytest.mark.parametrize("used", [[], [0]])
-def test_a_step_that_uses_the_current_gpu_or_no_memory_is_timed(used, two_gpus):
-    def step():
-        for which in used:
-            two_gpus.asked[which] += 1
-        two_gpus.step(0.02)
-
-    assert timing.time_steps(step, 3) == pytest.approx([0.02] * 3)
+    if used == 1:
+        told = r"^the step works on GPU 1, and only the current one \(0\) is measured: call torch.cuda.set_device\(1\)"
+        with pytest.raises(ValueError, match=told):
+            timing.time_steps(step, 3)
+        assert gpu.log.count("step") == 1
+    else:
+        assert timing.time_steps(step, 3) == pytest.approx([0.02] * 3)
 
 
 @pytest.mark.parametrize(("kind", "counter"), [("mps", "current_allocated_memory"), ("xpu", "memory_allocated")])
@@ -92,14 +85,8 @@ def test_an_accelerator_that_cannot_be_waited_for_is_refused_once_it_is_used(kin
 
 
 def test_cpu_times_each_step_with_nothing_before_the_first_or_after_the_last(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    durations = iter([0.5, 0.25, 1.0, 2.0])
-
-    def step():
-        clock[0] += next(durations)
-
-    assert timing.time_steps(step, 4) == pytest.approx([0.5, 0.25, 1.0, 2.0])
+    durations = [0.5, 0.25, 1.0, 2.0]
+    assert timing.time_steps(spend(durations, monkeypatch), 4) == pytest.approx(durations)
 
 
 @pytest.mark.parametrize("count", [0, 2.5])
@@ -130,33 +117,21 @@ def test_a_variant_in_place_of_its_step_is_refused_once_it_has_built_one(on_gpu,
 
 @given(duration=st.floats(1e-5, 100), seconds=st.floats(0.001, 0.1))
 def test_steps_fill_the_time_and_are_never_fewer_than_five(duration, seconds):
-    clock = [100.0]
-
-    def step():
-        clock[0] += duration
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        times = timing.time_for(step, seconds)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        times = timing.time_for(spend(repeat(duration), monkeypatch), seconds)
     assert times == pytest.approx([duration] * len(times), rel=1e-3)
-    assert len(times) >= 5
-    if len(times) > 5:
-        assert len(times) * duration == pytest.approx(seconds, abs=duration)
+    assert len(times) == 5 or (len(times) > 5 and len(times) * duration == pytest.approx(seconds, abs=duration))
 
 
-@given(seconds=st.floats(0.01, 10), cap=st.floats(0.01, 10))
-def test_the_environment_can_cap_what_a_measurement_takes(seconds, cap):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EFFGPU_SECONDS", str(cap))
-        assert timing.cap_seconds(seconds) == min(seconds, cap)
-    assert timing.cap_seconds(seconds) == seconds
-
-
-@pytest.mark.parametrize("cap", ["", "much", "0", "nan"])
-def test_a_cap_that_is_none_is_refused(cap, monkeypatch):
-    monkeypatch.setenv("EFFGPU_SECONDS", cap)
-    with pytest.raises(ValueError, match=r"^EFFGPU_SECONDS: expected a positive number of seconds, got"):
-        timing.time_for(lambda: None, 1)
+def test_the_environment_can_cap_what_a_measurement_takes(monkeypatch):
+    assert timing.cap_seconds(2.0) == 2.0
+    for cap, expected in [("0.5", 0.5), ("3", 2.0)]:
+        monkeypatch.setenv("EFFGPU_SECONDS", cap)
+        assert timing.cap_seconds(2.0) == expected
+    for cap in ("", "much", "0", "nan"):
+        monkeypatch.setenv("EFFGPU_SECONDS", cap)
+        with pytest.raises(ValueError, match=r"^EFFGPU_SECONDS: expected a positive number of seconds, got"):
+            timing.time_for(lambda: None, 1)
 
 
 @pytest.mark.gpu

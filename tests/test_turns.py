@@ -1,6 +1,5 @@
 """Tests of effgpu.measuring.turns: whose turn it is, for how many blocks, and what is promised meanwhile."""
 
-import math
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -12,21 +11,21 @@ from effgpu.measuring.turns import take_blocks, take_builds
 
 
 class Simulated:
-    """Labels that take turns of some seconds each, with noise, and what was said before each."""
+    """Labels that take turns of 10 ms each, with noise, and what was said before each."""
 
-    def __init__(self, monkeypatch, seconds=0.01, sigma=0.0, labels="ab", shift=1.0):
-        self.now, self.seconds, self.sigma, self.labels, self.shift = 0.0, seconds, sigma, list(labels), shift
+    def __init__(self, monkeypatch, sigma=0.0, labels="ab"):
+        self.now, self.sigma = 0.0, sigma
         self.order, self.said, self.logs = "", [], {label: [] for label in labels}
         self.noise = {label: random.Random(label) for label in labels}  # whatever the order of turns
         monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def alive(self):
-        return list(self.labels)
+        return list(self.logs)
 
     def take_turn(self, label):
         self.order += label
         self.logs[label].append(self.noise[label].gauss(0, self.sigma))
-        self.now += self.seconds
+        self.now += 0.01
 
     def ratios(self):
         first, *others = self.logs.values()
@@ -41,59 +40,38 @@ class Simulated:
         return len(self.order) // (2 * len(self.logs))
 
 
-def test_each_block_is_an_order_and_its_reverse_drawn_at_random(monkeypatch):
-    simulated = Simulated(monkeypatch, labels="abc")
-    assert simulated.run(blocks=600) == 600
+def test_each_block_is_an_order_and_its_reverse_drawn_at_random_but_not_by_the_readers_generator(monkeypatch):
+    simulated, state = Simulated(monkeypatch, labels="abc"), random.getstate()
+    assert simulated.run(blocks=600) == 600 and random.getstate() == state
     blocks = Counter(simulated.order[i : i + 6] for i in range(0, 3600, 6))
     assert set(blocks) == {"abccba", "acbbca", "baccab", "bcaacb", "cabbac", "cbaabc"}
     assert min(blocks.values()) > 60, "each about a hundred times"
 
 
-def test_the_readers_generator_is_left_alone(monkeypatch):
-    random.seed(5)
-    expected = random.random()
-    random.seed(5)
-    Simulated(monkeypatch).run(blocks=15)
-    assert random.random() == expected
-
-
 @pytest.mark.parametrize(
     ("sigma", "options", "blocks"),
     [
-        (0.0, {}, 15),
-        (1.0, {}, 80),
-        (1.0, {"seconds": 0.0201 * 30}, 30),
-        (1.0, {"seconds": 0.001}, 15),
-        (1.0, {"blocks": 20}, 20),
-        (0.0, {"blocks": 100}, 100),
-        (1.0, {"capped": True, "seconds": 0.0201 * 3}, 3),
-        (1.0, {"capped": True, "seconds": 0.001}, 1),
-        (1.0, {"capped": True, "seconds": 0.0201 * 30}, 15),
+        pytest.param(0.0, {}, 15, id="quiet"),
+        pytest.param(0.05, {}, 17, id="noisy"),
+        pytest.param(0.05, {"target": 0.02}, 38, id="a finer target"),
+        pytest.param(1.0, {}, 80, id="at most 80"),
+        pytest.param(1.0, {"seconds": 0.0201 * 30}, 30, id="limited"),
+        pytest.param(1.0, {"seconds": 0.001}, 15, id="no less than 15"),
+        pytest.param(1.0, {"blocks": 20}, 20, id="given"),
+        pytest.param(0.0, {"blocks": 100}, 100, id="many given"),
+        pytest.param(1.0, {"capped": True, "seconds": 0.0201 * 3}, 3, id="capped"),
+        pytest.param(1.0, {"capped": True, "seconds": 0.001}, 1, id="capped, at least 1"),
+        pytest.param(1.0, {"capped": True, "seconds": 0.0201 * 30}, 15, id="capped, at most 15"),
     ],
-    ids=["quiet", "noisy", "limited", "no less than 15", "given", "many given", "capped", "at least 1", "at most 15"],
 )
 def test_there_are_as_many_blocks_as_the_noise_asks_for_and_the_seconds_allow(sigma, options, blocks, monkeypatch):
     assert Simulated(monkeypatch, sigma=sigma).run(**options) == blocks
 
 
-def test_a_finer_target_takes_more_blocks(monkeypatch):
-    coarse, fine = (Simulated(monkeypatch, sigma=0.05).run(target=target) for target in (0.03, 0.02))
-    assert 15 < coarse < fine < 80
-
-
 def test_what_fails_has_no_more_turns_and_none_are_taken_where_all_fail(monkeypatch):
     simulated = Simulated(monkeypatch)
-    take = simulated.take_turn
-
-    def failing(label):
-        take(label)
-        if len(simulated.order) == 10:
-            simulated.labels.remove("b")
-        if len(simulated.order) == 20:
-            simulated.labels.clear()
-
-    simulated.take_turn = failing
     simulated.ratios = list
+    simulated.alive = lambda: {0: ["a", "b"], 1: ["a"]}.get(len(simulated.order) // 10, [])
     simulated.run()
     assert len(simulated.order) in (20, 21) and "b" not in simulated.order[12:], "a block that has begun goes on"
 
@@ -102,13 +80,12 @@ def test_what_fails_has_no_more_turns_and_none_are_taken_where_all_fail(monkeypa
 def test_what_is_promised_is_never_ten_times_too_much(sigma, monkeypatch):
     simulated = Simulated(monkeypatch, sigma=sigma)
     simulated.run()
-    end = simulated.now
     assert simulated.said[0][1:] == (0, 60, None), "nothing is known, and nothing is promised"
     for now, done, total, left in simulated.said[1:]:
         assert done < total
-        assert left <= 10 * (end - now)
+        assert left <= 10 * (simulated.now - now)
         if done >= 60:
-            assert left == pytest.approx(end - now), "the number of blocks is known"
+            assert left == pytest.approx(simulated.now - now), "the number of blocks is known"
 
 
 def test_builds_take_four_rounds_in_which_each_has_its_turn(monkeypatch):
@@ -118,4 +95,3 @@ def test_builds_take_four_rounds_in_which_each_has_its_turn(monkeypatch):
     assert len(simulated.order) == 12 and all(sorted(one) == list("abc") for one in rounds)
     assert [(done, total) for _, done, total, _ in simulated.said] == [(n, 12) for n in range(12)]
     assert [left for *_, left in simulated.said] == [None, *(pytest.approx(0.01 * (12 - n)) for n in range(1, 12))]
-    assert not math.isnan(simulated.now)

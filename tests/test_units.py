@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,43 +24,32 @@ from effgpu.units import (
 )
 
 PREFIXES = {"µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-BYTES = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": 2**40}
-SECONDS = {f"{prefix}s": PREFIXES[prefix] for prefix in ("µ", "m", "")}
-JOULES = {f"{prefix}J": PREFIXES[prefix] for prefix in ("µ", "m", "", "k", "M")}
-FLOPS = {f"{prefix}FLOP": PREFIXES[prefix] for prefix in ("", "k", "M", "G", "T", "P")}
-ITEMS = {"items": 1, "M items": 1e6, "G items": 1e9, "T items": 1e12, "P items": 1e15}
-
-FORMATS = {
-    "seconds": (format_seconds, SECONDS, st.floats(1e-9, 119.9)),
-    "bytes": (format_bytes, BYTES, st.integers(1, 2**50)),
-    "joules": (format_joules, JOULES, st.floats(1e-9, 1e9)),
-    "flops": (lambda value: format_count(value, "FLOP"), FLOPS, st.floats(1e-6, 1e18)),
-    "items": (lambda value: format_count(value, "items"), ITEMS, st.floats(1e-6, 1e18)),
-}
-with_each_format = pytest.mark.parametrize("kind", FORMATS)
-
-
-def read(text, scales):
-    """The number that a reader takes from the text."""
-    found = re.fullmatch(r"(-?[\d,]+(?:\.\d+)?) (.+)", text)
-    assert found, f"not a plain number and a unit: {text!r}"
-    return float(found[1].replace(",", "")) * scales[found[2]]
-
-
-@with_each_format
-@given(data=st.data())
-def test_reads_back_within_three_digits(kind, data):
-    format_value, scales, values = FORMATS[kind]
-    value = data.draw(values)
-    assert read(format_value(value), scales) == pytest.approx(value, rel=0.00501)
+SCALES = {prefix + unit: scale for prefix, scale in PREFIXES.items() for unit in ("s", "J", "FLOP", " items")}
+SCALES |= {"items": 1, "B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": 2**40}
 
 
 @pytest.mark.parametrize(
-    "format_value",
-    [format_seconds, format_bytes, format_joules, format_count, format_speed, format_change],
+    ("format_value", "values"),
+    [
+        (format_seconds, st.floats(1e-9, 119.9)),
+        (format_bytes, st.integers(1, 2**50)),
+        (format_joules, st.floats(1e-9, 1e9)),
+        (partial(format_count, unit="FLOP"), st.floats(1e-6, 1e18)),
+        (partial(format_count, unit="items"), st.floats(1e-6, 1e18)),
+    ],
 )
-def test_what_was_not_measured_is_a_dash(format_value):
-    assert format_value(None) == units.NOT_MEASURED == "–"
+@given(data=st.data())
+def test_a_plain_number_and_a_unit_read_back_within_three_digits(format_value, values, data):
+    value = data.draw(values)
+    number, unit = re.fullmatch(r"(-?[\d,]+(?:\.\d+)?) (.+)", format_value(value)).groups()
+    assert float(number.replace(",", "")) * SCALES[unit] == pytest.approx(value, rel=0.00501)
+
+
+@pytest.mark.parametrize(
+    "tell", [format_seconds, format_bytes, format_joules, format_count, format_speed, format_change]
+)
+def test_what_was_not_measured_is_a_dash(tell):
+    assert tell(None) == units.NOT_MEASURED == "–"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +71,6 @@ def test_what_was_not_measured_is_a_dash(format_value):
         (format_count(999_500, "items"), "1.00 M items"),
         (format_count(2.5e6), "2.50 M"),
         (format_count(1.3e12, "FLOP/s"), "1.30 TFLOP/s"),
-        (format_speed(4 / 3), "1.33 × slower"),
         (format_speed(0.54, 0.5, 0.58), "1.85 × faster [1.72, 2.00]"),
         (format_speed(1234.0), "1234 × slower"),
         (format_speed(1 / 1.0049), "same"),
@@ -101,18 +90,11 @@ def test_examples_and_boundaries(text, expected):
     assert text == expected
 
 
-# Ratios in words
-
-
-@given(st.floats(1e-3, 1e3))
-def test_a_ratio_of_times_reads_back_within_three_digits(ratio):
+@given(st.floats(0.01, 1e3))
+def test_a_ratio_reads_back_within_its_last_digit(ratio):
     assert read_ratio("time", format_speed(ratio)) == pytest.approx(ratio, rel=0.00505)
-
-
-@given(st.floats(0.01, 90))
-def test_a_change_reads_back_within_half_of_its_last_digit(ratio):
     told = format_change(ratio)
-    assert read_ratio("memory", told) == pytest.approx(ratio, abs=0.00501 if "." not in told else 0.000501)
+    assert read_ratio("memory", told) == pytest.approx(ratio, abs=0.000501 if "." in told else 0.00501)
 
 
 @given(st.floats(0.01, 100), st.floats(1, 2), st.floats(1, 2))
@@ -126,16 +108,7 @@ def test_the_interval_is_told_in_the_same_direction_and_from_low_to_high(ratio, 
 
 @pytest.mark.parametrize(
     ("given", "ratio"),
-    [
-        (np.float32(0.5), 0.5),
-        ("same", 1.0),
-        (" 2 × slower ", 2.0),
-        ("2x faster", 0.5),
-        ("-50 %", 0.5),
-        ("−52%", 0.48),
-        ("+8.3 %", 1.083),
-        ("+1,250 %", 13.5),
-    ],
+    [(np.float32(0.5), 0.5), ("same", 1), (" 2 × slower ", 2), ("2x faster", 0.5), ("−52%", 0.48), ("-50 %", 0.5)],
 )
 def test_a_ratio_can_be_given_as_results_are_told(given, ratio):
     assert read_ratio("time", given) == pytest.approx(ratio) and isinstance(read_ratio("time", given), float)

@@ -1,12 +1,12 @@
 """Tests of effgpu.measuring.variants: variants take turns, each with its own switches, and all of it is freed."""
 
-import gc
 import os
 import subprocess
 import sys
 import traceback
 import weakref
 from functools import partial
+from itertools import count, cycle
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("short_collections")
 class Watched:
     """A variant whose model is watched: `alive` says whether any that it built still is."""
 
-    def __init__(self, fault=None, build_fault=None):
+    def __init__(self, fault=lambda: None, build_fault=lambda: None):
         self.models, self.fault, self.build_fault = [], fault, build_fault
 
     @property
@@ -29,17 +29,14 @@ class Watched:
         return any(model() is not None for model in self.models)
 
     def __call__(self):
-        model = torch.nn.Linear(8, 8)
+        model, fault = torch.nn.Linear(8, 8), self.fault
         self.models.append(weakref.ref(model))
-        if self.build_fault:
-            self.build_fault()
-        fault = self.fault
+        self.build_fault()
 
         def step():
             loss = model(torch.ones(2, 8)).sum()
             loss.backward()
-            if fault:
-                fault()
+            fault()
             return loss
 
         return step
@@ -77,35 +74,18 @@ def test_returns_what_the_action_makes_of_the_step_and_frees_the_rest():
         (interrupt, KeyboardInterrupt, "raise KeyboardInterrupt"),
     ],
 )
-@pytest.mark.parametrize("place", ["build", "step", "action"])
+@pytest.mark.parametrize("place", ["build_fault", "fault", "action"])
 def test_out_of_memory_and_an_interrupt_free_all_that_is_built_although_the_error_is_kept(place, fault, error, line):
-    sound, faulty = Watched(), Watched()
-    faulty.fault = fault if place == "step" else None
-    faulty.build_fault = fault if place == "build" else None
-
-    def at(where):
-        return lambda step: fault() if place == where else step()
-
+    sound = Watched()
+    faulty = Watched() if place == "action" else Watched(**{place: fault})
     with Stage({"sound": sound, "faulty": faulty}) as stage:
         stage.turn("sound", run)
         with pytest.raises(error) as caught:
-            stage.turn("faulty", at("action"))
+            stage.turn("faulty", lambda step: fault() if place == "action" else step())
         assert faulty.models and not faulty.alive and not sound.alive
         stage.turn("sound", run)
         assert len(sound.models) == 2, "what was freed is built again"
     assert line in "".join(traceback.format_exception(caught.value)), "the line that failed"
-
-
-@pytest.mark.parametrize("way", ["fault", "build_fault"])
-def test_another_error_keeps_its_frames_for_a_debugger_and_all_is_freed_with_it(way):
-    watched = Watched(**{way: fail})
-    with pytest.raises(RuntimeError, match="a fault") as caught:
-        run_variant(watched, run)
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fail"
-    assert watched.alive, "%debug looks at it"
-    del caught
-    gc.collect()
-    assert not watched.alive
 
 
 @pytest.mark.parametrize("cyclic", [False, True])
@@ -129,12 +109,9 @@ def test_a_gpu_that_has_failed_does_not_hide_the_fault(monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def variant():
-        raise ValueError("the fault")
-
     monkeypatch.setattr(variants, "release_memory", broken)
-    with pytest.raises(ValueError, match="the fault"):
-        run_variant(variant, lambda step: step())
+    with pytest.raises(RuntimeError, match="a fault"):
+        run_variant(fail, run)
 
 
 @pytest.mark.parametrize(
@@ -151,51 +128,30 @@ def test_variants_that_are_none(variants, error, message):
         check_variants(variants)
 
 
-# Taking turns
-
-
-def run_turns(stage, labels, action=run):
-    return [stage.turn(label, action) for label in labels]
-
-
-def read_threads():
-    return torch.get_num_threads()
-
-
 def test_a_switch_that_a_step_sets_in_a_later_turn_is_in_force_in_its_own_later_turns_only():
-    before, seen = torch.get_num_threads(), {"a": [], "b": []}
+    n, seen = torch.get_num_threads(), {"a": [], "b": []}
 
-    def turn(label, threads=None):
-        def step():
-            seen[label].append(torch.get_num_threads())
-            if threads:
-                torch.set_num_threads(threads)
+    def action(label, threads, _):
+        seen[label].append(torch.get_num_threads())
+        torch.set_num_threads(threads or seen[label][-1])
 
-        stage.turn(label, lambda _: step())
-        assert torch.get_num_threads() == before
-
-    with Stage(dict.fromkeys("ab", lambda: read_threads)) as stage:
-        turn("a")
-        turn("a", before + 1)
-        turn("b")
-        turn("a", before + 2)
-        turn("b")
-        turn("a", before)  # takes it back
-        turn("a")
-    assert seen == {"a": [before, before, before + 1, before + 2, before], "b": [before, before]}
+    with Stage(dict.fromkeys("ab", lambda: fail)) as stage:
+        for label, threads in [("a", 0), ("a", n + 1), ("b", 0), ("a", n + 2), ("b", 0), ("a", n), ("a", 0)]:
+            stage.turn(label, partial(action, label, threads))
+            assert torch.get_num_threads() == n
+    assert seen == {"a": [n, n, n + 1, n + 2, n], "b": [n, n]}
 
 
 # Compiled variants
 
 
 class Compiler:
-    """A backend of torch.compile that runs eagerly and notes the graphs that it gets."""
+    """A backend of torch.compile that runs eagerly, and notes of each graph that it gets whether a size is dynamic."""
 
     def __init__(self):
-        self.graphs, self.dynamic = [], []
+        self.dynamic = []
 
     def __call__(self, graph, inputs):
-        self.graphs.append(weakref.ref(graph))
         self.dynamic.append(any(isinstance(size, torch.SymInt) for i in inputs for size in getattr(i, "shape", [i])))
         return graph.forward
 
@@ -207,52 +163,43 @@ def compiler():
     torch.compiler.reset()
 
 
-def compiled_variant(compiler, batch):
+def compiled_variant(compiler, *batches):
+    """A variant whose step takes the next of these batch sizes, again and again."""
+
     def build():
-        model = torch.nn.Linear(4, 4)
-        compiled, x = torch.compile(model, backend=compiler), torch.ones(batch, 4)
-        return lambda: compiled(x).sum().backward()
+        compiled, sizes = torch.compile(torch.nn.Linear(4, 4), backend=compiler), cycle(batches)
+        return lambda: compiled(torch.ones(next(sizes), 4)).sum().backward()
 
     return build
 
 
-def test_variants_of_other_batch_sizes_get_a_static_graph_each(compiler):
-    variants = {"small": compiled_variant(compiler, 8), "large": compiled_variant(compiler, 16)}
-    with Stage(variants) as stage:
-        run_turns(stage, ["small", "large", "large", "small"])
-        assert compiler.dynamic == [False, False], "in a process of its own, each sees one size"
-
-
-def test_a_variant_that_changes_its_batch_size_gets_a_dynamic_graph_as_it_would_alone(compiler):
-    def build():
-        model, sizes = torch.nn.Linear(4, 4), iter([8, 12, 16, 20])
-        compiled = torch.compile(model, backend=compiler)
-        return lambda: compiled(torch.ones(next(sizes), 4))
-
-    with Stage({"changing": build, "other": compiled_variant(compiler, 6)}) as stage:
-        run_turns(stage, ["changing", "other", "changing", "changing"])
-    assert compiler.dynamic == [False, False, True]
+@pytest.mark.parametrize(
+    ("batches", "order", "dynamic"),
+    [([8], "abba", [False, False]), ([8, 12, 16, 20], "abaa", [False, False, True])],
+    ids=["of other batch sizes", "that changes its own"],
+)
+def test_each_variant_gets_the_graphs_that_it_would_get_alone(batches, order, dynamic, compiler):
+    """Another variant's batch size makes no graph dynamic, but a variant that changes its own gets a dynamic one."""
+    with Stage({"a": compiled_variant(compiler, *batches), "b": compiled_variant(compiler, 6)}) as stage:
+        for label in order:
+            stage.turn(label, run)
+    assert compiler.dynamic == dynamic
 
 
 def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_there_are(compiler):
     """Past its limit of compilations torch.compile would run it eagerly, and later variants would measure that."""
-    builds = []
+    builds = count()
 
     def each_time():
-        builds.append(len(builds))
-        number = builds[-1]
-
-        @torch.compile(backend=compiler)
-        def step():
-            return number * torch.ones(1)
-
-        return step
+        number = next(builds)
+        return torch.compile(lambda: number * torch.ones(1), backend=compiler)
 
     limit = torch._dynamo.config.recompile_limit
     labels = [str(number) for number in range(limit + 4)]
     with Stage(dict.fromkeys(labels, each_time)) as stage:
-        run_turns(stage, labels)
-    assert len(compiler.graphs) == limit + 4 and torch._dynamo.config.recompile_limit == limit
+        for label in labels:
+            stage.turn(label, run)
+    assert len(compiler.dynamic) == limit + 4 and torch._dynamo.config.recompile_limit == limit
 
 
 # What a variant may not leave behind
@@ -263,7 +210,7 @@ def flag(holder, name, value):
     return partial(getattr, holder, name), partial(setattr, holder, name, value)
 
 
-with_each_switch = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("read", "change"),
     [
         (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
@@ -281,9 +228,6 @@ with_each_switch = pytest.mark.parametrize(
         flag(torch.backends.cudnn, "deterministic", True),
     ],
 )
-
-
-@with_each_switch
 def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_variant_only(read, change):
     def variant():
         change()
@@ -298,52 +242,45 @@ def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_va
             assert read() == before
 
 
-NEWER = ("", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv", ".mkldnn.rnn")
-
-
-@pytest.mark.parametrize(
-    "ways",
-    [
-        ["torch.set_float32_matmul_precision('high')", "torch.backends.cudnn.allow_tf32 = False"],
-        [f"torch.backends{holder}.fp32_precision = '{to}'" for to in ("tf32", "ieee") for holder in NEWER],
-    ],
-)
-def test_tf32_is_set_back_whichever_way_it_was_asked_for(ways):
-    """In a process of its own, as the two ways do not go together."""
-    alone = f"""
-import gc
-import warnings
-import torch
+TF32 = """
+import gc, torch, warnings
 from effgpu.measuring.variants import Stage
 warnings.simplefilter("ignore")
-def read():
-    new = [eval("torch.backends" + holder).fp32_precision for holder in {NEWER}]
-    return [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, *new]
-def told():
-    try:
-        return read()
-    except RuntimeError:  # the older way once the newer one was used
-        return [eval("torch.backends" + holder).fp32_precision for holder in {NEWER}]
-def variant():
-    exec(way)
-    return told
 gc.freeze()
-for way in {ways}:
+kinds = ["", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv", ".mkldnn.rnn"]
+ways = ["set_float32_matmul_precision('high')", "backends.cudnn.allow_tf32 = False"]
+ways += [f"backends{kind}.fp32_precision = '{to}'" for to in ("tf32", "ieee") for kind in kinds]
+
+def read():
+    try:
+        older = [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32]
+    except RuntimeError:  # once the newer way was used
+        older = []
+    return str(older + [eval("torch.backends" + kind).fp32_precision for kind in kinds])
+
+def variant():
+    exec("torch." + way)
+    return read
+
+changed = 0
+for way in ways:
     before = read()
-    with Stage({{"set": variant, "plain": lambda: told}}) as stage:
+    with Stage({"set": variant, "plain": lambda: read}) as stage:
         turns = [(stage.turn(label, lambda step: step()), read()) for label in ["set", "plain", "set", "set", "plain"]]
     inside, outside = zip(*turns)
-    alike = inside[0] == inside[2] == inside[3] and before == inside[1] == inside[4]
-    alike = alike and set(map(str, outside)) == {{str(before)}} and read() == before
-    print(alike, inside[0] != before, way, before, turns)
+    assert inside[0] == inside[2] == inside[3] and before == inside[1] == inside[4], (way, before, turns)
+    assert {*outside, read()} == {before}, (way, before, turns)
+    changed += inside[0] != before
+assert changed > len(ways) / 2
 with torch.backends.cudnn.flags():
     pass
 """
+
+
+def test_tf32_is_set_back_whichever_way_it_was_asked_for():
+    """In a process of its own, in which no other test has asked for TF32."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    told = subprocess.run([sys.executable, "-c", alone], env=environment, capture_output=True, text=True)
-    assert told.returncode == 0, told
-    alike, changed, *_ = zip(*map(str.split, told.stdout.splitlines()))
-    assert alike == ("True",) * len(ways) and changed.count("True") > len(ways) / 2, told
+    subprocess.run([sys.executable, "-c", TF32], env=environment, check=True)
 
 
 # A step that is none

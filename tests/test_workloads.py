@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,37 +13,31 @@ import effgpu
 from effgpu.course import corpus, workloads
 
 SMALL = dict(batch=3, length=10, layers=2, width=16, heads=2, vocabulary=100)
-EVERY = [
-    (workloads.text_classifier, SMALL),
-    (workloads.language_model, SMALL),
-    (workloads.image_classifier, dict(batch=2, size=16)),
-]
-each_workload = pytest.mark.parametrize("make, sizes", EVERY, ids=lambda value: getattr(value, "__name__", ""))
-
-
-# Shapes
+each_workload = pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (workloads.text_classifier, SMALL),
+        (workloads.language_model, SMALL),
+        (workloads.image_classifier, dict(batch=2, size=16)),
+    ],
+)
 
 
 def test_a_text_classifier_gives_logits_for_each_package():
     model, texts, labels = workloads.text_classifier(**SMALL)
-    assert texts.shape == (3, 10) and texts.dtype == labels.dtype == torch.int64
-    assert labels.shape == (3,) and 0 <= labels.min() <= labels.max() < len(corpus.PACKAGES)
-    assert texts.min() >= 0 and texts.max() < 100
+    assert texts.shape == (3, 10) and labels.shape == (3,) and texts.dtype == labels.dtype == torch.int64
+    assert texts.min() >= 0 and texts.max() < 100 and 0 <= labels.min() <= labels.max() < len(corpus.PACKAGES)
     assert model(texts).shape == (3, len(corpus.PACKAGES))
 
 
-def test_a_language_model_gives_logits_for_the_next_token():
-    model, texts, labels = workloads.language_model(**SMALL)
+def test_a_language_model_gives_logits_for_the_next_token_and_does_not_see_it():
+    model, texts, labels = workloads.language_model(**SMALL, dropout=0.0)
     assert texts.shape == labels.shape == (3, 10) and texts.is_contiguous() and labels.is_contiguous()
     assert torch.equal(texts[:, 1:], labels[:, :-1])
-    assert model(texts).shape == (3, 10, 100)
-
-
-def test_a_language_model_does_not_see_the_tokens_to_come():
-    model, texts, _ = workloads.language_model(**SMALL, dropout=0.0)
     changed = texts.clone()
     changed[:, 6:] = 7
     before, after = model(texts), model(changed)
+    assert before.shape == (3, 10, 100)
     assert_close(before[:, :6], after[:, :6])
     assert not torch.allclose(before[:, 6:], after[:, 6:])
 
@@ -64,17 +59,10 @@ def test_on_a_cpu_the_default_sizes_are_fixed(name, monkeypatch):
     assert len(inputs) == sizes["batch"] and inputs.shape[-1] == sizes.get("length", sizes.get("size"))
 
 
-# The model can be opened
-
-
 def test_the_parts_one_after_the_other_are_the_model():
     model, texts, _ = workloads.language_model(**SMALL, dropout=0)
-    x = model.embed(texts)
-    assert x.shape == (3, 10, model.width)
-    for block in model.blocks:
-        x = block(x)
-        assert x.shape == (3, 10, model.width)
-    assert torch.equal(model.classify(x), model(texts))
+    x = torch.nn.Sequential(model.embed, *model.blocks)(texts)
+    assert x.shape == (3, 10, model.width) and torch.equal(model.classify(x), model(texts))
     assert [name for name, _ in model.named_children()] == ["embed", "blocks", "classify"]
 
 
@@ -84,9 +72,6 @@ def test_attention_is_the_textbooks():
     q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in attention.qkv(x).chunk(3, -1))
     mixed = (q @ k.transpose(-2, -1) / math.sqrt(8)).softmax(-1) @ v
     assert_close(attention(x), attention.out(mixed.transpose(1, 2).reshape(2, 5, 16)))
-
-
-# The same again
 
 
 @each_workload
@@ -111,49 +96,31 @@ def test_the_callers_random_state_and_default_device_stay(make, sizes):
     assert {inputs.device.type, *(p.device.type for p in model.parameters())} == {"cpu"}
 
 
-# Text
-
-
-def test_texts_are_cut_or_padded_and_a_larger_count_appends():
-    texts, labels = workloads.load_texts(40, length=100)
-    words, again = corpus.draw_texts(40, "train", 0)
-    assert labels.tolist() == again
-    for text, word in zip(texts, words):
-        length = min(len(workloads._TOKEN.findall(word)), 100)
-        assert (text[:length] > 0).all() and (text[length:] == workloads.PADDING).all()
-    assert (texts[:, -1] == 0).any() and (texts[:, -1] > 0).any()
-    assert torch.equal(workloads.load_texts(60, length=100)[0][:40], texts)
-    assert torch.equal(workloads.load_texts(40, length=5)[0], texts[:, :5])
-
-
-def test_a_token_is_a_frequent_word_and_all_others_are_unknown():
+def test_a_text_is_its_words_as_tokens_cut_or_padded_and_a_larger_count_appends():
     words = workloads._count_words()[:6]
     assert "\n" in words and "self" in workloads._count_words()[:20]
-    texts, _ = corpus.draw_texts(1, "train", 0)
-    expected = [words.index(word) + 2 if word in words else 1 for word in workloads._TOKEN.findall(texts[0])]
-    assert workloads.load_texts(1, length=len(expected), vocabulary=8)[0].tolist() == [expected]
+    texts, labels = workloads.load_texts(40, length=100, vocabulary=8)
+    drawn, expected = corpus.draw_texts(40, "train", 0)
+    assert labels.tolist() == expected
+    for tokens, text in zip(texts.tolist(), drawn):
+        found = [
+            words.index(word) + 2 if word in words else workloads.UNKNOWN for word in workloads._TOKEN.findall(text)
+        ]
+        assert tokens == (found + [workloads.PADDING] * 100)[:100]
+    assert torch.equal(workloads.load_texts(60, length=5, vocabulary=8)[0][:40], texts[:, :5])
     assert (workloads.load_texts(500)[0] == workloads.UNKNOWN).float().mean() < 0.05
-
-
-# Learning
 
 
 def test_held_out_texts_are_named_far_better_than_by_chance():
     """Chance is 1 in 14."""
     model, _, _ = workloads.text_classifier(layers=1, length=32, dropout=0)
-    texts, labels = workloads.load_texts(60 * 16, length=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for some_texts, some_labels in zip(texts.split(16), labels.split(16)):
-        cross_entropy(model(some_texts), some_labels).backward()
+    for texts, labels in zip(*(each.split(16) for each in workloads.load_texts(60 * 16, length=32))):
+        cross_entropy(model(texts), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
     texts, labels = workloads.load_texts(500, split="test", length=32)
-    with torch.no_grad():
-        accuracy = (model(texts).argmax(1) == labels).float().mean()
-    assert accuracy > 2 / 14
-
-
-# The batch that fits a GPU
+    assert (model(texts).argmax(1) == labels).float().mean() > 2 / 14
 
 
 @pytest.mark.parametrize(
@@ -172,8 +139,7 @@ def test_the_batch_fills_thirty_milliseconds(milliseconds_per_item, expected):
 
 def test_the_batch_takes_at_most_a_third_of_the_memory():
     measure = lambda batch: (1e-5 * batch, 1000 * batch)
-    assert workloads.choose_batch(measure, memory=3 * 64_000) == 64
-    assert workloads.choose_batch(measure, memory=3 * 63_999) == 32
+    assert [workloads.choose_batch(measure, memory=3 * most) for most in (64_000, 63_999)] == [64, 32]
 
 
 def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
@@ -190,25 +156,21 @@ def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
 
 
 def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_fake_tensors(simulate_gpu, monkeypatch):
-    simulate_gpu()
-    modes = []
-
     def measure_step(name, batch):
         modes.append((torch._C._len_torch_dispatch_stack(), torch.overrides._len_torch_function_stack()))
         return 0.03, 1
 
-    monkeypatch.setattr(workloads, "_measure_step", measure_step)
-    monkeypatch.setattr(workloads, "_seeded", lambda seed, device: nullcontext())
-    workloads._measure_batch.cache_clear()
-
-    def variant(**sizes):
+    def variant(sizes):
         model, texts, _ = workloads.text_classifier(**sizes)
         return lambda: built.append((len(texts), model.width, len(model.blocks)))
 
-    built = []
+    simulate_gpu()
+    monkeypatch.setattr(workloads, "_measure_batch", cache(workloads._measure_batch.__wrapped__))
+    monkeypatch.setattr(workloads, "_measure_step", measure_step)
+    monkeypatch.setattr(workloads, "_seeded", lambda seed, device: nullcontext())
+    modes, built = [], []
     for sizes in ({}, {"layers": 2}, {"batch": 5}):
-        effgpu.predict(lambda sizes=sizes: variant(**sizes), "T4", steps=1)
-    workloads._measure_batch.cache_clear()
+        effgpu.predict(partial(variant, sizes), "T4", steps=1)
     assert built == [(2, 768, 6), (2, 768, 2), (5, 768, 6)] and modes == [(0, 0)], "measured once, for the default"
 
 
@@ -232,9 +194,6 @@ def test_a_default_step_fills_a_gpu_and_fits(name):
     assert seconds < 2 * workloads.STEP_SECONDS and share < workloads.MEMORY_SHARE * 1.1
     full = share > workloads.MEMORY_SHARE / 2.2 or len(inputs) == workloads.BATCHES[-1]
     assert seconds > workloads.STEP_SECONDS / 2 or full
-
-
-# Errors
 
 
 @pytest.mark.parametrize(

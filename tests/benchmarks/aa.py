@@ -22,22 +22,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from itertools import islice
 from statistics import median
 
 import torch
 
 import effgpu
 from effgpu.comparison import Comparison
-from effgpu.measuring.intervals import interval_of_blocks
+from effgpu.measuring.intervals import FEWEST_BLOCKS, count_blocks, interval_of_blocks
 from effgpu.measuring.timing import time_for
-from effgpu.measuring.turns import take_blocks
 from effgpu.units import format_seconds
 
-STEPS = {1.3: 2.5, 16: 2.5, 100: 2.5}  # milliseconds of a step, and the most seconds per variant
+OPTIONS = {"seconds": 2.5, "precision": 0.01, "energy": False}  # of every comparison
 PARTS = 100  # of a step, so that one that is 3 % slower has 103
 LAYERS = 8  # that the parts take in turn: two steps with one matrix differed by up to 1 %, by where it lies in memory
-PRECISION = 0.01  # the half width that the comparisons below aim at
 FALSE, FOUND, COVERED = 1 / 200, 99 / 100, 0.985  # false verdicts at most, slower steps found and coverage at least
 BURSTS = """
 import os, random, time
@@ -48,13 +46,7 @@ while os.getppid() == parent:
         pass
     time.sleep(random.uniform(0.02, 0.3))
 """
-LOAD = """
-import os
-parent = os.getppid()
-while os.getppid() == parent:
-    for _ in range(100_000):
-        pass
-"""
+LOAD = BURSTS.replace("time.sleep", "")  # all the time
 
 
 def training(width: int, parts: int):
@@ -62,9 +54,9 @@ def training(width: int, parts: int):
 
     def variant():
         torch.manual_seed(0)
-        device = effgpu.find_device()
-        layers = [torch.nn.Linear(width, width).to(device) for _ in range(LAYERS)]
-        x = torch.randn(32 if device.type == "cpu" else 2048, width, device=device)
+        with effgpu.find_device() as device:
+            layers = [torch.nn.Linear(width, width) for _ in range(LAYERS)]
+            x = torch.randn(32 if device.type == "cpu" else 2048, width)
 
         def step():
             for part in range(parts):
@@ -73,12 +65,6 @@ def training(width: int, parts: int):
         return step
 
     return variant
-
-
-def step_of(milliseconds: float):
-    """A variant whose step takes about so long, in parts of a tenth of a millisecond or so."""
-    part = min(time_for(training(128, 1)(), 0.2))
-    return training(128, max(1, round(milliseconds / 1000 / part)))
 
 
 def width_of_a_part(milliseconds: float) -> int:
@@ -90,15 +76,13 @@ def width_of_a_part(milliseconds: float) -> int:
 
 
 @contextlib.contextmanager
-def load(code: str | None) -> Iterator[None]:
-    """Beside what is inside, another process that runs this code; none with None."""
-    other = subprocess.Popen([sys.executable, "-c", code]) if code else None
-    try:
-        yield
-    finally:
-        if other:
+def beside(code: str):
+    """Inside, another process runs this code."""
+    with subprocess.Popen([sys.executable, "-c", code]) as other:
+        try:
+            yield
+        finally:
             other.kill()
-            other.wait()
 
 
 def half_width(result: Comparison) -> float:
@@ -107,55 +91,46 @@ def half_width(result: Comparison) -> float:
     return math.sqrt(ratio.high / ratio.low) - 1
 
 
-def show_intervals(steps: dict[float, float]) -> None:
-    """Print half widths and seconds, the median of five comparisons each."""
-    for milliseconds, seconds in steps.items():
-        variant, widths, taken = step_of(milliseconds), [], []
+def show_intervals(steps: list[float]) -> None:
+    """Print half widths and seconds for steps of about so many milliseconds, the median of five comparisons each."""
+    for milliseconds in steps:
+        parts = max(1, round(milliseconds / 1000 / min(time_for(training(128, 1)(), 0.2))))
+        variant, widths, taken = training(128, parts), [], []
         for _ in range(5):
             start = time.perf_counter()
-            result = effgpu.compare({"A": variant, "B": variant}, seconds=seconds, precision=PRECISION, energy=False)
+            result = effgpu.compare({"A": variant, "B": variant}, **OPTIONS)
             taken.append(time.perf_counter() - start)
             widths.append(half_width(result))
+        told = f"{format_seconds(result['A'].median)} per step, seconds={OPTIONS['seconds']}: ±{median(widths):.2%}"
         blocks = len(result["A"].turns)
-        told = f"{format_seconds(result['A'].median)} per step, seconds={seconds}: ±{median(widths):.2%}"
         print(f"{told} (at worst ±{max(widths):.2%}) in {median(taken):.1f} s, {blocks} blocks", flush=True)
 
 
-def show_verdicts(title: str, results: list[Comparison], seconds: float, limit: str) -> None:
-    """Print how often each verdict came out, and the widths of the intervals."""
-    verdicts = Counter(result.verdict("B") for result in results)
-    width = median(map(half_width, results))
-    print(f"{title}: {dict(verdicts)} of {len(results)}, wanted: {limit}; median ±{width:.2%}, {seconds:.1f} s each")
-
-
-def run(count: int, slower: bool, bursts: bool) -> tuple[list[Comparison], float]:
-    """So many comparisons of a step of about 16 ms with itself, or with one that is 3 % slower; the seconds of each."""
+def show_verdicts(part: str, count: int, slower: bool) -> None:
+    """Print the verdicts and widths for a step of about 16 ms beside itself, or beside one that is 3 % slower."""
     width = width_of_a_part(16)
     variants = {"A": training(width, PARTS), "B": training(width, PARTS + 3 * slower)}
-    options = {"seconds": 2.5, "precision": PRECISION, "energy": False}
-    with load(BURSTS if bursts else None):
+    with beside(BURSTS if part in ("bursts", "hidden") else ""):
         start = time.perf_counter()
-        results = [effgpu.compare(variants, **options) for _ in range(count)]
-        return results, (time.perf_counter() - start) / count
+        results = [effgpu.compare(variants, **OPTIONS) for _ in range(count)]
+        seconds = (time.perf_counter() - start) / count
+    verdicts = dict(Counter(result.verdict("B") for result in results))
+    limit = f"at least {FOUND * count:g} slower" if slower else f"at most {FALSE * count:g} faster or slower"
+    told = f"median ±{median(map(half_width, results)):.2%}, {seconds:.1f} s each"
+    print(f"{part}: {verdicts} of {count}, wanted: {limit}; {told}", flush=True)
 
 
-class SimulatedBlocks:
-    """Turns of A and B that take no time, and the log ratio of each block: noise around 0.
+def simulate_ratios(generator: random.Random, spread: float, rho: float, outliers: float):
+    """The log ratio of one block after the other: noise around 0, where each resembles the one before (ρ).
 
-    Each ratio resembles the one before (ρ). An outlier is a block that was held up, by 10 to 40 %.
+    An outlier is a block that was held up, by 10 to 40 %.
     """
-
-    def __init__(self, generator: random.Random, spread: float, rho: float, outliers: float):
-        self.generator, self.spread, self.rho, self.outliers = generator, spread, rho, outliers
-        self.turns, self.logs, self.noise = 0, [], generator.gauss(0, spread)
-
-    def take_turn(self, label: str) -> None:
-        self.turns += 1
-        if self.turns % 4 == 0:  # the block is over
-            held_up = self.generator.choice([-1, 1]) * self.generator.uniform(0.1, 0.4)
-            self.logs.append(self.noise + held_up * (self.generator.random() < self.outliers))
-            self.noise *= self.rho
-            self.noise += math.sqrt(1 - self.rho**2) * self.generator.gauss(0, self.spread)
+    noise = generator.gauss(0, spread)
+    while True:
+        held_up = generator.choice([-1, 1]) * generator.uniform(0.1, 0.4)
+        ratio = noise + held_up * (generator.random() < outliers)
+        noise = rho * noise + math.sqrt(1 - rho**2) * generator.gauss(0, spread)
+        yield ratio
 
 
 def show_coverage(count: int, target: float = 0.03) -> None:
@@ -163,14 +138,13 @@ def show_coverage(count: int, target: float = 0.03) -> None:
     for noise in [(0.03, 0.2, 0), (0.05, 0, 0), (0.05, 0.2, 0), (0.05, 0, 0.05), (0.05, 0.2, 0.05), (0.2, 0.2, 0)]:
         generator, covered, widths, counts = random.Random(str(noise)), 0, [], []
         for _ in range(count):
-            blocks = SimulatedBlocks(generator, *noise)
-            take_blocks(
-                lambda: ["A", "B"], blocks.take_turn, lambda of=blocks: [of.logs], target=target, seconds=math.inf
-            )
-            _, low, high = interval_of_blocks(blocks.logs)
+            ratios = simulate_ratios(generator, *noise)
+            logs = list(islice(ratios, FEWEST_BLOCKS))
+            logs += islice(ratios, count_blocks(logs, target) - FEWEST_BLOCKS)
+            _, low, high = interval_of_blocks(logs)
             covered += low <= 0 <= high
             widths.append(math.expm1((high - low) / 2))
-            counts.append(len(blocks.logs))
+            counts.append(len(logs))
         told = "spread {:.0%}, ρ {}, outliers {:.0%}".format(*noise)
         told += f": covers {covered / count:.4f}, wanted {COVERED}; ±{median(widths):.2%}, {median(counts):.0f} blocks"
         print(told, flush=True)
@@ -193,15 +167,12 @@ def main() -> None:
         if part == "coverage":
             show_coverage(args.simulated)
         elif part in ("intervals", "loaded"):
-            with load(LOAD if part == "loaded" else None):
-                show_intervals(STEPS if part == "intervals" else {16: STEPS[16]})
+            with beside(LOAD if part == "loaded" else ""):
+                show_intervals([1.3, 16, 100] if part == "intervals" else [16])
         elif part in ("quiet", "bursts"):
-            limit = f"at most {FALSE * args.comparisons:g} faster or slower"
-            show_verdicts(part, *run(args.comparisons, slower=False, bursts=part == "bursts"), limit)
+            show_verdicts(part, args.comparisons, slower=False)
         else:
-            limit = f"at least {FOUND * args.slower:g} slower"
-            show_verdicts(part, *run(args.slower, slower=True, bursts=part == "hidden"), limit)
-        sys.stdout.flush()
+            show_verdicts(part, args.slower, slower=True)
 
 
 if __name__ == "__main__":

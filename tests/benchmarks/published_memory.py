@@ -1,10 +1,10 @@
-"""Published peaks of training steps beside predicted ones. `make predictions` writes docs/predict.md from it."""
+"""Published peaks of training steps beside predicted ones: docs/predict.md shows them, `make predictions` runs them."""
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch import nn
@@ -17,12 +17,6 @@ HF22 = "transformers, performance guide of 2022"
 R2 = "LLMs-from-scratch, ch05/10_llm-training-speed"
 R1 = "pytorch-memory-optim, logs.md"
 TT = "torchtune, README"
-LINKS = {
-    HF22: "https://huggingface.co/docs/transformers/v4.19.2/en/performance",
-    R2: "https://github.com/rasbt/LLMs-from-scratch/tree/main/ch05/10_llm-training-speed",
-    R1: "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md",
-    TT: "https://github.com/pytorch/torchtune",
-}
 CARD = {HF22: "V100", R2: "A100 40 GB", R1: "A100 40 GB", TT: "A100 80 GB"}
 
 
@@ -56,8 +50,7 @@ class _KeptSoftmax(torch.autograd.Function):
 def _attention_of_2022(module, query, key, value, attention_mask, scaling, dropout=0.0, **options):
     """BERT's attention as transformers had it in 2022: the mask is fp32, so the scores are from there on."""
     scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
-    mask = torch.zeros(query.shape[0], 1, 1, key.shape[2])
-    scores = scores + mask
+    scores = scores + torch.zeros(query.shape[0], 1, 1, key.shape[2])
     with torch.autocast("cpu", enabled=False):
         weights = _KeptSoftmax.apply(scores.float())
     weights = F.dropout(weights, dropout, module.training)
@@ -90,15 +83,13 @@ class _Adam8bit(_AdamW):
     @torch.no_grad()
     def step(self):
         for p in self.param_groups[0]["params"]:
-            state = self.state[p]
+            state, small = self.state[p], p.numel() < 4096
             if state:
                 continue
-            if p.numel() < 4096:
-                state.update(state1=torch.zeros_like(p), state2=torch.zeros_like(p))
-                continue
             for number in (1, 2):
-                state[f"state{number}"] = torch.zeros_like(p, dtype=torch.uint8)
-                state[f"absmax{number}"] = torch.zeros(-(-p.numel() // 2048))
+                state[f"state{number}"] = torch.zeros_like(p, dtype=None if small else torch.uint8)
+                if not small:
+                    state[f"absmax{number}"] = torch.zeros(-(-p.numel() // 2048))
 
 
 def _adafactor(parameters):
@@ -182,12 +173,11 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, width, heads, length, stored_mask, native, fused):
+    def __init__(self, width, native, **options):
         super().__init__()
-        norm = nn.LayerNorm if native else _Norm
-        self.attention = _Attention(width, heads, length, stored_mask, fused)
+        norm, gelu = (nn.LayerNorm, nn.GELU(approximate="tanh")) if native else (_Norm, _Gelu())
+        self.attention = _Attention(width, **options)
         self.norm1, self.norm2, self.dropout = norm(width), norm(width), nn.Dropout(0.1)
-        gelu = nn.GELU(approximate="tanh") if native else _Gelu()
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), gelu, nn.Linear(4 * width, width))
 
     def forward(self, x):
@@ -196,11 +186,12 @@ class _Block(nn.Module):
 
 
 class _Gpt(nn.Module):
-    def __init__(self, vocabulary, length=1024, width=768, heads=12, layers=12, native=False, **options):
+    def __init__(self, vocabulary, native=False, stored_mask=False, fused=False, width=768, length=1024):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.dropout = nn.Dropout(0.1)
-        self.blocks = nn.Sequential(*(_Block(width, heads, length, native=native, **options) for _ in range(layers)))
+        options = dict(heads=12, length=length, stored_mask=stored_mask, fused=fused)
+        self.blocks = nn.Sequential(*(_Block(width, native, **options) for _ in range(12)))
         self.norm = (nn.LayerNorm if native else _Norm)(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -209,28 +200,18 @@ class _Gpt(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def gpt2(
-    batch=8,
-    vocabulary=50257,
-    stored_mask=False,
-    foreach=False,
-    bf16=False,
-    native=False,
-    fused=False,
-    compiled=False,
-    evaluated=True,
-):
-    model = _Gpt(vocabulary, stored_mask=stored_mask, native=native, fused=fused)
+def gpt2(batch=8, vocabulary=50257, foreach=False, bf16=False, compiled=False, evaluated=True, **options):
+    model = _Gpt(vocabulary, **options)
     if compiled:
         model = torch.compile(model)
     if bf16:
         model = model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), **({} if foreach else {"fused": True}))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=None if foreach else True)
 
+    @torch.no_grad()
     def evaluate():
-        with torch.no_grad():
-            inputs, labels = torch.zeros(2, batch, 1024, dtype=torch.long)
-            F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+        inputs, labels = torch.zeros(2, batch, 1024, dtype=torch.long)
+        F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
 
     def step():
         optimizer.zero_grad()
@@ -272,8 +253,8 @@ def vit(batch=64, fp16=False, bf16=False, accumulate=1):
             if number == 0:  # as published: the optimizer steps after the first of the micro-batches
                 scaler.step(optimizer)
                 scaler.update()
-            if accumulate > 1 and number == 0:
-                optimizer.zero_grad()
+                if accumulate > 1:
+                    optimizer.zero_grad()
 
     return step
 
@@ -291,7 +272,7 @@ class _RmsNorm(nn.Module):
 class _LlamaBlock(nn.Module):
     def __init__(self, width, heads, key_heads, inner):
         super().__init__()
-        self.heads, self.key_heads, self.head_width = heads, key_heads, width // heads
+        self.repeat, self.head_width = heads // key_heads, width // heads
         linear = partial(nn.Linear, bias=False)
         self.q, self.out = linear(width, width), linear(width, width)
         self.k, self.v = (linear(width, key_heads * self.head_width) for _ in range(2))
@@ -302,25 +283,23 @@ class _LlamaBlock(nn.Module):
         return self._feed(self._attend(x, angles))
 
     def _attend(self, x, angles):
-        batch, length, width = x.shape
         y = self.norm1(x)
-        q, k = (self._rotate(linear(y).view(batch, length, -1, self.head_width), angles) for linear in (self.q, self.k))
-        v = self.v(y).view(batch, length, -1, self.head_width)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        repeat = self.heads // self.key_heads
-        k, v = (t.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for t in (k, v))
+        q, k, v = (linear(y).unflatten(-1, (-1, self.head_width)) for linear in (self.q, self.k, self.v))
+        q, k, v = (t.transpose(1, 2) for t in (_rotate(q, angles), _rotate(k, angles), v))
+        k, v = (t.unsqueeze(2).expand(-1, -1, self.repeat, -1, -1).flatten(1, 2) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).contiguous().view(batch, length, width)) + x
+        return self.out(y.transpose(1, 2).contiguous().flatten(2)) + x
 
     def _feed(self, x):
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
-    def _rotate(self, x, angles):
-        pairs = x.float().reshape(*x.shape[:-1], -1, 2)
-        cos, sin = angles.view(1, x.shape[1], 1, -1, 2).unbind(-1)
-        turned = [pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin]
-        return torch.stack(turned, -1).flatten(3).type_as(x)
+
+def _rotate(x, angles):
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    cos, sin = angles.view(1, x.shape[1], 1, -1, 2).unbind(-1)
+    turned = [pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin]
+    return torch.stack(turned, -1).flatten(3).type_as(x)
 
 
 class _Llama(nn.Module):
@@ -406,23 +385,11 @@ CASES = [
         specified=False,
     ),
 ]
-NOT_PREDICTED = {
-    "torchtune, unpacked (25.5 GiB)": "the lengths of the texts",
-    "torchtune, all after packing (51.0 to 4.6 GiB)": "each is on top of a compiled step, whose loss is fused",
-    "t5-base on an A100 (transformers#15026)": "memory is not published",
-    "DistilBERT and BigBird (pytorch-memory-optim)": "four GPUs",
-}
-EXPLAINED = {
-    "BERT-large, fp16": "the cause is not known. An older autocast may have kept another copy.",
-    "GPT-2, compiled": "the compiled step takes more than the eager one; the next row, compiled as well, does not.",
-    "ViT-L/16": "about 0.3 to 0.8 GiB more than counted, in 16 bits only, and not in step with the batch. The cause "
-    "is not known: cuDNN's workspace may be one. Left standing.",
-}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case and its prediction: `size` is what answers to the published number."""
+    """A case and its prediction: `size` is what answers to the published number, with `error` as a share of that."""
 
     case: Case
     prediction: Prediction
@@ -430,7 +397,6 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """The prediction's error, as a share of what was published."""
         return self.size / self.case.published - 1
 
     @property
@@ -446,69 +412,26 @@ def run(case: Case) -> Outcome:
     return Outcome(case, predicted, peak + predicted.workspaces.low)
 
 
-def summarize(outcomes: list[Outcome]) -> str:
-    """The audit in one sentence."""
-    errors = [abs(outcome.error) for outcome in outcomes]
-    exact = [abs(outcome.error) for outcome in outcomes if outcome.case.specified]
-    return (
-        f"{len(errors)} published runs: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}; "
-        f"the {len(exact)} that are fully specified: {statistics.median(exact):.1%} and {max(exact):.1%}"
-    )
+def numbers(outcomes: list[Outcome]) -> dict[str, str]:
+    """Sentences of docs/predict.md, by a pattern of the old ones."""
+    errors = [abs(o.error) for o in outcomes]
+    exact = [abs(o.error) for o in outcomes if o.case.specified]
+    told = f"{len(errors)} published runs: median error {median(errors):.1%}, worst {max(errors):.1%}; "
+    told += f"the {len(exact)} that are fully specified: {median(exact):.1%} and {max(exact):.1%}."
+    worst = "at least one: see the table." if any(o.is_false_fit for o in outcomes) else "none."
+    return {r"\d+ published runs: .*": told, "There is .*": f"There is {worst}"}
 
 
-def tell(outcomes: list[Outcome]) -> list[str]:
-    """The lines of docs/predict.md that are about memory."""
-    lines = [
-        "## Memory",
-        "",
-        f"{summarize(outcomes)}.",
-        "",
-        "The prediction is reserved memory and cuBLAS's workspace. (torchtune shows active bytes: there it is",
-        "allocated memory.) It does not count CUDA's context: 1,343 MiB were taken off the numbers of 2022, which are",
-        "NVML's. GiB are 2^30 bytes.",
-        "",
-        "A false *fits* would be a published run that needs more than the high end of the prediction. There is "
-        + ("none." if not any(o.is_false_fit for o in outcomes) else "at least one: see the table."),
-        "The margins of a verdict (6 % less, 8 % more) were set on these same runs.",
-        "",
-        "On a simulated GPU, PyTorch's own CUDA allocator counts the same to 0.5 %, and reserves the same to the byte,",
-        "for eight ways to train the course's transformer (`tests/test_simulated_gpu.py`).",
-        "",
-    ]
-    for source in CARD:
-        lines += [f"### [{source}]({LINKS[source]})", "", "| run | published | predicted | error | not published |"]
-        lines += ["|---|--:|--:|--:|---|"]
-        for o in (o for o in outcomes if o.case.source == source):
-            sizes = f"{o.case.published / GiB:.2f} GiB | {o.size / GiB:.2f} GiB"
-            error = f"{o.error:+.1%}".replace("-", "−") + " **false fits**" * o.is_false_fit
-            lines.append(f"| {o.case.name} | {sizes} | {error} | {o.case.unknown} |")
-        lines.append("")
-    lines += ["### Cases that are off by more than 3 %", ""]
-    for name, why in EXPLAINED.items():
-        lines.append(f"* **{name}**: {why}")
-    lines += [
-        "",
-        "### What was assumed of the runs of 2022",
-        "",
-        "The guide does not name its PyTorch. Before 1.11, softmax kept its input for the backward pass, too",
-        "([pytorch#65242](https://github.com/pytorch/pytorch/pull/65242)). The variants do the same, because the",
-        "published numbers ask for it: with the softmax of today, the rows without checkpointing come out 5 to 16 %",
-        "too low. So this version was chosen after seeing the numbers. The variants also use the AdamW",
-        "that transformers had then. What 8-bit Adam stores is modelled: the library itself was not run.",
-        "",
-        "### Not predicted",
-        "",
-        *(f"* {name}: {why}." for name, why in NOT_PREDICTED.items()),
-        "",
-    ]
-    return lines
+def tables(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    """Rows of docs/predict.md, by the headings above them."""
+    rows: dict[str, list[str]] = {}
+    for o in outcomes:
+        sizes = f"{o.case.published / GiB:.2f} GiB | {o.size / GiB:.2f} GiB"
+        error = tell_error(o.error) + " **false fits**" * o.is_false_fit
+        row = f"| {o.case.name} | {sizes} | {error} | {o.case.unknown} |"
+        rows.setdefault(f"### [{o.case.source}]", []).append(row)
+    return rows
 
 
-def run_all() -> list[Outcome]:
-    """Run and print all cases."""
-    outcomes = []
-    for case in CASES:
-        outcomes.append(o := run(case))
-        sizes = f"{case.published / GiB:8.2f}{o.size / GiB:8.2f} GiB {o.error:+7.1%}"
-        print(f"{case.name:46}{sizes}" + "  FALSE FITS" * o.is_false_fit, flush=True)
-    return outcomes
+def tell_error(error: float) -> str:
+    return f"{error:+.1%}".replace("-", "−")

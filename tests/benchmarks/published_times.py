@@ -1,45 +1,30 @@
-"""Published times of training steps beside predicted ones, and how the prediction was calibrated.
-
-`make predictions` writes docs/predict.md from it.
-"""
+"""Published times of training steps beside predicted ones: docs/predict.md shows them, `make predictions` runs them."""
 
 import csv
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
+from unittest.mock import patch
 
 import torch
 from benchmarks import published_memory
 from torch.nn import functional as F
 
-from effgpu import units
 from effgpu.measuring.device import multiplying_as
 from effgpu.predicting.fake_gpu import on_real_tensors
 from effgpu.predicting.prediction import predict
 from effgpu.predicting.time import Time, time_ratio
+from effgpu.units import format_seconds
 
 TABLE = Path(__file__).with_name("published_times.csv")
 HF22, R2, TT = published_memory.HF22, published_memory.R2, published_memory.TT
 TIMM, RYU = "timm, results/benchmark-train-amp", "pytorch-gpu-benchmark, results/dgx-a100"
 U39 = "deep-learning-benchmark, README"
 SOURCES = {"timm": TIMM, "pytorch-gpu-benchmark": RYU, "deep-learning-benchmark": U39}
-LINKS = published_memory.LINKS | {
-    TIMM: "https://github.com/huggingface/pytorch-image-models/tree/aa4b585/results",
-    RYU: "https://github.com/ryujaehun/pytorch-gpu-benchmark/tree/3f47a9e/results/dgx-a100",
-    U39: "https://github.com/u39kun/deep-learning-benchmark/tree/9dc3e36",
-}
-OPEN = {  # what the publications leave open
-    TIMM: "the card's power limit; cuDNN's version",
-    RYU: "the CPU's load: eight workers load data beside the step",
-    U39: "the CPU; PyTorch 0.3 and cuDNN 7.0 of 2017",
-    HF22: "PyTorch's and CUDA's versions; the CPU",
-    R2: "which of the two A100s; its power limit",
-    TT: "the kernel of attention; the optimizer's settings",
-}
 # Data sheets: TFLOP/s in fp32, TF32 and 16 bits (tensor cores, fp32 accumulation), and GB/s.
 DATA_SHEETS = {
     "V100": (15.7, 15.7, 125, 900),
@@ -47,13 +32,6 @@ DATA_SHEETS = {
     "A100 40 GB": (19.5, 156, 312, 1555),
     "A100 80 GB": (19.5, 156, 312, 2039),
 }
-
-
-SMALL = "convolutional networks, 12 images: bound by the CPU"
-
-
-def _short(format: str) -> str:
-    return "16 bits" if format in ("fp16", "bf16") else format
 
 
 @dataclass(frozen=True)
@@ -75,21 +53,27 @@ class Case:
     def group(self) -> str:
         """What the audit sums up."""
         if self.source == RYU:
-            return SMALL
-        return "convolutional networks" if self.convolutional else f"transformers, {_short(self.format)}"
+            return "convolutional networks, 12 images: bound by the CPU"
+        format = "16 bits" if self.format in ("fp16", "bf16") else self.format
+        return "convolutional networks" if self.convolutional else f"transformers, {format}"
 
 
-class _Judged:
-    """What is `expected`, from `low` to `high`, beside what was `published`."""
+@dataclass(frozen=True)
+class Judged:
+    """What is `expected`, from `low` to `high`, and what the `data_sheet` says, beside what was `published`."""
+
+    published: float
+    expected: float
+    low: float
+    high: float
+    data_sheet: float
 
     @property
     def error(self) -> float:
-        """The prediction's error, as a share of what was published."""
         return self.expected / self.published - 1
 
     @property
     def is_inside(self) -> bool:
-        """Whether what was published lies in the range."""
         return self.low <= self.published <= self.high
 
     @property
@@ -99,47 +83,27 @@ class _Judged:
 
 
 @dataclass(frozen=True)
-class Outcome(_Judged):
-    """A case, its prediction, and what the data sheet says, in seconds."""
+class Outcome(Judged):
+    """A case and its prediction, in seconds."""
 
     case: Case
     time: Time
-    expected: float
-    data_sheet: float
 
-    @property
-    def published(self) -> float:
-        """The published time, in seconds."""
-        return self.case.published
 
-    @property
-    def low(self) -> float:
-        """The low end of the range, in seconds."""
-        return self.time.low * self.expected / self.time.expected
+@dataclass(frozen=True)
+class Pair(Judged):
+    """Two cases on one GPU, and the ratio of their times. A constant for a GPU cancels in that of the data sheet."""
 
-    @property
-    def high(self) -> float:
-        """The high end of the range, in seconds."""
-        return self.time.high * self.expected / self.time.expected
+    ours: Case
+    theirs: Case
 
 
 def _regnet(kind: str, name: str):
     """A RegNet of torchvision. It reads its sizes from tensors, so these are real ones."""
     from torchvision.models import regnet
 
-    found = getattr(regnet, f"regnet_{kind}_{name}")
-    sizes = {}
-
-    def take(params, *args, **kwargs):
-        sizes["params"] = params
-
-    build, regnet._regnet = regnet._regnet, take
-    try:
-        with on_real_tensors():
-            found()
-    finally:
-        regnet._regnet = build
-    return partial(regnet.RegNet, sizes["params"])
+    with on_real_tensors(), patch.object(regnet, "_regnet", lambda params, *_, **__: params):
+        return partial(regnet.RegNet, getattr(regnet, f"regnet_{kind}_{name}")())
 
 
 _VIT = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
@@ -192,51 +156,40 @@ def _find_model(name: str, pixels: int) -> Callable:
 
 def images(model: str, batch: int, size: int, layout: str, format: str, optimized: bool):
     """A step of an image classifier: with `optimized` as timm's benchmark, else without an update of the weights."""
-    network = _find_model(model, size)
+    net, pixels = _find_model(model, size)().train(), torch.randn(batch, 3, size, size)
+    if layout == "nhwc":
+        net.to(memory_format=torch.channels_last)
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+    if format == "fp16":
+        net, pixels = net.half(), pixels.half()
+    labels = torch.zeros(batch, dtype=torch.long)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=False)
 
-    def variant():
-        net = network().train()
-        pixels = torch.randn(batch, 3, size, size)
-        if layout == "nhwc":
-            net.to(memory_format=torch.channels_last)
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
-        if format == "fp16":
-            net, pixels = net.half(), pixels.half()
-        labels = torch.zeros(batch, dtype=torch.long)
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+    def step():
+        sgd.zero_grad(set_to_none=optimized)
+        with torch.autocast("cuda", torch.float16, enabled="autocast" in format):
+            output = net(pixels)
+            F.cross_entropy(getattr(output, "logits", output), labels).backward()
+        if optimized:
+            sgd.step()
 
-        def step():
-            sgd.zero_grad(set_to_none=optimized)
-            with torch.autocast("cuda", torch.float16, enabled="autocast" in format):
-                output = net(pixels)
-                F.cross_entropy(getattr(output, "logits", output), labels).backward()
-            if optimized:
-                sgd.step()
-
-        return step
-
-    return variant
+    return step
 
 
-def _read_images() -> list[Case]:
-    cases = []
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            source = SOURCES[row["source"]]
-            name, sizes = row["model"], (int(row["batch"]), int(row["size"]))
-            variant = partial(_images_later, name, *sizes, row["layout"], row["format"], source == TIMM)
-            told = f"{name}, {row['layout'].upper()}, {sizes[0]} × {sizes[1]}²"
-            convolutional = not name.startswith(("vit", "swin"))
-            calibrates, format = row["role"] == "calibrate", row["format"].split()[0]
-            seconds = float(row["milliseconds"]) / 1000
-            matmul = "tf32" if format == "TF32" else "ieee"
-            cases.append(Case(source, told, seconds, variant, row["gpu"], format, convolutional, calibrates, matmul))
-    return cases
-
-
-def _images_later(*args):
-    """The variant, with its model looked up only when it is run."""
-    return images(*args)()
+def _images(row: dict[str, str]) -> Case:
+    source, name, layout, format = SOURCES[row["source"]], row["model"], row["layout"], row["format"].split()[0]
+    batch, size = int(row["batch"]), int(row["size"])
+    return Case(
+        source,
+        f"{name}, {layout.upper()}, {batch} × {size}²",
+        float(row["milliseconds"]) / 1000,
+        partial(images, name, batch, size, layout, row["format"], source == TIMM),
+        row["gpu"],
+        format,
+        convolutional=not name.startswith(("vit", "swin")),
+        calibrates=row["role"] == "calibrate",
+        matmul="tf32" if format == "TF32" else "ieee",
+    )
 
 
 def _hf(name: str, samples_per_second: float, **options) -> Case:
@@ -276,7 +229,7 @@ CASES = [
     _gpt("vocabulary of 50,304", 127345, **_COMPILED, vocabulary=50304),
     _gpt("batch 32", 142156, **_COMPILED, vocabulary=50304, batch=32),
     Case(TT, "Llama-3.2-3B, packed", 2 * 4096 / 7075, published_memory.llama_3b, "A100 80 GB", "bf16"),
-    *_read_images(),
+    *map(_images, csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines())),
 ]
 
 
@@ -290,7 +243,8 @@ def run(case: Case) -> Outcome:
             more = predict(case.besides[0], case.gpu)
             expected += case.besides[1] * (more.time().expected - time.expected)
             sheet += case.besides[1] * (_data_sheet(more.segments, case.gpu) - sheet)
-    return Outcome(case, time, expected, sheet)
+    ends = (end * expected / time.expected for end in (time.low, time.high))
+    return Outcome(case.published, expected, *ends, sheet, case, time)
 
 
 def _data_sheet(segments: Iterable, gpu: str) -> float:
@@ -304,44 +258,6 @@ def _data_sheet(segments: Iterable, gpu: str) -> float:
     )
 
 
-@dataclass(frozen=True)
-class Pair(_Judged):
-    """Two outcomes on one GPU, and the published and the predicted ratio of their times."""
-
-    ours: Outcome
-    theirs: Outcome
-
-    @property
-    def published(self) -> float:
-        """How many times as long the first takes."""
-        return self.ours.published / self.theirs.published
-
-    @property
-    def expected(self) -> float:
-        """The same, predicted."""
-        return self.ours.expected / self.theirs.expected
-
-    @property
-    def data_sheet(self) -> float:
-        """The same by both baselines: a constant for a GPU cancels."""
-        return self.ours.data_sheet / self.theirs.data_sheet
-
-    @property
-    def _range(self) -> tuple[float, float]:
-        value, low, high = time_ratio(self.ours.time, self.theirs.time)
-        return self.expected * low / value, self.expected * high / value
-
-    @property
-    def low(self) -> float:
-        """The low end of the range."""
-        return self._range[0]
-
-    @property
-    def high(self) -> float:
-        """The high end of the range."""
-        return self._range[1]
-
-
 def find_pairs(outcomes: list[Outcome]) -> list[Pair]:
     """The ratios of the audit: each rung to the one before, each run of 2022 to the plain one, layouts, formats."""
     pairs, others = [], {}
@@ -352,161 +268,88 @@ def find_pairs(outcomes: list[Outcome]) -> list[Pair]:
         elif case.source not in (R2, HF22):
             continue
         if key in others:
-            pairs.append(Pair(o, others[key]))
+            pairs.append(_compare(o, others[key]))
         if case.source != HF22 or key not in others:
             others[key] = o
     return pairs
 
 
-def with_constants(outcomes: list[Outcome]) -> dict[int, float]:
-    """The second baseline, seconds by the outcome's id: the data sheet's times a constant for each GPU.
+def _compare(ours: Outcome, theirs: Outcome) -> Pair:
+    published, expected, sheet = (
+        getattr(ours, what) / getattr(theirs, what) for what in ("published", "expected", "data_sheet")
+    )
+    value, *ends = time_ratio(ours.time, theirs.time)
+    return Pair(published, expected, *(expected * end / value for end in ends), sheet, ours.case, theirs.case)
+
+
+def with_constants(outcomes: list[Outcome]) -> list[float]:
+    """The second baseline, in seconds: the data sheet's times a constant for each GPU.
 
     The constant is the median over the other runs of the same kind on that GPU: it was fitted on the audit itself.
     """
-
-    def kind(outcome: Outcome) -> tuple[str, str]:
-        return outcome.case.gpu.partition(" ")[0], outcome.case.group.partition(",")[0]
-
-    factors: dict[tuple[str, str], list[float]] = {}
-    for o in outcomes:
-        factors.setdefault(kind(o), []).append(o.case.published / o.data_sheet)
-    found = {}
-    for o in outcomes:
-        others = list(factors[kind(o)])
-        if len(others) > 1:
-            others.remove(o.case.published / o.data_sheet)
-        found[id(o)] = o.data_sheet * statistics.median(others)
+    kinds = [(o.case.gpu.partition(" ")[0], o.case.group.partition(",")[0]) for o in outcomes]
+    found = []
+    for number, o in enumerate(outcomes):
+        others = [n for n, kind in enumerate(kinds) if kind == kinds[number] and n != number] or [number]
+        found.append(o.data_sheet * median(outcomes[n].published / outcomes[n].data_sheet for n in others))
     return found
 
 
-def _percentile(errors: list[float], share: float = 0.9) -> float:
-    return sorted(errors)[min(len(errors) - 1, math.ceil(share * len(errors)) - 1)]
-
-
-def _sum_up(name: str, predicted: list, sheet: list[float], constant: list[float]) -> str:
+def _sum_up(name: str, judged: list[Judged], baselines: list[list[float]]) -> str:
     """A line of the summary: errors of the prediction, its range, and errors of the two baselines."""
-    errors = [abs(o.error) for o in predicted]
-    inside = sum(o.is_inside for o in predicted)
-    width = statistics.median(o.width for o in predicted)
-    baselines = " | ".join(f"{statistics.median(e):.1%} | {_percentile(e):.1%}" for e in (sheet, constant))
-    return (
-        f"| {name} | {len(errors)} | {statistics.median(errors):.1%} | {_percentile(errors):.1%} | "
-        f"{inside} of {len(errors)} | ±{width:.0%} | {baselines} |"
-    )
+    number, width = len(judged), median(o.width for o in judged)
+    inside = f"{sum(o.is_inside for o in judged)} of {number} | ±{width:.0%}"
+    published = [o.published for o in judged]
+
+    def tell(values: list[float]) -> str:
+        errors = sorted(abs(value / truth - 1) for value, truth in zip(values, published))
+        return f"{median(errors):.1%} | {errors[math.ceil(0.9 * number) - 1]:.1%}"
+
+    sheet, constant = map(tell, baselines)
+    return f"| {name} | {number} | {tell([o.expected for o in judged])} | {inside} | {sheet} | {constant} |"
 
 
-def summarize(outcomes: list[Outcome]) -> list[str]:
-    """The audit by groups, as a table in Markdown."""
-    constants = with_constants(outcomes)
-    groups: dict[str, list[Outcome]] = {}
-    for o in outcomes:
-        if o.case.group.startswith("transformers"):
-            groups.setdefault("transformers", []).append(o)
-        groups.setdefault(o.case.group, []).append(o)
-    lines = [
-        "| | | prediction | | | | data sheet | | one constant | |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-        "| **group** | **runs** | **median error** | **90 %** | **in range** | **range** | **median** | **90 %** "
-        "| **median** | **90 %** |",
-    ]
-    for name, chosen in groups.items():
-        sheet = [abs(o.data_sheet / o.case.published - 1) for o in chosen]
-        constant = [abs(constants[id(o)] / o.case.published - 1) for o in chosen]
-        lines.append(_sum_up(name, chosen, sheet, constant))
-    pairs = find_pairs(outcomes)
+def _summarize(outcomes: list[Outcome]) -> list[str]:
+    """The audit by groups, as rows of a table."""
+    groups: dict[str, list[tuple[Outcome, float]]] = {}
+    for told in zip(outcomes, with_constants(outcomes)):
+        group = told[0].case.group
+        if group.startswith("transformers"):
+            groups.setdefault("transformers", []).append(told)
+        groups.setdefault(group, []).append(told)
+    titles = "group", "runs", "median error", "90 %", "in range", "range", "median", "90 %", "median", "90 %"
+    lines = [f"| {' | '.join(f'**{title}**' for title in titles)} |"]
+    for name, told in groups.items():
+        chosen, constants = zip(*told)
+        lines.append(_sum_up(name, chosen, [[o.data_sheet for o in chosen], constants]))
     for name, wanted in {"ratios, transformers": False, "ratios, convolutional networks": True}.items():
-        chosen = [pair for pair in pairs if pair.ours.case.convolutional == wanted]
-        sheet = [abs(pair.data_sheet / pair.published - 1) for pair in chosen]
-        lines.append(_sum_up(name, chosen, sheet, sheet))
+        pairs = [pair for pair in find_pairs(outcomes) if pair.ours.convolutional == wanted]
+        lines.append(_sum_up(name, pairs, [[pair.data_sheet for pair in pairs]] * 2))
     return lines
 
 
-EXPLAINED = {
-    "GPT-2 in 16 bits": "in fp32 and TF32 the ladder is met within 5 %, in bf16 the prediction is a fifth too fast, on "
-    "every rung. Which A100 it was is not published. For 16-bit products on an A100, 189 to 271 TFLOP/s are published. "
-    "The constants come from a card with slower tensor cores, where a product's start and end cost less.",
-    "BERT-large with accumulation in fp16": "with one text at a time, the GPU waits for the CPU, and that of 2022 is "
-    "not known. The range is wide there. The 20 µs of a V100's CPU were chosen after seeing these rows.",
-    "Groups of 24 channels and more, channels last": "cuDNN 8.3 had no good kernel for them: regnety_040 is 3.4 times "
-    "as slow as with channels first. Later versions may have one.",
-    "vgg13 without batch norm, channels first": "published as three times as slow as with batch norm. A bad choice of "
-    "cuDNN's own benchmark, which no model foresees.",
-    "Convolutional networks on a V100, 2017": "cuDNN 7.0 multiplied in 16 bits at half the rate of later versions, and "
-    "chose algorithms in fp32 that save more products than we assume. Their ratios of fp16 to fp32 fail with them.",
-    "12 images on an A100": "the steps wait for a CPU that takes 25 to 40 µs for each operation, beside eight workers "
-    "that load data.",
-}
-NOT_PREDICTED = {
-    "8-bit Adam (2022)": "the kernel of bitsandbytes is none of PyTorch's",
-    "t5-base on an A100 (transformers#15026)": "the lengths of the texts are not published",
-    "ViT-L/16 (pytorch-memory-optim)": "the GPU is not named, and an epoch's time includes loading and validation",
-    "torchtune after packing": "the loss is chunked and compiled, checkpointing is its own",
-}
+def numbers(outcomes: list[Outcome]) -> dict[str, str]:
+    """Sentences of docs/predict.md, by a pattern of the old ones."""
+    inside = [o.is_inside for o in outcomes if o.case.calibrates]
+    share = f"of which {sum(inside) / len(inside):.0%} lie"
+    return {r"audit's: \d+ rows": f"audit's: {len(inside)} rows", r"of which \d+% lie": share}
 
 
-def tell(outcomes: list[Outcome], calibrating: list[Outcome]) -> list[str]:
-    """The lines of docs/predict.md that are about time."""
-    inside = sum(o.is_inside for o in calibrating) / len(calibrating)
-    lines = [
-        "## Time",
-        "",
-        *summarize(outcomes),
-        "",
-        "*90 %* is the error that 9 of 10 runs stay below. *In range*: runs whose published time lies in the predicted",
-        "range; *range*: half its median width. *Data sheet* is a roofline: for each kernel the larger of FLOPs and",
-        "bytes, at the data sheet's rates. *One constant* multiplies it by the median of the audit's other runs of",
-        "transformers, or of convolutional networks, on that GPU: this baseline was fitted on the audit itself. In",
-        "ratios a constant cancels.",
-        "",
-        "### What was calibrated on what",
-        "",
-        f"Constants were fitted on these rows, and on none of the audit's: {len(calibrating)} rows of",
-        "published_times.csv that are marked *calibrate* (every second row of timm's two tables in their order,",
-        f"every second model of pytorch-gpu-benchmark), of which {inside:.0%} lie in their range; NeuSight's",
-        "measurements of operations in fp32 (sitar-lab/NeuSight@6945927, dataset/train/collect: linear layers,",
-        "bmm, convolutions, norms, softmax, elementwise); Liger-Kernel's benchmark/data (linkedin/Liger-",
-        "Kernel@ead96b6). Rates, bandwidths and floors of GPUs have their sources in effgpu/predicting/gpus.csv.",
-        "timm's rows are of one GPU and one format, and some models are in both halves, in another layout: for",
-        "other GPUs this audit says less.",
-        "",
-        "Three constants were chosen after rows of the audit had been seen: the 20 µs that a V100's CPU takes to",
-        "launch an operation (the fp16 rows of 2022 came out a quarter too fast with 8 µs), the bandwidth of",
-        "convolutions in fp32 (those of a V100 came out too slow), and the A100's rates in 16 bits, which were lowered",
-        "within what is published (GPT-2 in bf16 came out too fast, and still does).",
-        "",
-    ]
-    for source, link in LINKS.items():
-        chosen = [o for o in outcomes if o.case.source == source]
-        if not chosen:
-            continue
-        lines += [f"### [{source}]({link})", "", f"Not published: {OPEN[source]}.", ""]
-        lines += ["| run | GPU | format | published | predicted | range | error | bound by |"]
-        lines += ["|---|---|---|--:|--:|--:|--:|---|"]
-        for o in chosen:
-            low, high = units.format_seconds(o.low), units.format_seconds(o.high)
-            times = f"{units.format_seconds(o.case.published)} | {units.format_seconds(o.expected)} | {low} – {high}"
-            error = f"{o.error:+.1%}".replace("-", "−") + ", outside" * (not o.is_inside)
-            lines.append(f"| {o.case.name} | {o.case.gpu} | {o.case.format} | {times} | {error} | {o.time.bound} |")
-        lines.append("")
-    lines += ["### Ratios", "", "| run | to | published | predicted | range | error |", "|---|---|--:|--:|--:|--:|"]
+def tables(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    """Rows of docs/predict.md, by the headings above them."""
+    outcomes = [o for o in outcomes if not o.case.calibrates]
+    rows = {"## Time": _summarize(outcomes), "### Ratios": []}
+    for o in outcomes:
+        published, expected, low, high = map(format_seconds, (o.published, o.expected, o.low, o.high))
+        times = f"{published} | {expected} | {low} – {high} | {_tell_error(o)}"
+        row = f"| {o.case.name} | {o.case.gpu} | {o.case.format} | {times} | {o.time.bound} |"
+        rows.setdefault(f"### [{o.case.source}]", []).append(row)
     for pair in find_pairs(outcomes):
+        names = " | ".join(f"{case.name}, {case.format}" for case in (pair.ours, pair.theirs))
         ratio = f"{pair.published:.2f} | {pair.expected:.2f} | {pair.low:.2f} – {pair.high:.2f}"
-        error = f"{pair.error:+.1%}".replace("-", "−") + ", outside" * (not pair.is_inside)
-        names = [f"{case.name}, {case.format}" for case in (pair.ours.case, pair.theirs.case)]
-        lines.append(f"| {names[0]} | {names[1]} | {ratio} | {error} |")
-    lines += ["", "### Where it fails, and why", ""]
-    lines += [f"* **{name}**: {why}" for name, why in EXPLAINED.items()]
-    lines += ["", "### Not predicted", "", *(f"* {name}: {why}." for name, why in NOT_PREDICTED.items()), ""]
-    return lines
+        rows["### Ratios"].append(f"| {names} | {ratio} | {_tell_error(pair)} |")
+    return rows
 
 
-def run_all(calibrates: bool = False) -> list[Outcome]:
-    """Run and print all rows of the audit, or those of the calibration."""
-    outcomes = []
-    for case in CASES:
-        if case.calibrates == calibrates:
-            outcomes.append(o := run(case))
-            times = f"{case.published * 1e3:8.1f}{o.expected * 1e3:8.1f} ms [{o.low * 1e3:6.0f} {o.high * 1e3:6.0f}]"
-            told = "" if o.is_inside else "  outside"
-            print(f"{case.name:50}{case.gpu:11}{case.format:5}{times} {o.error:+6.1%} {o.time.bound}{told}", flush=True)
-    return outcomes
+def _tell_error(judged: Judged) -> str:
+    return published_memory.tell_error(judged.error) + ", outside" * (not judged.is_inside)
