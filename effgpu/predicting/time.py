@@ -9,10 +9,9 @@ also says which two constants were chosen after seeing rows of the audit.
 """
 
 import html
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -281,11 +280,17 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
 
 
 def _add_stretches(
-    between_waits: Iterable[tuple[float, float]], gpu: Gpu, work: float = 1.0, launches: float = 1.0
+    between_waits: Sequence[tuple[float, float]], gpu: Gpu, work: float = 1, launches: float = 1
 ) -> float:
-    """Seconds of a step where the GPU's work and the CPU's calls take so many times as long."""
-    idle = itertools.chain([0.0], itertools.repeat(gpu.launch))  # before all stretches but the first, there is a wait
-    return sum(max(work * busy + launches * first, launches * cpu) for (busy, cpu), first in zip(between_waits, idle))
+    """Seconds of a step where the GPU's work and the CPU's calls take so many times as long.
+
+    Between two stretches the CPU waits: the GPU copies what is read, and then idles until it is called again.
+    """
+    total = 0.0
+    for number, (busy, cpu) in enumerate(between_waits):
+        waits = number > 0
+        total += max(work * busy + waits * launches * gpu.launch, launches * cpu) + waits * work * gpu.kernel
+    return total
 
 
 def _group(sources: dict[tuple[str, str, str], float], parts: int) -> Counter:
