@@ -245,9 +245,11 @@ class Comparison:
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
         told = [f"{self.device.label}, {versions}{whose}."]
         if len(self) > 1:
-            told.append("“2 × faster” takes half the time, “2 × slower” twice; in brackets the 99 % interval.")
+            told.append("“2 × faster” takes half the time, “2 × slower” twice.")
+            told.append("Brackets: the 99 % interval.")
         if self.full_size:
-            told.append("Predicted: at full size; in brackets a range, not an interval (docs/predict.md).")
+            where = "in brackets, where about 9 of 10 published times lie (docs/predict.md)"
+            told.append(f"Predicted: at full size; {where}.")
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:

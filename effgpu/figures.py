@@ -18,6 +18,8 @@ from effgpu import units
 from effgpu.comparison import Comparison
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
+from effgpu.predicting.full_size import REST
+from effgpu.predicting.kernels import OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT
 from effgpu.results import stored
 from effgpu.units import FORMATS
@@ -52,7 +54,7 @@ STYLE = {
     "ytick.color": "#222222",
 }
 VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
-PART_COLORS = {"matrix products": BLUE, "everything else": GREY, "waiting for the CPU": ORANGE}  # of a predicted time
+PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN}  # of a predicted time; in the rest, the GPU waits
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
@@ -264,10 +266,10 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         if needed is None or needed.seconds is None:
             continue
         expected, low, high = needed.seconds
-        others = min(needed.others, expected - needed.products)  # of compiled code, the parts are those before fusion
-        waiting = max(0.0, expected - needed.products - others)
         left = 0.0
-        for (name, color), part in zip(PART_COLORS.items(), (needed.products, others, waiting)):
+        for name, color in [*PART_COLORS.items(), ("waiting for the CPU", ORANGE)]:
+            # of compiled code, the parts are those before fusion, and more than the whole
+            part = min(needed.parts.get(name, expected), expected - left)
             seen = part > 0.005 * expected and name not in ax.get_legend_handles_labels()[1]
             ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
             left += part
@@ -303,7 +305,8 @@ def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> No
 
 def _write(ax, x: float, row: float, text: str) -> None:
     """A text behind the end of a bar."""
-    ax.annotate(text, (x, row), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # no line runs through it
+    ax.annotate(text, (x, row), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9, bbox=ground)
 
 
 def _draw_stored(ax, comparison: Comparison, others: Iterable[Comparison], quantity: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from effgpu import units
 from effgpu.diagnosing.watch import Site
-from effgpu.predicting.prediction import Largest, Prediction
+from effgpu.predicting.prediction import FITS, Largest, Prediction
 
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (SPREAD_OF_RATIOS in
 # predicting/time.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
@@ -55,10 +55,14 @@ class Finding:
         """The lines to change."""
         return _ADVICE[self.name][0]
 
+    def cells(self, step: float) -> list[str]:
+        """What it saves, with its interval or range, and the share of a step of so many seconds."""
+        seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
+        return [f"{seconds} [{low}, {high}]", f"{self.seconds / step:.0%}"]
+
     def tell(self, step: float) -> str:
-        """What it saves of a step of so many seconds, in words."""
-        low, high = map(units.format_seconds, (self.low, self.high))
-        return f"at most {self.seconds / step:.0%}: {units.format_seconds(self.seconds)} [{low}, {high}]"
+        """The same in words."""
+        return "at most {}, {} of the step".format(*self.cells(step))
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,11 +95,13 @@ class Diagnosis:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each finding."""
-        headings = ["what", "saves at most, per step", "how known", "lesson", "what to change"]
-        return headings, [
-            [one.name, one.tell(self.seconds), "measured" if one.measured else "predicted", one.lesson, one.advice]
-            for one in self.findings
-        ]
+        headings = ["what", "saves at most, per step", "of the step", "lesson", "what to change"]
+        rows = [[one.name, *one.cells(self.seconds), one.lesson, one.advice] for one in self.findings]
+        if self.measured:  # and not all of it may be
+            headings.insert(3, "how known")
+            for row, one in zip(rows, self.findings):
+                row.insert(3, "measured" if one.measured else "predicted")
+        return headings, rows
 
     def _heading(self) -> str:
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
@@ -119,19 +125,19 @@ class Diagnosis:
         if self.memory is None:
             return []
         memory, gpu = self.memory, self.memory.gpus[0]
-        own = " – ".join(map(units.format_bytes, gpu.context))
         told = [f"memory, predicted: {memory.total()} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
-        told.append(f"  {own} of it are CUDA's own")
+        if self.batches is not None:
+            fits, may_fit = self.batches.fits, self.batches.may_fit
+            told[0] += f"; a batch {fits} times as large fits, one {may_fit} times as large may fit"
+        if memory.verdict() == FITS:
+            return told
+        told.append("  {} – {} of it are CUDA's own".format(*map(units.format_bytes, gpu.context)))
         for site, owner, size in self.peak[:3]:
             told.append(f"  {units.format_bytes(size)} {owner}" + (f", {site}" if site else ""))
         kept = units.format_bytes(memory.owners["activations"])
         state = units.format_bytes(memory.owners["gradients"] + memory.owners["optimizer state"])
         freed = f"{kept} by checkpointing (lesson 07) or accumulating (06), {state} by LoRA (23)"
-        told.append(f"  to free at most: {freed}")
-        if self.batches is not None:
-            fits, may_fit = self.batches.fits, self.batches.may_fit
-            told.append(f"  a batch {fits} times as large fits, one {may_fit} times as large may fit")
-        return told
+        return [*told, f"  to free at most: {freed}"]
 
     def __repr__(self) -> str:
         table = units.align([self.table()[0], *self.table()[1]]) if self.findings else [_NOTHING]

@@ -5,6 +5,7 @@ starts a kernel when the one before is done and the CPU has called it. Where the
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,7 +120,8 @@ class Walk:
     def scene(self, gpu: Gpu) -> Scene:
         """The walked step on the GPU."""
         prediction = self.prediction
-        work = step_time([Segment(segment.kernels) for segment in prediction.segments], gpu)
+        kernels = sum((segment.kernels for segment in prediction.segments), Counter())
+        work = step_time([Segment(kernels)], gpu)  # the GPU's alone: the events say when it waits
         off = work.high / work.expected if work.expected else 1.0
         launch = gpu.launch * (FUSED_CALLS if prediction.compiled else 1)
         return Scene(self.events, gpu, launch=launch, off=off)

@@ -248,6 +248,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
         if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
+            self.segments[-1].calls += 1
             self.segments.append(Segment())
         where = _reader()
         if tensor.dtype is torch.bool:

@@ -1,18 +1,19 @@
 """What the variants of a comparison are predicted to take on GPUs that are not there, at the size of real training."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from effgpu import units
 from effgpu.measuring.variants import Variant, check_variants, is_function
 from effgpu.predicting.gpus import Gpu, find_gpu
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, PRODUCT
+from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
 
 GPUS = ("T4", "A100 80 GB")
+REST = "everything else"  # than matrix products and the optimizer
 Range = tuple[float, float, float]  # expected, low, high
 
 
@@ -21,8 +22,8 @@ class FullSize:
     """What one variant is predicted to take on one GPU.
 
     `allocated` is the peak in bytes, `memory` that of the GPU, `verdict` whether the step fits. `seconds` is the time
-    of a step, `products` the part of it in which the GPU computes matrix products, convolutions and attention, and
-    `others` the part in which it does anything else; in the rest it waits for the CPU. `ratio` is the time over the
+    of a step, and `parts` says what the GPU computes for how many seconds of it: "matrix products" (with convolutions
+    and attention), "everything else", "optimizer"; in the rest it waits for the CPU. `ratio` is the time over the
     baseline's on the same GPU. Seconds and ratio are (expected, low, high): 9 of 10 published transformers lie between
     low and high. They are None for a GPU whose speed is not known.
     """
@@ -33,8 +34,7 @@ class FullSize:
     verdict: Literal["fits", "does not fit", "may not fit"]
     bound: str = ""
     seconds: Range | None = None
-    products: float | None = None
-    others: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
     ratio: Range | None = None
 
     def tell_time(self) -> str:
@@ -117,8 +117,9 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
     ratio = None if is_baseline else _against(time, baseline.time(gpu))
     seconds = {kind: row.seconds for kind, row in time.table.items()}
     products = sum(seconds.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
-    others = sum(seconds.values()) - products
-    return FullSize(*needed, time.bound, (time.expected, time.low, time.high), products, others, ratio)
+    update = seconds.get(OPTIMIZER, 0.0)
+    parts = {PRODUCT: products, REST: sum(seconds.values()) - products - update, OPTIMIZER: update}
+    return FullSize(*needed, time.bound, (time.expected, time.low, time.high), parts, ratio)
 
 
 def _against(time: Time, baseline: Time) -> Range:

@@ -2,7 +2,7 @@
 
 A kernel takes the larger of its arithmetic and its traffic, and at least what any kernel takes. The GPU runs one kernel
 after another while the CPU calls the operations that follow. Between two moments at which the CPU waits for the GPU,
-the slower of the two decides.
+the slower of the two decides. After a wait, the GPU idles until the CPU has called the next operation.
 
 Every constant has its source beside it, or was fitted on the calibration rows that docs/predict.md names. That page
 also says which two constants were chosen after seeing rows of the audit.
@@ -191,7 +191,7 @@ class Time:
 
     def with_launches(self, times: float) -> float:
         """Expected seconds on a CPU that takes so many times as long to launch an operation."""
-        return sum(max(gpu, times * cpu) for gpu, cpu in self.between_waits)
+        return _add_stretches(self.between_waits, self.gpu, launches=times)
 
     def times(self, steps: int) -> str:
         """What so many steps take, in words: "23.5 s [20.1 s, 27.4 s]"."""
@@ -237,13 +237,12 @@ def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) 
     if compiled:
         fused = _add_up(segments, gpu, fused=True)
         expected, low = math.sqrt(expected * _range(fused, gpu)[0]), _range(fused, gpu)[1]
-    cpu = sum(calls for _, calls in work.between_waits) * gpu.launch
+    cpu = sum(cpu for _, cpu in work.between_waits)
     bound = max(work.bounds, key=work.bounds.get) if work.bounds else LAUNCH_BOUND
     if cpu > sum(work.seconds.values()):
         bound = LAUNCH_BOUND
     table = {kind: Row(work.seconds[kind], *work.counts[kind]) for kind in KINDS if kind in work.counts}
-    between_waits = tuple((seconds, calls * gpu.launch) for seconds, calls in work.between_waits)
-    return Time(gpu, expected, low, high, bound, table, compiled, between_waits, dict(work.sources))
+    return Time(gpu, expected, low, high, bound, table, compiled, tuple(work.between_waits), dict(work.sources))
 
 
 @dataclass
@@ -252,7 +251,7 @@ class _Work:
     counts: dict = field(default_factory=lambda: defaultdict(lambda: (0, 0, 0)))  # by kind: FLOPs, bytes, kernels
     sources: Counter = field(default_factory=Counter)  # seconds by what they are uncertain for: see _group
     bounds: Counter = field(default_factory=Counter)
-    between_waits: list = field(default_factory=list)  # (the GPU's seconds, the CPU's calls)
+    between_waits: list = field(default_factory=list)  # seconds of the GPU and of the CPU
 
 
 def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work:
@@ -276,8 +275,22 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             what = "launch" if bound == LAUNCH_BOUND else what
             layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(LAYOUTS)) else ""
             work.sources[what, kernel.format * bool(computes), layout] += seconds
-        work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1)))
+        work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1) * gpu.launch))
     return work
+
+
+def _add_stretches(
+    between_waits: Sequence[tuple[float, float]], gpu: Gpu, work: float = 1, launches: float = 1
+) -> float:
+    """Seconds of a step where the GPU's work and the CPU's calls take so many times as long.
+
+    Between two stretches the CPU waits: the GPU copies what is read, and then idles until it is called again.
+    """
+    total = 0.0
+    for number, (busy, cpu) in enumerate(between_waits):
+        waits = number > 0
+        total += max(work * busy + waits * launches * gpu.launch, launches * cpu) + waits * work * gpu.kernel
+    return total
 
 
 def _group(sources: dict[tuple[str, str, str], float], parts: int) -> Counter:
@@ -302,10 +315,7 @@ def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
     spread = math.hypot(SPREAD_OF_RUNS, *(_spread(source, gpu) * s / total for source, s in known.items()))
     off = math.exp(NINE_OF_TEN * spread)
     ends = zip((1.0, 1 / off, off), (1.0, *LAUNCH_RANGE))  # of the GPU's time, and of the CPU's
-    return tuple(
-        sum(max(seconds * times, calls * gpu.launch * launches) for seconds, calls in work.between_waits)
-        for times, launches in ends
-    )
+    return tuple(_add_stretches(work.between_waits, gpu, *end) for end in ends)
 
 
 def time_ratio(ours: Time, theirs: Time) -> tuple[float, float, float]:
