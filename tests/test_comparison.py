@@ -253,7 +253,7 @@ def test_predictions_at_full_size_stand_before_a_cpus_times_and_after_a_gpus(mak
     assert headings[:4] == ["variant", *columns, "time per step, measured"]
     assert rows[0][1:3] == ["4.00 s, does not fit", "20.0 GiB"]
     assert rows[1][1:3] == ["4.00 × faster [3.33, 5.00]", "5.00 GiB"]
-    assert "in brackets a range, not an interval" in on_cpu.caption()
+    assert "Predicted: at full size; in brackets, where about 9 of 10" in on_cpu.caption()
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
     on_gpu = tuple(make_measurement(label, device=make_gpu()) for label in ("old", "new"))
     on_gpu = Comparison("big", on_gpu, full_size=full_size, here=here)
@@ -406,7 +406,8 @@ def test_full_size_as_keywords_holds_for_all_variants_on_each_gpu(not_measured):
     assert result.full_size_gpus == ["T4", "A100 80 GB"]
     for full, again, half, compiled in zip(*result.full_size.values()):
         assert full.ratio is None and full.bound == half.bound == "memory bandwidth"
-        assert full.seconds[1] < full.seconds[0] < full.seconds[2] and full.products == 0 < full.others
+        assert full.seconds[1] < full.seconds[0] < full.seconds[2]
+        assert full.parts["matrix products"] == full.parts["optimizer"] == 0 < full.parts["everything else"]
         assert 0.45 < half.ratio[0] < 0.55 and half.ratio[1] < half.ratio[0] < half.ratio[2]
         assert again.tell_time() == "same" != compiled.tell_time(), "the same kernels take the same"
     assert result.full_size["fp32"][0].seconds[0] > 4 * result.full_size["fp32"][1].seconds[0]

@@ -271,6 +271,14 @@ def test_variants_that_crowd_the_gpus_memory_are_timed_one_at_a_time(gpu):
     assert any(crowded) and not any(crowded[-2 * 2 * 4 * 2 :]), "the turns that count, of two steps at least"
 
 
+def test_a_retry_of_the_allocator_while_variants_warm_up_does_no_harm(gpu):
+    def build():
+        gpu.retries += 1
+        return partial(gpu.step, 0.05)
+
+    assert [m.builds for m in measure_all(dict.fromkeys("ab", build), seconds=0.4, blocks=2)] == [1, 1]
+
+
 def is_stopped(pid):
     return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 

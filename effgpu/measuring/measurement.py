@@ -257,12 +257,12 @@ class _Run:
                 raise _NotTogether  # the allocator gave cached memory back and asked again, in the midst of a turn
 
         with Stage(self.variants) as stage:
-            retries = count_retries()
+            retries = math.inf  # in the warm-up they do no harm
             for label in self.shown("warm-up"):
                 turn(label, self.warm_up)
             if together and not CAN_FREEZE and any(stage.workers[label] for label in self.variants):
                 raise _NotTogether
-            retries = count_retries()  # those of the warm-up do no harm
+            retries = count_retries()
             take_blocks(
                 self.alive,
                 lambda label: turn(label, partial(self.take_turn, stage.workers[label])),
