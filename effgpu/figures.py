@@ -254,7 +254,8 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    title += f", measured on this {'CPU' if on_cpu else 'GPU'}" * bool(comparison.full_size)
+    if comparison.full_size:
+        title += " of a smaller model, measured on this CPU" if on_cpu else ", measured on this GPU"
     outlined = quantity == "memory" and any(m.peak_reserved for m in comparison)
     ax.set_title(title + " (dotted: reserved)" * outlined)
 
@@ -270,7 +271,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         for name, color in [*PART_COLORS.items(), ("waiting for the CPU", ORANGE)]:
             # of compiled code, the parts are those before fusion, and more than the whole
             part = min(needed.parts.get(name, expected), expected - left)
-            seen = part > 0.005 * expected and name not in ax.get_legend_handles_labels()[1]
+            seen = part > 0.01 * expected and name not in ax.get_legend_handles_labels()[1]
             ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
@@ -284,14 +285,20 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
 
 
 def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
-    """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict."""
+    """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict.
+
+    A black line goes from the least to the most that the whole process may take: by its upper end, a step fits.
+    """
     for row, m in enumerate(comparison):
         if m.label in comparison.full_size:
             needed = comparison.full_size[m.label][0]
             look = {"facecolor": "none", "linestyle": "--", "linewidth": 1.5}
             ax.barh(row, needed.allocated, height=0.62, edgecolor=VERDICT_COLORS[needed.verdict], **look)
-            _write(ax, needed.allocated, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
+            low, high = needed.total or (needed.allocated, needed.allocated)
+            _draw_interval(ax, row, (low + high) / 2, low, high)
+            _write(ax, max(needed.allocated, high), row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     gpu = units.with_article(comparison.full_size_gpus[0])
+    ax.plot([], [], "|-", color=DIM, label="all that the process may take")
     ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
