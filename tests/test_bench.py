@@ -180,16 +180,8 @@ def test_as_many_first_steps_as_asked_are_not_timed():
     assert max(map(max, measured.turns)) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("turns", "code"),
-    [
-        ([1.0, 1.02], 0),
-        ([1.2, 1.22], 3),
-        ([1.04, 1.08], 4),  # a part of the interval is above
-        ([0.7, 1.6], 4),  # a large regression may hide in a wide interval
-        ([], 4),
-    ],
-)
+# 4: a part of the interval is above, or it is so wide that a large regression may hide in it, or there is none
+@pytest.mark.parametrize("turns, code", [([1, 1.02], 0), ([1.2, 1.22], 3), ([1.04, 1.08], 4), ([0.7, 1.6], 4), ([], 4)])
 def test_a_regression_is_judged_by_the_ends_of_the_interval(turns, code, cpu, monkeypatch, capsys):
     times = [(turns[n % 2],) * 2 for n in range(16)] if turns else []
     both = Measurement("a", ((1.0, 1.0),) * 16, cpu), Measurement("b", tuple(times), cpu)
@@ -211,13 +203,10 @@ LOCK = """
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ("MemoryError('no room')", "out of memory"),
-        ("RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')", "refused by the GPU"),
-    ],
-)
+BUSY = "RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')"
+
+
+@pytest.mark.parametrize("error, told", [("MemoryError('no room')", "out of memory"), (BUSY, "refused by the GPU")])
 def test_commands_that_cannot_live_together_take_turns_one_at_a_time(error, told):
     before = LOCK.format(error=error)
     result = bench(script(before=before, name="a"), script("time.sleep(0.02)", before=before, name="b"))
@@ -262,6 +251,7 @@ def test_a_baseline_that_fails_ends_the_bench_at_once():
 
 
 THREAD = {"before": "import threading", "inside": "threading.Thread(target=effgpu.tick).start()"}
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 FORK = "import os\nif os.fork() == 0:\n    effgpu.tick()\n    time.sleep(60)"
 LOADING = """
     import torch
@@ -279,6 +269,7 @@ LOADING = """
         ({"inside": "time.sleep(0.002 if step < 20 else sys.exit())"}, "ended after", "let it train for more steps"),
         ({"inside": "time.sleep(0.002 if step < 20 else 1 / 0)"}, "failed after", "ZeroDivisionError"),
         ({"inside": "step < 9 or os.kill(os.getpid(), 9)", "before": "import os"}, "killed", "SIGKILL"),
+        ({"inside": "time.sleep(0.002 if step < 20 else 600)", "before": STUBBORN}, "hangs after step", "within 1"),
         (THREAD, "tick was called in a thread", "call it in the training loop, once per step"),
         ({"before": FORK}, "two processes tick", "only one may"),
         ({"before": f"effgpu.tick()\n{FORK}"}, "tick was called in a second process", "once per step"),
@@ -287,8 +278,9 @@ LOADING = """
         ({"tick": "items=object()"}, "failed after step 1", "tick(items=...): expected a number or a tensor"),
     ],
 )
-def test_a_fault_is_told_in_a_few_words_and_in_full(training, short, told):
-    timeout = 1.0 if "within 1 s" in told else 20.0
+def test_a_fault_is_told_in_a_few_words_and_in_full(training, short, told, monkeypatch):
+    timeout, grace = (1.0, 0.3) if "within 1" in told else (20.0, processes._GRACE)
+    monkeypatch.setattr(processes, "_GRACE", grace)
     verdict, note = failing(bench(script(name="a"), script(**training, name="b"), timeout=timeout))
     assert verdict.startswith(short) and told in note
 
@@ -300,14 +292,6 @@ def test_what_was_measured_before_a_crash_is_kept(monkeypatch):
     verdict, note = failing(result)
     assert verdict == "slower" and len(result["b.py"].turns) >= 15
     assert "failed after step" in note and "ZeroDivisionError" in note
-
-
-def test_a_script_that_hangs(monkeypatch):
-    monkeypatch.setattr(processes, "_GRACE", 0.3)
-    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    hangs = script("time.sleep(0.002 if step < 20 else 600)", before=stubborn, name="b")
-    verdict, note = failing(bench(script(name="a"), hangs, timeout=1.0))
-    assert verdict.startswith("hangs after step") and "no answer within 1" in note
 
 
 def test_strangers_at_the_port_are_turned_away():
@@ -370,9 +354,12 @@ def test_scripts_end_if_the_bench_is_killed(mark):
     wait_until(lambda: processes._find_processes(mark) == [], "a process was left behind")
 
 
-def test_failures_and_refusals_have_exit_codes(capsys):
-    assert main(["bench", script(), script(before="raise SystemExit(1)"), "--skip", "1", "--timeout", "20"]) == 1
-    assert "failed before its first step" in capsys.readouterr().out
+def test_failures_and_refusals_have_exit_codes_and_labels_stand_in_a_markdown_table(capsys):
+    commands = ["--name", f"one={script()}", "--name", f"two | 2={script(before='raise SystemExit(1)')}"]
+    assert main(["bench", "--markdown", "--skip", "1", "--timeout", "20", *commands]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("| variant |") and "\n| two \\| 2 | failed before its first step |" in printed
+    assert "* one: `" in printed
     with pytest.raises(SystemExit) as refused:
         main(["bench", "true", "--fail-if-slower", "much"])
     assert refused.value.code == 2 and "invalid percentage value: 'much'" in capsys.readouterr().err
@@ -407,13 +394,6 @@ def test_labels_are_the_arguments_that_differ():
     assert named("true x/a.py") == ["x/a.py"]
     assert named("true a.py", "true a.py", "true a.py") == ["plain", "plain (2)", "plain (3)"]
     assert named("true a.py", "MODE=fast true a.py") == ["plain", "MODE=fast"]
-
-
-def test_labels_stand_in_a_markdown_table(capsys):
-    labelled = ["--name", f"one={script()}", "--name", f"two | 2={script()}"]
-    assert main(["bench", "--seconds", "0.2", "--timeout", "20", "--markdown", *labelled]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("| variant | time per step |") and "| two \\| 2 |" in printed and "* one: `" in printed
 
 
 @pytest.mark.slow
@@ -517,9 +497,6 @@ def test_on_this_gpu(tmp_path, monkeypatch):
     assert result.baseline.peak_allocated >= 2 * 2048**2 * 4
 
 
-# transformers
-
-
 TRAINER = """
 import sys
 import effgpu, torch, transformers
@@ -555,11 +532,11 @@ def test_the_callback_names_items_and_the_logged_loss(monkeypatch):
     args = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=2)
     state, callback = SimpleNamespace(num_input_tokens_seen=0), effgpu.TickCallback()
     callback.on_step_begin(args, state, None)
-    callback.on_log(args, state, None, logs={"loss": 0.5})
-    callback.on_log(args, state, None, logs={"eval_loss": 0.4})
-    callback.on_step_begin(args, state, None)
-    state.num_input_tokens_seen = 300
-    callback.on_step_begin(args, state, None)
+    for loss in ("loss", "eval_loss"):
+        callback.on_log(args, state, None, logs={loss: 0.5})
+    for seen in (0, 300):
+        state.num_input_tokens_seen = seen
+        callback.on_step_begin(args, state, None)
     state.num_input_tokens_seen = 700
     callback.on_train_end(args, state, None)
     assert told == [(8, 0.5), (300, None), (400, None)]

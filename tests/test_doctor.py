@@ -15,19 +15,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import effgpu
 from effgpu.__main__ import main
+from effgpu.diagnosing import diagnosis
 from effgpu.diagnosing import doctor as module
-from effgpu.diagnosing.diagnosis import (
-    _ADVICE,
-    COPYING,
-    LAUNCHING,
-    LOADING,
-    OPTIMIZER,
-    PRECISION,
-    TF32,
-    THRESHOLD,
-    Diagnosis,
-    Finding,
-)
+from effgpu.diagnosing.diagnosis import COPYING, LAUNCHING, LOADING, OPTIMIZER, PRECISION, TF32, Diagnosis, Finding
 from effgpu.diagnosing.doctor import change_tensors, emptied, padding_share
 from effgpu.diagnosing.replay import Scene, in_16_bits, walk_step
 from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call
@@ -72,17 +62,15 @@ def with_rows(variant, *shape):
 # --- the patients ---
 
 
-@pytest.fixture(scope="module")
-def diagnose(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("patients")
+@pytest.fixture
+def diagnose(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_largest_batch", lambda *arguments: None)  # not looked at, and half of the time
+    path = tmp_path / "train.py"
 
     def diagnose(disease=None):
-        path = folder / f"{(disease or 'healthy').replace(' ', '_')}.py"
         path.write_text(patients.script(disease))
         names = runpy.run_path(str(path))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_largest_batch", lambda *arguments: None)  # not looked at, and half of the time
-            return effgpu.doctor(names["variant"], names["loader"], "T4"), path
+        return effgpu.doctor(names["variant"], names["loader"], "T4"), path
 
     return diagnose
 
@@ -98,34 +86,25 @@ def test_it_names_the_disease_first_and_the_line(diagnose, disease):
     expected = patients.SICK[disease][0]
     first = found.findings[0]
     assert first.name == expected, found
-    assert first.seconds >= 2 * THRESHOLD * found.seconds, "a disease, not a trifle"
+    assert first.seconds >= 0.1 * found.seconds, "a disease, not a trifle"
     assert 0 <= first.low <= first.seconds <= first.high
     assert first.lesson in str(found) and first.advice in str(found)
     launching = LAUNCHING in {one.name for one in found.findings}
     assert launching == (expected in (LAUNCHING, OPTIMIZER)), "to blame where nothing else makes the CPU late"
-    code = {
-        "item in the loop": "p.grad.norm().item()",
-        "logging each step": ".cpu().numpy()",
-        "unpinned copies": "tensor.to(device)",
-        "validation with grad": "validation = ",
-        "unfused AdamW on many small tensors": "scaler.step(optimizer)",
-    }.get(disease)
-    if code:
-        file, line = first.lines[0]
-        assert file == str(path) and code in path.read_text().splitlines()[line - 1]
+    assert bool(first.lines) == (expected in (COPYING, OPTIMIZER, diagnosis.VALIDATION, diagnosis.WAITS))
+    for file, line in first.lines[:1]:
+        code = path.read_text().splitlines()[line - 1]
+        assert file == str(path) and (code.strip() == "scaler.step(optimizer)" or code not in patients.HEALTHY)
         assert f"{path.name}:{line}: " in str(found)
 
 
 def test_it_finds_nothing_in_a_healthy_script(diagnose):
     found, _ = diagnose()
     assert not found.findings
-    assert {one.name for one in found.examined} == set(_ADVICE) - {TF32}, "a T4 has no TF32"
+    known = {one.name for one in found.examined}
+    assert known == set(diagnosis._ADVICE) - {TF32} == {name for name, *_ in patients.SICK.values()}, "a T4 has no TF32"
     assert "nothing above 5% of the step" in str(found)
     assert "below 5% each: " in str(found)
-
-
-def test_every_finding_has_a_script():
-    assert {disease[0] for disease in patients.SICK.values()} | {TF32} == set(_ADVICE)
 
 
 # --- replays ---
@@ -158,21 +137,14 @@ def test_a_copy_from_ordinary_memory_makes_the_cpu_wait_and_takes_longer():
 
 
 @pytest.mark.parametrize("width", [64, 2048])  # bound by the CPU, and by the GPU
-def test_a_replay_of_a_step_without_waits_takes_as_long_as_predicted(width):
-    variant = with_rows(training(width, torch.optim.AdamW), 256, width)
-    replayed = walk_step(variant, (), T4).scene(T4).range()
-    predicted = predict(variant, "T4").time()
-    assert replayed == pytest.approx((predicted.expected, predicted.low, predicted.high), rel=0.02)
-
-
-@pytest.mark.parametrize("width", [64, 2048])
-def test_a_replay_of_a_step_with_many_waits_takes_as_long_as_predicted(width):
-    def variant():
+def test_a_replay_takes_as_long_as_predicted_without_waits_and_with_many(width):
+    def waiting():
         weights = [torch.randn(width, width) for _ in range(20)]
         return lambda: [(weight @ weight).norm().item() for weight in weights]
 
-    predicted = predict(variant, "T4").time()
-    assert walk_step(variant, (), T4).scene(T4).seconds() == pytest.approx(predicted.expected, rel=0.05)
+    for variant, tolerance in ((with_rows(training(width, torch.optim.AdamW), 256, width), 0.02), (waiting, 0.05)):
+        replayed, predicted = walk_step(variant, (), T4).scene(T4).range(), predict(variant, "T4").time()
+        assert replayed == pytest.approx((predicted.expected, predicted.low, predicted.high), rel=tolerance)
     assert predicted.expected > 20 * (2 * T4.launch + T4.kernel), "the operation, the read, and the copy"
 
 
@@ -204,17 +176,11 @@ def test_a_wait_is_seen_once_with_its_line(function):
     assert (event.site.file, event.site.line) == (__file__, function.__code__.co_firstlineno)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda rows: rows[1:],
-        lambda rows: rows[torch.tensor([0])],
-        lambda rows: rows.to(torch.float64),
-        lambda rows: torch.ones(3).to("cpu"),  # not of the batch
-    ],
-)
-def test_what_neither_waits_nor_copies_the_batch_is_no_event(function):
-    assert not watch(function, (ROWS,)).events
+def test_what_neither_waits_nor_copies_the_batch_is_no_event():
+    def step(rows):
+        return rows[1:], rows[torch.tensor([0])], rows.to(torch.float64), torch.ones(3).to("cpu")  # not of the batch
+
+    assert not watch(step, (ROWS,)).events
 
 
 def test_what_optimizers_and_scalers_read_is_nobodys_wait():
@@ -259,17 +225,11 @@ def test_a_graph_is_unused_until_a_backward_pass_uses_it():
         assert not watch(validate).unused_graphs()
 
 
-@pytest.mark.parametrize(
-    ("rows", "share"),
-    [
-        ([[5, 6, 0, 0], [7, 0, 0, 0]], 5 / 8),
-        ([[0, 0, 5, 6], [0, 0, 0, 7]], 5 / 8),
-        ([[0, 0], [0, 0]], 0),  # all alike: the types of tokens, for example
-        ([[5, 6, 7, 0]], 0),  # one text alone has no padding
-    ],
-)
-def test_the_share_of_padding(rows, share):
-    assert padding_share([torch.tensor(rows)]) == share
+def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike():
+    left, right = [[5, 6, 0, 0], [7, 0, 0, 0]], [[0, 0, 5, 6], [0, 0, 0, 7]]
+    alike, alone = [[0, 0], [0, 0]], [[5, 6, 7, 0]]  # the types of tokens, for example; one text has no padding
+    for texts in (left, right):
+        assert padding_share([torch.tensor(each) for each in (texts, alike, alone)]) == 5 / 8
 
 
 def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_was():
@@ -285,8 +245,10 @@ def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_wa
     assert (torch.autocast.__enter__, torch.autocast.__exit__) == methods
 
 
-def test_tf32_saves_less_than_16_bits_and_they_are_no_pair():
+def test_without_a_loader_tf32_saves_less_than_16_bits_and_they_are_no_pair():
     found = effgpu.doctor(with_rows(training(2048), 1024, 2048), gpu="A100")
+    assert "data loading and copies were not looked at: give the loader" in str(found)
+    assert not {LOADING, COPYING} & {one.name for one in found.examined}
     assert [one.name for one in found.findings[:2]] == [PRECISION, TF32]
     assert found.together is None, "16 bits leave nothing to TF32"
 
@@ -294,21 +256,18 @@ def test_tf32_saves_less_than_16_bits_and_they_are_no_pair():
 # --- what is told ---
 
 
-def test_without_a_loader_it_says_what_it_did_not_look_at():
-    found = effgpu.doctor(with_rows(training(), 8, 64), gpu="A100")
-    assert "data loading and copies were not looked at: give the loader" in str(found)
-    assert not {LOADING, COPYING} & {one.name for one in found.examined}
-    assert found.findings[0].name == LAUNCHING
+@pytest.fixture(scope="module")
+def found():
+    """What doctor finds on a predicted T4 in a small model with a large batch."""
+    return effgpu.doctor(training(), [torch.ones(4096, 64)])
 
 
-def test_the_table_says_ceilings_ranges_and_what_is_predicted():
-    found = effgpu.doctor(training(), [ROWS])
+def test_the_table_says_ceilings_ranges_and_what_is_predicted(found):
     headings, rows = found.table()
     assert headings == ["what", "saves at most, per step", "of the step", "lesson", "what to change"]
     assert all("[" in row[1] and row[2].endswith("%") for row in rows)
     assert f"T4: {format_seconds(found.seconds)} per step [" in str(found)
     assert "memory, predicted: " in str(found)
-    assert "CUDA's own" not in str(found), "it fits"
     assert found.findings[0].advice in found._repr_html_()
 
 
@@ -324,13 +283,10 @@ def test_what_may_be_large_or_nothing_is_no_finding():
     assert not found.findings and "launching, perhaps: at most 30.0 ms [0 s, 50.0 ms], 30% of the step" in str(found)
 
 
-def test_the_largest_batch_is_that_of_the_step_with_so_many_samples():
-    found = effgpu.doctor(training(), [torch.ones(4096, 64)])
+def test_the_largest_batch_is_that_of_the_step_with_so_many_samples(found):
     expected = effgpu.largest(lambda times: with_rows(training(), 4096 * times, 64), "T4")
-    assert (found.batches.fits, found.batches.may_fit) == (expected.fits, expected.may_fit)
-    assert f": fits; a batch {expected.fits} times as large fits, one {expected.may_fit} times as large may fit" in str(
-        found
-    )
+    told = f": fits; a batch {expected.fits} times as large fits, one {expected.may_fit} times as large may fit"
+    assert found.batches.fits == expected.fits and told in str(found)
 
 
 def test_of_a_step_that_takes_one_size_the_largest_batch_is_not_known():
@@ -356,13 +312,12 @@ def test_a_batch_stays_what_it_is_when_its_tensors_change():
         assert torch.equal(rows, -ROWS)
 
 
-def test_who_owns_the_peak_is_told_with_the_line():
-    found = effgpu.doctor(training(), [torch.ones(4096, 64)])
+def test_who_owns_the_peak_is_told_with_the_line(found):
     site, size = next((site, size) for site, owner, size in found.peak if owner == "activations")
     assert "loss = model(rows.to(" in str(site) and size >= 2 * 4096 * 64 * 4
     assert sum(size for *_, size in found.peak) == found.memory.allocated
     freed = format_bytes(found.memory.owners["activations"])
-    assert "to free" not in str(found), "it fits"
+    assert "to free" not in str(found) and "CUDA's own" not in str(found), "it fits"
     crowded = str(replace(found, memory=replace(found.memory, gpus=(replace(T4, memory=GiB // 2),))))
     assert "  100 MiB – 450 MiB of it are CUDA's own" in crowded
     assert f"to free at most: {freed} by checkpointing (lesson 07) or accumulating (06), " in crowded
@@ -414,7 +369,7 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     variant, loader, calls = on_gpu
     found = effgpu.doctor(variant, loader)
     assert found.measured
-    assert (found.seconds, found.low, found.high) == pytest.approx([0.1] * 3)
+    assert (found.seconds, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
     assert measured(found) == pytest.approx({LOADING: 0.04, OPTIMIZER: 0.03, COPYING: 0.02, PRECISION: 0.006})
     assert [one.name for one in found.findings if one.measured] == [LOADING, OPTIMIZER, COPYING, PRECISION]
     assert (found.together.name, found.together.measured) == ("data loading and optimizer", True)
@@ -518,9 +473,6 @@ def test_the_command_prints_the_table_or_what_it_expected(options, code, told, t
     assert re.match(told, "".join(capsys.readouterr()))
 
 
-# --- the Trainer of transformers ---
-
-
 @pytest.mark.slow
 def test_the_trainer_as_the_docs_show_it(tmp_path):
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -561,14 +513,10 @@ def test_emptied_optimizers_are_what_they_were_also_after_an_error():
     assert "step" not in vars(plain) and vars(scheduled)["step"] is wrapped
 
 
-@pytest.mark.parametrize(
-    ("error", "failing", "told"),
-    [
-        (ZeroDivisionError, 1, "failed in call 1"),
-        (ZeroDivisionError, 2, "failed in call 2"),
-        (torch.OutOfMemoryError, 1, "ran out of memory in call 1"),
-    ],
-)
+failures = (ZeroDivisionError, 2, "failed in call 2"), (torch.OutOfMemoryError, 1, "ran out of memory in call 1")
+
+
+@pytest.mark.parametrize(("error", "failing", "told"), failures)
 def test_a_step_that_fails_says_in_which_call_and_leaves_nothing_behind(error, failing, told):
     calls, hooks = itertools.count(1), len(_global_optimizer_pre_hooks)
 
@@ -602,14 +550,7 @@ def test_a_step_that_cannot_be_predicted_still_tells_what_was_measured():
     assert "the loader takes " in note and "the CPU waits at test_doctor.py:" in note
 
 
-def test_a_function_may_make_the_loader_anew():
-    made = []
-    assert effgpu.doctor(training(), lambda: made.append(1) or iter([ROWS] * 5)).findings
-    assert len(made) > 3
-
-
-def test_the_random_state_is_the_readers():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    effgpu.doctor(training(), torch.utils.data.DataLoader(torch.ones(64, 64), 8, shuffle=True))
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_function_may_make_the_loader_anew_and_the_random_state_is_the_readers():
+    before, made = torch.get_rng_state(), []
+    assert effgpu.doctor(training(), lambda: made.append(torch.randn(8, 64)) or iter(made[-1:] * 5)).findings
+    assert len(made) > 3 and torch.equal(torch.get_rng_state(), before)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from effgpu.measuring.device import find_device, memory_limit, release_memory
 from effgpu.measuring.memory import Trace, peak_bytes, saved_bytes, trace
@@ -33,12 +33,6 @@ def train(model, batch):
     return step
 
 
-def make_mlp(blocks=1):
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(blocks))
-    )
-
-
 def transformer():
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     return train(nn.TransformerEncoder(layer, 2), torch.randn(8, 64, 64))
@@ -49,15 +43,11 @@ def convolutions():
     return train(nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 16 * 16, 10)), torch.randn(16, 3, 32, 32))
 
 
-class Checkpointed(nn.Sequential):
-    def forward(self, batch):
-        for block in self:
-            batch = checkpoint(block, batch, use_reentrant=False)
-        return batch
-
-
 def checkpointed():
-    return train(Checkpointed(*make_mlp(4)), torch.randn(2048, 64))
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    model.forward = lambda batch: checkpoint_sequential(blocks, 4, batch, use_reentrant=False)
+    return train(model, torch.randn(2048, 64))
 
 
 MODELS = [transformer, convolutions, checkpointed]
@@ -167,36 +157,26 @@ def test_nothing_of_a_freed_compiled_variant_stays():
     assert first == second and first.start == 4 * MiB + 1024
 
 
-def clear_twice(loss, optimizer, model):
-    value = loss()
-    optimizer.zero_grad(set_to_none=False)
-    value.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-
-
-def accumulate_scale_and_clip(loss, optimizer, model):
-    scaler = torch.amp.GradScaler("cpu")
-    for _ in range(2):
-        scaler.scale(loss()).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return (torch.ones(1) + 1).item()
-
-
-@pytest.mark.parametrize(("way", "passes"), [(clear_twice, 1), (accumulate_scale_and_clip, 2)])
-def test_what_comes_after_the_last_backward_pass_is_the_optimizers(way, passes):
-    """And clearing the gradients is no phase of its own."""
-
+def test_what_comes_after_the_last_backward_pass_is_the_optimizers_and_clearing_gradients_no_phase_of_its_own():
     def variant():
-        model, batch = make_mlp(), torch.randn(16, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return lambda: way(lambda: model(batch).square().mean(), optimizer, model)
+        model, batch = nn.Linear(64, 64), torch.randn(16, 64)
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
 
-    assert order(trace(variant).phases) == ["forward", "backward"] * passes + ["optimizer"]
+        def step():
+            for _ in range(2):
+                loss = scaler.scale(model(batch).square().mean())
+                optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
+            return (torch.ones(1) + 1).item()
+
+        return step
+
+    assert order(trace(variant).phases) == ["forward", "backward", "forward", "backward", "optimizer"]
 
 
 def test_a_limit_on_a_cpu_is_out_of_memory():
@@ -259,48 +239,30 @@ def test_a_step_on_another_gpu_than_the_measured_one_is_refused(here, told, simu
         trace(lambda: step)
 
 
-def gpu_variant(gpu, *, build=0, peak=0, most_reserved=0):
-    """A variant that holds `build` bytes of a simulated GPU; its step comes to a peak above that."""
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_the_peak_on_a_gpu_is_the_allocators_and_starts_above_what_was_there(has_snapshot, simulate_gpu, monkeypatch):
+    """Also where the allocator cannot say what CUDA graphs hold."""
 
-    def variant():
-        gpu.allocated += build
-
-        def step():
-            gpu.most_allocated = max(gpu.most_allocated, gpu.allocated + peak)
-            gpu.most_reserved = max(gpu.most_reserved, most_reserved)
-
-        return step
-
-    return variant
-
-
-def test_the_peak_on_a_gpu_is_the_allocators_and_starts_above_what_was_there(simulate_gpu):
-    gpu = simulate_gpu()
-    gpu.allocated, gpu.most_allocated = 5 * MiB, 900 * MiB  # an earlier variant's peak
-    gpu.reserved, gpu.most_reserved = 2 * GiB, 50 * GiB
-    recorded = trace(gpu_variant(gpu, build=3 * MiB, peak=40 * MiB, most_reserved=4 * GiB))
-    assert recorded.reserved == 2 * GiB
-    assert (recorded.start, recorded.peak, recorded.bytes) == (3 * MiB, 43 * MiB, (3 * MiB,))
-    assert recorded.difference == -40 * MiB, "no allocation of a simulated GPU is recorded"
-
-
-def test_a_limit_on_a_gpu_means_the_same_as_on_a_cpu(simulate_gpu):
-    gpu = simulate_gpu()
-    gpu.allocated = gpu.reserved = 5 * MiB
-    variant = gpu_variant(gpu, peak=40 * MiB)
-    with memory_limit(40 * MiB):
-        assert trace(variant).peak == 40 * MiB
-    with memory_limit(40 * MiB - 1), pytest.raises(torch.OutOfMemoryError, match="out of memory: the step needs"):
-        trace(variant)
-
-
-def test_an_allocator_without_a_snapshot_has_no_graphs_but_a_peak(simulate_gpu, monkeypatch):
     def refuse():
         raise RuntimeError("cudaMallocAsync does not yet support snapshot")
 
+    def variant():
+        gpu.allocated += 3 * MiB
+        return step
+
+    def step():
+        gpu.most_allocated = max(gpu.most_allocated, gpu.allocated + 40 * MiB)
+        gpu.most_reserved = max(gpu.most_reserved, 4 * GiB)
+
     gpu = simulate_gpu()
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", refuse)
-    assert trace(gpu_variant(gpu, build=MiB, peak=2 * MiB)).peak == 3 * MiB
+    gpu.allocated, gpu.most_allocated = 5 * MiB, 900 * MiB  # an earlier variant's peak
+    gpu.reserved, gpu.most_reserved = 2 * GiB, 50 * GiB
+    if not has_snapshot:
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", refuse)
+    recorded = trace(variant)
+    assert recorded.reserved == 2 * GiB
+    assert (recorded.start, recorded.peak, recorded.bytes) == (3 * MiB, 43 * MiB, (3 * MiB,))
+    assert recorded.difference == -40 * MiB, "no allocation of a simulated GPU is recorded"
 
 
 def test_what_a_cuda_graph_keeps_for_its_replays_counts(simulate_gpu):

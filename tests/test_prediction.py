@@ -93,15 +93,15 @@ def test_reserved_memory_holds_the_peak_and_nothing_overlaps(lives):
 
 
 def train(model_of, *shape, forward=lambda model, x: model(x).sum(), optimizer=torch.optim.AdamW, **options):
-    def variant(set_to_none=True):
+    def variant():
         model = model_of().train()
         trained = optimizer([p for p in model.parameters() if p.requires_grad], **options)
-        inputs = torch.randint(0, 100, shape) if forward is language_loss else torch.randn(shape)
+        inputs = torch.randn(shape)
 
         def step():
             forward(model, inputs).backward()
             trained.step()
-            trained.zero_grad(set_to_none=set_to_none)
+            trained.zero_grad()
 
         return step
 
@@ -112,41 +112,29 @@ def linear(width=256, batch=64, **options):
     return train(lambda: nn.Linear(width, width, bias=False), batch, width, **options)
 
 
-class Lora(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 4), nn.Linear(4, base.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+def partly_frozen(width):
+    return nn.Sequential(*(nn.Linear(width, width).requires_grad_(trained) for trained in (True, False, True)))
 
 
-def language_loss(model, tokens):
-    return model(input_ids=tokens, labels=tokens).loss
+def gpt2():
+    """With checkpointing and autocast."""
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=1000, n_embd=128, n_layer=2, n_head=4, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    return model
 
 
-def language(name, checkpointed=False, **sizes):
-    def build():
-        import transformers
+def resnet():
+    import torchvision
 
-        kind = getattr(transformers, name)
-        model = kind(kind.config_class(vocab_size=1000, **sizes))
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-        return model
-
-    return train(build, 4, 64, forward=language_loss)
+    return torchvision.models.resnet18(num_classes=10)
 
 
-def vision(name, batch=2, **options):
-    def build():
-        import torchvision
-
-        return getattr(torchvision.models, name)(num_classes=10, **options)
-
-    return train(build, batch, 3, 64, 64, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+def language_loss(model, x):
+    return model(input_ids=x.long().abs(), labels=x.long().abs()).loss
 
 
 def as_a_cpu_counts(variant):
@@ -154,15 +142,10 @@ def as_a_cpu_counts(variant):
     return walk(variant, (GPUS["T4"],), fake_gpu.Recorder(None))
 
 
-GPT2 = dict(n_embd=128, n_layer=2, n_head=4, use_cache=False)
-LLAMA = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-VIT = dict(image_size=64, patch_size=16, num_layers=2, num_heads=4, hidden_dim=128, mlp_dim=256)
 MODELS = {
-    "GPT-2, checkpointing, autocast": language("GPT2LMHeadModel", checkpointed=True, **GPT2),
-    "Llama": language("LlamaForCausalLM", **LLAMA),
-    "ResNet-18": vision("resnet18"),
-    "ViT": vision("VisionTransformer", batch=16, **VIT),
-    "LoRA": train(lambda: nn.Sequential(*(Lora(nn.Linear(256, 256)) for _ in range(4))), 512, 256),
+    "GPT-2": train(gpt2, 4, 64, forward=language_loss),
+    "ResNet-18": train(resnet, 2, 3, 64, 64, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "partly frozen": train(partial(partly_frozen, 256), 512, 256, forward=lambda model, x: model(x).square().sum()),
 }
 
 
@@ -224,19 +207,16 @@ def attending():
     return lambda: attend(x).sum().backward()
 
 
-def autocasting():
-    """As the course does, in bfloat16 where the GPU has it."""
-    x, model = torch.randn(4096, 256), nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-
-    def step():
-        with workloads.autocast():
-            loss = model(x).square().mean()
-        loss.backward()
-
-    return step
+def autocast_loss(model, x):
+    """As the course casts, in bfloat16 where the GPU has it."""
+    with workloads.autocast():
+        return model(x).square().mean()
 
 
-@pytest.mark.parametrize("variant, times", [(attending, 10), (autocasting, 1.25)])
+LINEARS = train(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), 4096, 256, forward=autocast_loss)
+
+
+@pytest.mark.parametrize("variant, times", [(attending, 10), (LINEARS, 1.25)])
 def test_older_gpus_get_a_walk_of_their_own(variant, times):
     predicted, alone = predict(variant), predict(variant, "T4")
     assert alone.verdict() == predicted.verdict("T4") == predicted.verdict("L4") == FITS
@@ -318,20 +298,14 @@ def test_a_gpu_that_is_named_is_predicted_with_its_autocast_and_scaler(device):
     assert predicted.owners["optimizer state"] == predicted.owners["weights"]  # the scaler skips no step
 
 
-def test_pytorch_does_not_remember_the_cpu_for_the_gpu():
-    torch.get_device_module.cache_clear()
-    predict(lambda: lambda: torch.get_device_module("cuda"), "T4", steps=1)
-    assert torch.get_device_module("cuda") is torch.cuda
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_runs_again_is_on_the_gpu_too(reentrant):
     def variant(device):
-        layer, seen = nn.Linear(64, 64).to(device), set()
+        layer = nn.Linear(64, 64).to(device)
 
         def block(x):
             x = layer(x + torch.ones(64, device=device)).relu()
-            seen.add(x.dtype)
+            assert x.dtype is torch.float16
             return x
 
         def step():
@@ -340,7 +314,6 @@ def test_what_checkpointing_runs_again_is_on_the_gpu_too(reentrant):
                 for _ in range(4):
                     x = checkpoint(block, x, use_reentrant=reentrant)
             x.float().sum().backward()
-            assert seen == {torch.float16}
 
         return step
 
@@ -373,17 +346,10 @@ def test_owners_are_told_apart():
     assert predicted.owners["weights"] == weights
     assert predicted.owners["optimizer state"] == pytest.approx(2 * weights, rel=0.001)
     assert list(predicted.owners) == list(prediction.OWNERS)
-    frozen = predict(train(lambda: Lora(nn.Linear(512, 512)), 4, 512))
-    assert frozen.owners["weights"] > 512 * 512 * 4
+    frozen, layer = predict(train(partial(partly_frozen, 512), 4, 512)).owners, (512 + 1) * 512 * 4
+    assert frozen["weights"] == 3 * layer and frozen["optimizer state"] == pytest.approx(4 * layer, rel=0.001)
     backward = predict(lambda: partial(lambda x: x.sin().sin().sum().backward(), torch.randn(MiB, requires_grad=True)))
     assert backward.owners["activations"] < 1.1 * 4 * MiB < backward.owners["other"], "temporaries are no activations"
-
-
-def test_zeroed_gradients_are_kept_and_none_are_not():
-    squared = lambda model, x: model(x).square().sum()
-    variant = linear(512, 8192, forward=squared, optimizer=torch.optim.SGD, lr=0.1)
-    kept, freed = (predict(partial(variant, set_to_none=is_so)) for is_so in (False, True))
-    assert kept.allocated - freed.allocated >= 512 * 512 * 4
 
 
 def test_convolutions_and_products_take_workspaces():
@@ -410,27 +376,24 @@ def require(truth):
 
 
 @pytest.mark.parametrize(
-    "read",
+    "read, said",
     [
-        lambda out: require(torch.isfinite(out).all()),
-        lambda out: require(not torch.isnan(out.sum())),
-        lambda out: nn.utils.get_total_norm([out.detach()], error_if_nonfinite=True),
-        lambda out: repr(out),
+        (lambda out: require(torch.isfinite(out).all()), ""),
+        (lambda out: require(not torch.isnan(out.sum())), ""),
+        (lambda out: nn.utils.get_total_norm([out.detach()], error_if_nonfinite=True), ""),
+        (lambda out: repr(out), ""),
+        (lambda out: out.sum().item(), "assumed: "),
+        (lambda out: f"{out.sum():.3f}", "assumed: "),
+        (lambda out: out.detach().numpy() + 1, "assumed: "),
+        (lambda out: bool(out.sum() > 0), "not known: "),
+        (lambda out: out.argmax().item(), "not known: "),
     ],
 )
-def test_what_holds_for_every_healthy_step_is_not_mentioned(read):
-    predicted = predict(reading(read), "T4")
-    assert predicted.verdict() == FITS and not predicted.assumptions
-
-
-@pytest.mark.parametrize(
-    "read", [lambda out: out.sum().item(), lambda out: f"{out.sum():.3f}", lambda out: out.detach().numpy() + 1]
-)
-def test_a_number_that_is_read_is_said_with_its_line(read):
+def test_a_number_that_is_read_is_said_with_its_line_unless_every_healthy_step_has_it(read, said):
     predicted = predict(reading(read), "T4")
     assert predicted.verdict() == FITS
-    assert len(predicted.assumptions) == 1 and re.match(r"test_prediction.py:\d+ reads", predicted.assumptions[0])
-    assert "assumed: test_prediction.py:" in repr(predicted)
+    lines = re.findall(r"(.*)test_prediction.py:\d+ ", repr(predicted))
+    assert lines == [said] * bool(said) and len(predicted.assumptions + predicted.unknown) == len(lines)
 
 
 def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
@@ -442,12 +405,6 @@ def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
 
     with pytest.raises(RuntimeError, match=r"outside of the variant: keep those on the CPU, and .* \.to\(device\)"):
         predict(variant, "T4")
-
-
-@pytest.mark.parametrize("read", [lambda out: bool(out.sum() > 0), lambda out: out.argmax().item()])
-def test_where_sizes_may_depend_on_a_value_the_line_is_named(read):
-    predicted = predict(reading(read), "T4")
-    assert predicted.unknown[0].startswith("test_prediction.py:")
 
 
 @pytest.mark.parametrize(
@@ -507,6 +464,7 @@ def test_data_are_loaded_without_workers():
 def state():
     return (
         torch.get_rng_state().tolist(),
+        torch.get_device_module("cuda"),
         torch.compile,
         nn.Module._apply,
         torch.utils.data.DataLoader._get_iterator,
@@ -531,6 +489,7 @@ def test_nothing_global_stays_changed(fails_on):
 
         def step():
             F.dropout(x).sum().backward()
+            torch.get_device_module("cuda")  # PyTorch remembers what it was
             if fails_on == ("this device" if type(x) is torch.Tensor else "fake tensors"):
                 raise ValueError("the step's own")
 
@@ -538,6 +497,7 @@ def test_nothing_global_stays_changed(fails_on):
 
     torch.manual_seed(0)
     before = state()
+    torch.get_device_module.cache_clear()
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="the step's own") if fails_on else nullcontext():
         predict(variant, measured=fails_on == "this device")
@@ -583,7 +543,6 @@ def test_what_rests_decides_where_something_is_unknown():
         "L4": ["L4", "L4 24 GB"],
         "H100": ["NVIDIA H100 80GB HBM3"],
         "H100 PCIe": ["NVIDIA H100 PCIe"],
-        "H200": ["h200"],
     }.items(),
 )
 def test_a_gpu_is_found_by_its_names(name, texts):

@@ -65,32 +65,25 @@ def write(tmp_path):
     return write
 
 
-@pytest.fixture(scope="module")
-def page_of_two_machines(tmp_path_factory) -> Page:
-    """What `effgpu report` makes of two results files."""
-    folder = tmp_path_factory.mktemp("report")
+def test_a_page_of_two_machines_is_one_file_that_loads_nothing_names_each_and_needs_no_lessons(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nbformat", None)  # nor what reads lessons
+    monkeypatch.setattr(report.runner, "LESSONS", tmp_path / "nowhere")
     gpu, cpu = ([compare(name, device=device) for name in ("one", "two")] for device in (GPU, CPU))
-    files = save(gpu, folder / "gpu.json"), save(cpu, folder / "cpu.json")
-    assert main(["report", *map(str, files), "--out", str(folder / "report.html")]) == 0
-    return Page((folder / "report.html").read_text())
-
-
-def test_a_page_is_one_file_that_loads_nothing_else_and_its_links_lead_to_its_sections(page_of_two_machines):
-    found, source = page_of_two_machines.found, page_of_two_machines.source
-    assert len(found["img"]) == 4
-    for image in found["img"]:
+    files = save(gpu, tmp_path / "gpu.json"), save(cpu, tmp_path / "cpu.json")
+    assert main(["report", *map(str, files), "--out", str(tmp_path / "report.html")]) == 0
+    page = Page((tmp_path / "report.html").read_text())
+    assert len(page.found["img"]) == 4
+    for image in page.found["img"]:
         assert image["src"].startswith("data:image/png;base64,iVBOR") and image["alt"].startswith("Plot of ")
-    assert not {"script", "link", "iframe"} & found.keys() and "url(" not in source and "@import" not in source
-    anchors = [article["id"] for article in found["article"]]
-    assert [link["href"] for link in found["a"]] == [f"#{anchor}" for anchor in anchors] and len(set(anchors)) == 4
-
-
-def test_each_machine_is_named_with_its_versions_and_a_cpus_times_are_called_a_cpus(page_of_two_machines):
-    gpu, cpu = page_of_two_machines.source.split("<section>")[1:]
+    assert not {"script", "link", "iframe"} & page.found.keys()
+    assert "url(" not in page.source and "@import" not in page.source
+    anchors = [article["id"] for article in page.found["article"]]
+    assert [link["href"] for link in page.found["a"]] == [f"#{anchor}" for anchor in anchors] and len(set(anchors)) == 4
+    on_gpu, on_cpu = page.source.split("<section>")[1:]
     for text in ("AMD EPYC &lt;7B13&gt; (CPU, 2 cores)", "python 3.13.1, torch 2.8.0", "this CPU’s, not a GPU’s"):
-        assert text in cpu and text not in gpu
-    assert "NVIDIA H200" in gpu and "torch 2.8.0, cuda 12.8" in gpu
-    for section, device in ((gpu, GPU), (cpu, CPU)):
+        assert text in on_cpu and text not in on_gpu
+    assert "NVIDIA H200" in on_gpu and "torch 2.8.0, cuda 12.8" in on_gpu
+    for section, device in ((on_gpu, GPU), (on_cpu, CPU)):
         assert units.html_table(*compare("one", device=device).table()) in section, "the table that the lesson shows"
 
 
@@ -133,13 +126,6 @@ def test_what_failed_is_named_and_nothing_that_a_lesson_says_is_markup(write):
     assert page.found["img"][0]["alt"] == page.found["div"][1]["aria-label"] == evil
     assert page.tables[0][1][:2] == [evil, f"{evil}2 against {evil}"]
     assert page.found["a"][0]["href"] == f"#{page.found['article'][0]['id']}" == f"#m0-{evil}"
-
-
-def test_a_report_of_results_needs_no_lessons_and_nothing_that_reads_them(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "nbformat", None)
-    monkeypatch.setattr(report.runner, "LESSONS", tmp_path / "nowhere")
-    (outcome,) = report.from_results([compare("02_dataloader")]).outcomes
-    assert outcome.title == "02_dataloader" and len(outcome.pictures) == 1
 
 
 def test_stored_results_are_gathered_by_lesson(monkeypatch):

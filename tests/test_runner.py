@@ -26,7 +26,7 @@ DYING = "import os\nos._exit(1)"
 
 def write_lesson(folder: Path, name: str, *sources: str) -> Path:
     """A notebook with a heading and these code cells, as JupyterLab would leave it: executed once, long ago."""
-    cells = [nbformat.v4.new_markdown_cell(f"# The {name} lesson\nIts claim.")]
+    cells = [nbformat.v4.new_markdown_cell(f"# The {name} lesson\n![a drawing](../images/a.svg)")]
     for number, source in enumerate(sources):
         stale = nbformat.v4.new_output("stream", text="stale")
         timing = {"execution": {"iopub.execute_input": "2020-01-01T00:00:00Z"}}
@@ -52,43 +52,37 @@ def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.fixture
-def lessons(tmp_path, monkeypatch) -> Path:
-    """A folder with three lessons, and nothing beside the package."""
+def test_lessons_are_found_beside_the_package_from_anywhere_and_named_in_one_of_five_ways(tmp_path, monkeypatch):
+    folder = tmp_path / "notebooks"
     for name in ("01_anatomy", "02_dataloader", "03_pinned_memory"):
-        write_lesson(tmp_path / "notebooks", name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "LESSONS", tmp_path / "nowhere")
-    return tmp_path / "notebooks"
-
-
-def test_all_lessons_in_reading_order_unless_some_are_named_in_one_of_five_ways(lessons):
+        write_lesson(folder, name)
     found = lambda *names: [path.stem[:2] for path in runner.find_lessons(names)]
-    assert found() == ["01", "02", "03"] and found("03", "pinned_memory", "01") == ["03", "01"]
-    for name in ("02", "02_dataloader", "dataloader", "02_dataloader.ipynb", str(lessons / "02_dataloader.ipynb")):
-        assert found(name) == ["02"]
-
-
-def test_lessons_beside_the_package_are_found_from_anywhere(lessons, monkeypatch):
-    monkeypatch.chdir(lessons)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(runner, "LESSONS", folder)
+    assert found() == ["01", "02", "03"]
+    monkeypatch.setattr(runner, "LESSONS", tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no lessons"):
-        runner.find_lessons()
-    monkeypatch.setattr(runner, "LESSONS", lessons)
-    assert len(runner.find_lessons()) == 3
+        found()
+    monkeypatch.chdir(tmp_path)
+    assert found() == ["01", "02", "03"] and found("03", "pinned_memory", "01") == ["03", "01"]
+    for name in ("02", "02_dataloader", "dataloader", "02_dataloader.ipynb", str(folder / "02_dataloader.ipynb")):
+        assert found(name) == ["02"]
 
 
 def test_an_executed_lesson_carries_all_that_it_measured(tmp_path, out):
     again = compares("good", 0.15), compares("good")  # another of the same name, and the first once more
-    lesson = write_lesson(tmp_path, "05_good", f"{PICTURE}\n{compares('good')}", PICTURE, *again, compares("other"))
+    plots = f"# effgpu.plot(result)\n{PICTURE}", f"# effgpu.plot(traces)\n{PICTURE}"  # of the comparison above, or not
+    cells = f"{PICTURE}\n{compares('good')}", PICTURE, *again, compares("other", 0.05), *plots
+    lesson = write_lesson(tmp_path, "05_good", *cells)
     shares = []
     outcome = runner.run_lesson(lesson, out / "notebooks", progress=shares.append)
     assert (outcome.name, outcome.title, outcome.failure) == ("05_good", "The 05_good lesson", None)
     found = {comparison.name: comparison["fast"].times[0] for comparison in outcome.comparisons}
-    assert found == {"good": 0.1, "good-2": 0.15, "other": 0.1}
-    assert [picture.png for picture in outcome.pictures] == ["aGVsbG8=", "aGVsbG8="]
-    assert outcome.pictures[0].alt == outcome.comparisons[0].alt_text()
-    assert "fast: 2.00 × faster" in outcome.pictures[0].alt
-    assert outcome.pictures[1].alt == "Plot of the lesson The 05_good lesson"
+    assert found == {"good": 0.1, "good-2": 0.15, "other": 0.05}
+    first, _, last = (comparison.alt_text() for comparison in outcome.comparisons)
+    assert "fast: 2.00 × faster" in first and "fast: 4.00 × faster" in last
+    words = "Plot of the lesson The 05_good lesson"
+    assert list(outcome.pictures) == [runner.Picture("aGVsbG8=", alt) for alt in (first, words, last, words)]
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
     assert runner.read_lessons(out / "notebooks") == [outcome]
 
@@ -108,45 +102,36 @@ def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out
     assert (out / "notebooks" / "stable.ipynb").read_bytes() == first
 
 
-def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritten(tmp_path, out):
+def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritten(tmp_path, out, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     failing = write_lesson(tmp_path, "01_failing", compares("before"), "", FAILING, "print('never')")
     broken = tmp_path / "02_broken.ipynb"
     broken.write_text("{")
     good = write_lesson(tmp_path, "03_good", "1 + 1")
     before = failing.read_bytes()
-    first, second, third = runner.run([failing, broken, good], out, inplace=True)
+    first, second, third = runner.run([failing, broken, Path(good.name)], out, inplace=True)
     assert first.failure == "cell [2] '# a comment': ArithmeticError: no such number"
     assert [comparison.name for comparison in first.comparisons] == ["before"]
     assert second.failure.startswith("not a notebook: ") and third.failure is None
     executed = nbformat.read(out / "notebooks" / "01_failing.ipynb", as_version=4)
     assert "stale" not in str(executed.cells) and executed.cells[-1].execution_count is None
     assert failing.read_bytes() == before and broken.read_text() == "{"
-    assert good.read_bytes() == (out / "notebooks" / "03_good.ipynb").read_bytes()
+    copy, drawing = (out / "notebooks" / "03_good.ipynb").read_text(), "](../../../images/a.svg)"
+    assert drawing in copy and good.read_text() == copy.replace(drawing, "](../images/a.svg)")
 
 
 FIRST_SCREEN = "# A title: and more\n\n**One *bold* `sentence`.** Another.\n\n| | |\n|---|---|\n| **Buys** | time |"
 
 
-def test_a_lesson_tells_its_title_and_its_first_bold_sentence(tmp_path):
+def test_a_lesson_tells_its_title_and_its_first_bold_sentence_and_other_files_are_passed_over(tmp_path):
+    (tmp_path / "03_broken.ipynb").write_text("{")
+    (tmp_path / "04_foreign.ipynb").write_text('{"nbformat": 4, "nbformat_minor": 5, "cells": [{}], "metadata": {}}')
     for name, first in {"01_new": FIRST_SCREEN, "02_old": "# Old\n\n**The claim.** Words.", "my_own": "# Mine"}.items():
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(first)])
         nbformat.write(notebook, tmp_path / f"{name}.ipynb")
     expected = [("01_new", "A title: and more", "One bold sentence."), ("02_old", "Old", "")]
     found = runner.read_lessons(tmp_path)
     assert [(lesson.name, lesson.title, lesson.about) for lesson in found] == [*expected, ("my_own", "Mine", "")]
-
-
-def test_a_plot_of_the_result_belongs_to_the_comparison_above_it(tmp_path, make_measurement):
-    rows = make_measurement("slow", 0.02), make_measurement("fast", 0.01)
-    png, result = {"image/png": "aGVsbG8="}, {MIME_TYPE: Comparison("first", rows).to_dict()}
-    cells = [
-        nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("display_data", data=data)])
-        for source, data in [("a", png), ("b", result), ("effgpu.plot(result)", png), ("effgpu.plot(traces)", png)]
-    ]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_plots.ipynb")
-    (lesson,) = runner.read_lessons(tmp_path)
-    other = "Plot of the lesson 01_plots"
-    assert [picture.alt for picture in lesson.pictures] == [other, lesson.comparisons[0].alt_text(), other]
 
 
 @pytest.fixture
@@ -203,15 +188,7 @@ def test_the_headline_is_of_the_last_variant_with_a_prediction(make_measurement)
     assert label("01_other") is None and label(labels="a") is None
 
 
-@pytest.mark.parametrize("content", ["{", '{"nbformat": 4, "nbformat_minor": 5, "cells": [{}], "metadata": {}}'])
-def test_executed_lessons_of_another_format_are_passed_over(tmp_path, content):
-    write_lesson(tmp_path, "01_good", "1 + 1")
-    (tmp_path / "02_foreign.ipynb").write_text(content)
-    assert [outcome.name for outcome in runner.read_lessons(tmp_path)] == ["01_good"]
-
-
 def test_a_dead_kernel_is_noticed_at_once(tmp_path, out, monkeypatch):
-    assert runner.CELL_TIMEOUT >= 1800
     monkeypatch.setattr(runner, "CELL_TIMEOUT", 300)  # not noticed, it would be a CellTimeoutError
     lesson = write_lesson(tmp_path, "dying", compares("before"), DYING, "1 + 1")
     outcome = runner.run_lesson(lesson, out / "notebooks")
@@ -226,15 +203,6 @@ def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
     outcome = runner.run_lesson(write_lesson(tmp_path, "sleepy", slow), out / "notebooks")
     assert outcome.failure.startswith("cell [1] 'import os, time': CellTimeoutError")
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
-
-
-def test_the_executed_copy_finds_the_lessons_drawings(tmp_path, out, monkeypatch):
-    lesson = write_lesson(tmp_path / "course" / "notebooks", "drawn", "1 + 1")
-    lesson.write_text(lesson.read_text().replace("Its claim.", "![a drawing](../images/a.svg)"))
-    monkeypatch.chdir(lesson.parent)
-    runner.run_lesson(Path(lesson.name), out / "notebooks", inplace=True)
-    assert "](../../course/images/a.svg)" in (out / "notebooks" / lesson.name).read_text()
-    assert "](../images/a.svg)" in lesson.read_text()
 
 
 @pytest.fixture

@@ -7,9 +7,11 @@ import traceback
 import weakref
 from functools import partial
 from itertools import count, cycle
+from operator import call
 
 import pytest
 import torch
+from torch.backends import cudnn
 
 from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
@@ -40,10 +42,6 @@ class Watched:
             return loss
 
         return step
-
-
-def run(step):
-    return step()
 
 
 def fail():
@@ -79,11 +77,11 @@ def test_out_of_memory_and_an_interrupt_free_all_that_is_built_although_the_erro
     sound = Watched()
     faulty = Watched() if place == "action" else Watched(**{place: fault})
     with Stage({"sound": sound, "faulty": faulty}) as stage:
-        stage.turn("sound", run)
+        stage.turn("sound", call)
         with pytest.raises(error) as caught:
             stage.turn("faulty", lambda step: fault() if place == "action" else step())
         assert faulty.models and not faulty.alive and not sound.alive
-        stage.turn("sound", run)
+        stage.turn("sound", call)
         assert len(sound.models) == 2, "what was freed is built again"
     assert line in "".join(traceback.format_exception(caught.value)), "the line that failed"
 
@@ -101,7 +99,7 @@ def test_errors_that_the_caller_handles_or_that_refer_to_each_other_do_no_harm(c
         fail()
     except RuntimeError as handled:
         with pytest.raises(torch.OutOfMemoryError, match="first"):
-            run_variant(Watched(fault), run)
+            run_variant(Watched(fault), call)
         assert traceback.extract_tb(handled.__traceback__)[-1].name == "fail"
 
 
@@ -111,7 +109,7 @@ def test_a_gpu_that_has_failed_does_not_hide_the_fault(monkeypatch):
 
     monkeypatch.setattr(variants, "release_memory", broken)
     with pytest.raises(RuntimeError, match="a fault"):
-        run_variant(fail, run)
+        run_variant(fail, call)
 
 
 @pytest.mark.parametrize(
@@ -145,21 +143,18 @@ def test_a_switch_that_a_step_sets_in_a_later_turn_is_in_force_in_its_own_later_
 # Compiled variants
 
 
-class Compiler:
-    """A backend of torch.compile that runs eagerly, and notes of each graph that it gets whether a size is dynamic."""
-
-    def __init__(self):
-        self.dynamic = []
-
-    def __call__(self, graph, inputs):
-        self.dynamic.append(any(isinstance(size, torch.SymInt) for i in inputs for size in getattr(i, "shape", [i])))
-        return graph.forward
-
-
 @pytest.fixture
 def compiler():
+    """A backend of torch.compile that runs eagerly, and notes of each graph that it gets whether a size is dynamic."""
+
+    def backend(graph, inputs):
+        sizes = [size for each in inputs for size in getattr(each, "shape", [each])]
+        backend.dynamic.append(any(isinstance(size, torch.SymInt) for size in sizes))
+        return graph.forward
+
+    backend.dynamic = []
     torch.compiler.reset()
-    yield Compiler()
+    yield backend
     torch.compiler.reset()
 
 
@@ -182,7 +177,7 @@ def test_each_variant_gets_the_graphs_that_it_would_get_alone(batches, order, dy
     """Another variant's batch size makes no graph dynamic, but a variant that changes its own gets a dynamic one."""
     with Stage({"a": compiled_variant(compiler, *batches), "b": compiled_variant(compiler, 6)}) as stage:
         for label in order:
-            stage.turn(label, run)
+            stage.turn(label, call)
     assert compiler.dynamic == dynamic
 
 
@@ -198,16 +193,11 @@ def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_the
     labels = [str(number) for number in range(limit + 4)]
     with Stage(dict.fromkeys(labels, each_time)) as stage:
         for label in labels:
-            stage.turn(label, run)
+            stage.turn(label, call)
     assert len(compiler.dynamic) == limit + 4 and torch._dynamo.config.recompile_limit == limit
 
 
 # What a variant may not leave behind
-
-
-def flag(holder, name, value):
-    """How a switch is read, and how it is changed."""
-    return partial(getattr, holder, name), partial(setattr, holder, name, value)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +213,9 @@ def flag(holder, name, value):
         (partial(torch.get_autocast_dtype, "cuda"), lambda: torch.set_autocast_dtype("cuda", torch.bfloat16)),
         (torch.backends.cuda.flash_sdp_enabled, lambda: torch.backends.cuda.enable_flash_sdp(False)),
         (torch.backends.cuda.math_sdp_enabled, lambda: torch.backends.cuda.enable_math_sdp(False)),
-        flag(torch.backends.cudnn, "enabled", False),
-        flag(torch.backends.cudnn, "benchmark", True),
-        flag(torch.backends.cudnn, "deterministic", True),
+        (lambda: cudnn.enabled, lambda: setattr(cudnn, "enabled", False)),
+        (lambda: cudnn.benchmark, lambda: setattr(cudnn, "benchmark", True)),
+        (lambda: cudnn.deterministic, lambda: setattr(cudnn, "deterministic", True)),
     ],
 )
 def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_variant_only(read, change):
@@ -235,10 +225,10 @@ def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_va
 
     before = read()
     with Stage({"changed": variant, "plain": lambda: read}) as stage:
-        first = stage.turn("changed", run)
+        first = stage.turn("changed", call)
         assert first != before == read()
         for label, expected in [("plain", before), ("changed", first), ("plain", before), ("changed", first)]:
-            assert stage.turn(label, run) == expected
+            assert stage.turn(label, call) == expected
             assert read() == before
 
 
@@ -306,7 +296,6 @@ def test_a_step_that_does_nothing_when_called_is_refused(step):
     ("variant", "message"),
     [
         (None, "variant: expected a function that builds and returns a training step, got NoneType"),
-        (torch.nn.Linear(2, 2), "variant: expected a function that builds and returns a training step, got Linear"),
         (lambda: torch.nn.Linear(2, 2), "expected it to return its training step, a function, got Linear"),
     ],
 )
@@ -333,5 +322,5 @@ def test_a_variant_that_changes_the_current_gpu_is_refused(simulate_gpu, monkeyp
         return lambda: None
 
     with pytest.raises(ValueError, match=r"must not change the current GPU: call torch.cuda.set_device\(1\) before"):
-        run_variant(variant, run)
+        run_variant(variant, call)
     assert current == [0]

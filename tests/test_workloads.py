@@ -23,13 +23,6 @@ each_workload = pytest.mark.parametrize(
 )
 
 
-def test_a_text_classifier_gives_logits_for_each_package():
-    model, texts, labels = workloads.text_classifier(**SMALL)
-    assert texts.shape == (3, 10) and labels.shape == (3,) and texts.dtype == labels.dtype == torch.int64
-    assert texts.min() >= 0 and texts.max() < 100 and 0 <= labels.min() <= labels.max() < len(corpus.PACKAGES)
-    assert model(texts).shape == (3, len(corpus.PACKAGES))
-
-
 def test_a_language_model_gives_logits_for_the_next_token_and_does_not_see_it():
     model, texts, labels = workloads.language_model(**SMALL, dropout=0.0)
     assert texts.shape == labels.shape == (3, 10) and texts.is_contiguous() and labels.is_contiguous()
