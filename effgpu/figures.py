@@ -74,8 +74,8 @@ def plot(
     - What `compare`, `ablate` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with
       99 % intervals and verdicts. A diamond marks a prediction, a dotted outline reserved memory. Faint triangles are
       the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was given, panels
-      show the predicted time on each GPU, with its range and where it goes, and the predicted memory. A CPU's times are
-      hatched, and said to be a CPU's.
+      show the predicted time on each GPU, with its range and where it goes, and the predicted memory, with all that the
+      process may take. A CPU's times are hatched, and said to be a CPU's.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
     - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
@@ -255,7 +255,7 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
     if comparison.full_size:
-        title += " of a smaller model, measured on this CPU" if on_cpu else ", measured on this GPU"
+        title += " on this CPU (smaller model)" if on_cpu else " on this GPU (measured)"
     outlined = quantity == "memory" and any(m.peak_reserved for m in comparison)
     ax.set_title(title + " (dotted: reserved)" * outlined)
 

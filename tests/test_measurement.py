@@ -300,6 +300,7 @@ def test_worker_processes_but_the_readers_own_are_frozen_while_others_have_their
     assert set(seen["stopped"][-20:]) <= {("a", False, can_freeze, False), ("b", can_freeze, False, False)}
     assert set(multiprocessing.active_children()) == before
     readers.kill()
+    readers.join()
 
 
 def be_killed(pid):
