@@ -54,7 +54,8 @@ STYLE = {
     "ytick.color": "#222222",
 }
 VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
-PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN}  # of a predicted time; in the rest, the GPU waits
+WAITING = "waiting for the CPU"
+PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN, WAITING: ORANGE}  # of a predicted time
 WIDTH = 6.4
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
@@ -268,11 +269,10 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             continue
         expected, low, high = needed.seconds
         left = 0.0
-        for name, color in [*PART_COLORS.items(), ("waiting for the CPU", ORANGE)]:
-            # of compiled code, the parts are those before fusion, and more than the whole
-            part = min(needed.parts.get(name, expected), expected - left)
+        for name, part in (needed.parts | {WAITING: expected}).items():
+            part = min(part, expected - left)  # of compiled code, the parts are those before fusion: too much
             seen = part > 0.01 * expected and name not in ax.get_legend_handles_labels()[1]
-            ax.barh(row, part, left=left, height=0.62, color=color, alpha=0.45, label=name if seen else "")
+            ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=name if seen else "")
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
         _draw_interval(ax, row, expected, low, high)
@@ -294,7 +294,7 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
             needed = comparison.full_size[m.label][0]
             look = {"facecolor": "none", "linestyle": "--", "linewidth": 1.5}
             ax.barh(row, needed.allocated, height=0.62, edgecolor=VERDICT_COLORS[needed.verdict], **look)
-            low, high = needed.total or (needed.allocated, needed.allocated)
+            low, high = needed.total
             _draw_interval(ax, row, (low + high) / 2, low, high)
             _write(ax, max(needed.allocated, high), row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     gpu = units.with_article(comparison.full_size_gpus[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from effgpu.benching.bench import Bench
 from effgpu.comparison import Comparison
 
-FORMAT = {"format": "effgpu results", "version": 3}
+FORMAT = {"format": "effgpu results", "version": 4}
 STORED = Path(__file__).parent / "reference"
 
 

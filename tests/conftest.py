@@ -219,7 +219,7 @@ def predicted_sizes(old, new, verdicts=("does not fit", "fits"), labels=("old", 
         {"seconds": (1.0, 0.8, 1.3), "parts": dict(zip(PARTS, (0.5, 0.25, 0.0))), "ratio": (0.25, 0.2, 0.3)},
     )
     return {
-        label: (FullSize("T4", 15 * GiB, size, verdict, "matrix products", **time, total=(size, size + 2 * GiB)),)
+        label: (FullSize("T4", 15 * GiB, size, verdict, (size, size + 2 * GiB), "matrix products", **time),)
         for label, size, verdict, time in zip(labels, (old, new), verdicts, times)
     }
 

@@ -21,23 +21,23 @@ Range = tuple[float, float, float]  # expected, low, high
 class FullSize:
     """What one variant is predicted to take on one GPU.
 
-    `allocated` is the peak in bytes, `total` from where to where all may be that the process takes, `memory` that of
-    the GPU, `verdict` whether the step fits. `seconds` is the time
-    of a step, and `parts` says what the GPU computes for how many seconds of it: "matrix products" (with convolutions
-    and attention), "everything else", "optimizer"; in the rest it waits for the CPU. `ratio` is the time over the
-    baseline's on the same GPU. Seconds and ratio are (expected, low, high): 9 of 10 published transformers lie between
-    low and high. They are None for a GPU whose speed is not known.
+    `allocated` is the peak in bytes, `memory` that of the GPU, `verdict` whether the step fits. `total` is the least
+    and the most that the whole process may take. `seconds` is the time of a step, and `parts` says what the GPU
+    computes for how many seconds of it: "matrix products" (with convolutions and attention), "everything else", "optimizer"; in
+    the rest it waits for the CPU. `ratio` is the time over the baseline's on the same GPU. Seconds and ratio are
+    (expected, low, high): 9 of 10 published transformers lie between low and high. They are None for a GPU whose speed
+    is not known.
     """
 
     gpu: str
     memory: int
     allocated: int
     verdict: Literal["fits", "does not fit", "may not fit"]
+    total: tuple[int, int]
     bound: str = ""
     seconds: Range | None = None
     parts: dict[str, float] = field(default_factory=dict)
     ratio: Range | None = None
-    total: tuple[int, int] | None = None
 
     def tell_time(self) -> str:
         """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit."""
@@ -111,18 +111,18 @@ def _predict(variants: Mapping[str, Variant], baseline: str, gpus: list[Gpu]) ->
 
 
 def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> FullSize:
-    needed = gpu.name, gpu.memory, prediction.for_gpu(gpu)[0].allocated, prediction.verdict(gpu)
-    total = astuple(prediction.total(gpu))
+    memory = prediction.for_gpu(gpu)[0].allocated, prediction.verdict(gpu), astuple(prediction.total(gpu))
     if gpu.bandwidth is None:
-        return FullSize(*needed, total=total)
+        return FullSize(gpu.name, gpu.memory, *memory)
     time = prediction.time(gpu)
     is_baseline = baseline is None or baseline is prediction
     ratio = None if is_baseline else _against(time, baseline.time(gpu))
-    seconds = {kind: row.seconds for kind, row in time.table.items()}
-    products = sum(seconds.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
-    update = seconds.get(OPTIMIZER, 0.0)
-    parts = {PRODUCT: products, REST: sum(seconds.values()) - products - update, OPTIMIZER: update}
-    return FullSize(*needed, time.bound, (time.expected, time.low, time.high), parts, ratio, total)
+    work = {kind: row.seconds for kind, row in time.table.items()}
+    products = sum(work.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
+    update = work.get(OPTIMIZER, 0.0)
+    parts = {PRODUCT: products, REST: sum(work.values()) - products - update, OPTIMIZER: update}
+    seconds = time.expected, time.low, time.high
+    return FullSize(gpu.name, gpu.memory, *memory, time.bound, seconds, parts, ratio)
 
 
 def _against(time: Time, baseline: Time) -> Range:

@@ -176,7 +176,8 @@ class Time:
     `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth" or "launching
     operations". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of operation. Their sum is
     what the GPU works; `expected` is more where the GPU waits for the CPU. `between_waits` has, of each stretch between
-    two waits of the CPU, the seconds of both: the longer count. Loading data is not in it.
+    two waits of the CPU, the seconds of both: the longer count, and what the GPU idles after a wait. Loading data is
+    not in it.
     """
 
     gpu: Gpu
