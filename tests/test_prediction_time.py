@@ -21,6 +21,7 @@ from effgpu.__main__ import main
 from effgpu.course import workloads
 from effgpu.measuring.device import multiplying_as
 from effgpu.predicting import calibration
+from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import TABLE, Gpu, find_gpu, known_gpus, own_table, read_table
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
 from effgpu.predicting.prediction import predict
@@ -136,6 +137,9 @@ def test_a_convolution_is_the_products_that_it_comes_to():
 def test_a_step_is_divided_where_the_cpu_waits():
     segments = lambda function: len(predict(forward(function, 8), "T4").segments)
     assert segments(lambda x: x.sum() + 1) == 1 and segments(lambda x: x.sum().item() + x.sum()) == 2
+    gpu, kernel = find_gpu("T4"), Kernel("add", OTHER, "fp32", 0, GiB)
+    one, two = (step_time([Segment(Counter({kernel: 2 // n}))] * n, gpu).expected for n in (1, 2))
+    assert two - one == pytest.approx(gpu.launch + gpu.kernel), "it copies a number, and idles until it is called again"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +258,8 @@ def test_the_table_adds_up():
     time = predict(training(**WIDE), "T4").time()
     assert set(time.table) <= set(KINDS) and {PRODUCT, OPTIMIZER, OTHER} <= set(time.table)
     assert sum(row.seconds for row in time.table.values()) == pytest.approx(time.expected)
+    parts = predict_full_size({"wide": training}, {"wide": training(**WIDE)}, ["T4"])["wide"][0].parts
+    assert sum(parts.values()) == pytest.approx(time.expected) and parts[OPTIMIZER] == time.table[OPTIMIZER].seconds
     headings, rows = time.rows()
     assert headings == ["kind", "time", "FLOPs", "bytes", "kernels"] and rows[0][0] == PRODUCT
     assert time._repr_html_().startswith("<table><caption>T4: ")

@@ -23,10 +23,10 @@ class FullSize:
 
     `allocated` is the peak in bytes, `memory` that of the GPU, `verdict` whether the step fits. `total` is the least
     and the most that the whole process may take. `seconds` is the time of a step, and `parts` says what the GPU
-    computes for how many seconds of it: "matrix products" (with convolutions and attention), "everything else", "optimizer"; in
-    the rest it waits for the CPU. `ratio` is the time over the baseline's on the same GPU. Seconds and ratio are
-    (expected, low, high): 9 of 10 published transformers lie between low and high. They are None for a GPU whose speed
-    is not known.
+    computes for how many seconds of it: "matrix products" (with convolutions and attention), "everything else",
+    "optimizer"; in the rest it waits for the CPU. `ratio` is the time over the baseline's on the same GPU. Seconds and
+    ratio are (expected, low, high): 9 of 10 published transformers lie between low and high. They are None for a GPU
+    whose speed is not known.
     """
 
     gpu: str
