@@ -1,6 +1,7 @@
 """The package on a simulated GPU: PyTorch's own CUDA allocator counts, and what is predicted has to agree with it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import effgpu
 from effgpu.course import workloads
+from effgpu.predicting.gpus import find_gpu
 
 sizes = {"batch": 8, "width": 128, "heads": 4}
 
@@ -80,8 +82,10 @@ try:
 except RuntimeError as error:
     mixed = str(error)
 device = effgpu.describe()
-gpu = [device.label, device.memory, *torch.cuda.get_device_capability()]
-print(json.dumps({"memory": found, "random": random_state, "gradients": gradients, "mixed": mixed, "gpu": gpu}))
+gpu = [device.label, device.memory, *torch.cuda.get_device_capability(), find_gpu(device.name).bandwidth]
+layers = len(workloads.text_classifier()[0].blocks)
+told = {"random": random_state, "gradients": gradients, "mixed": mixed, "gpu": gpu, "layers": layers}
+print(json.dumps({"memory": found} | told))
 """
 
 pytestmark = [
@@ -94,7 +98,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found():
     command = [sys.executable, str(HERE / "simulated_gpu"), "T4", sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    layers = os.environ | {"SIMULATED_GPU_LAYERS": "6"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=layers)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -109,5 +114,9 @@ def test_the_cpu_does_the_work_and_a_prediction_leaves_the_random_state(found):
     assert found["gradients"] and "same device" in found["mixed"] and found["random"]
 
 
-def test_results_say_that_it_is_simulated(found):
-    assert found["gpu"] == ["Simulated T4", find_gpu("T4").memory, 7, 5]
+def test_results_say_that_it_is_simulated_and_its_speed_is_that_of_the_real_one(found):
+    assert found["gpu"] == ["Simulated T4", find_gpu("T4").memory, 7, 5, find_gpu("T4").bandwidth]
+
+
+def test_lessons_take_as_many_layers_as_it_is_told(found):
+    assert found["layers"] == 6

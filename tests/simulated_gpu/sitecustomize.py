@@ -1,16 +1,27 @@
-"""Every Python process that a simulated GPU is made for begins with this. Lessons take a CPU's sizes on it, nearly."""
+"""Every Python process that a simulated GPU is made for begins with this. Lessons take a CPU's sizes on it, nearly.
+
+SIMULATED_GPU_LAYERS=6 gives their transformers as many layers as on a GPU.
+"""
 
 import os
 
 if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
+    from dataclasses import replace
+
     from kernels import install
 
     from effgpu.course import workloads
     from effgpu.measuring import measurement
+    from effgpu.predicting import gpus
 
     install()
-    heads = {"width": 96, "heads": 12}  # as many as on a GPU: what fits a CPU's 4 heads only shows itself
+    given = {"width": 96, "heads": 12}  # as many heads as on a GPU: what fits a CPU's 4 only shows itself
+    if layers := os.environ.get("SIMULATED_GPU_LAYERS"):
+        given["layers"] = int(layers)
     workloads.GPU_SIZES = {
-        name: sizes | heads if "heads" in sizes else sizes for name, sizes in workloads.CPU_SIZES.items()
+        name: sizes | given if "heads" in sizes else sizes for name, sizes in workloads.CPU_SIZES.items()
     }
+    real = gpus.find_gpu(os.environ["SIMULATED_GPU"])  # the table gets its line: what needs a known GPU runs, too
+    table = gpus._shipped() | {f"Simulated {real.name}": replace(real, name=f"Simulated {real.name}")}
+    gpus._shipped = lambda: table
     measurement._TURN["cuda"], measurement._LOAD["cuda"], measurement._LEAD = measurement._TURN["cpu"], 0.01, 0.0
