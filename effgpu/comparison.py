@@ -343,8 +343,8 @@ def compare(
 
     `items` (a number, or one for each label), named by `unit`, are the samples, tokens, ... of a step. A comparison
     aims at an interval of ±`precision` (0.03 on a CPU, 0.01 on a GPU) and times each variant for at most `seconds` (2
-    and 10), but for 15 blocks at least and 80 at most. `warmup` is the fewest steps of a warm-up. `energy` adds a
-    window of some seconds on a GPU.
+    and 5), but for 15 blocks at least and 80 at most. `warmup` is the fewest steps of a warm-up. `energy` adds a
+    window of a second on a GPU.
 
     A ratio of times within `min_effect` of 1 counts as the same. `predicted` gives ratios to the baseline, by label and
     quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:

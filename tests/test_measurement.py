@@ -83,9 +83,9 @@ class Clock:
         return lambda: partial(self.spend, seconds)
 
 
-def replace_clock(monkeypatch, read):
+def replace_clock(monkeypatch, read, sleep=lambda seconds: None):
     for module in (measurement, timing, turns):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=read))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=read, sleep=sleep))
 
 
 @pytest.fixture
@@ -193,11 +193,11 @@ def test_a_cap_on_the_seconds_makes_blocks_and_steps_few(monkeypatch, clock, no_
 
 
 def test_what_still_compiles_is_no_load(gpu):
-    """A GPU is warmed up for half a second of steps, whatever its first calls took."""
+    """A GPU is warmed up for a quarter of a second of steps, whatever its first calls took."""
     slow = itertools.chain([5.0, 5.0, 0.01, 0.01, 5.0], itertools.repeat(0.01))
     measure(lambda: lambda: gpu.step(next(slow)), seconds=0.01, blocks=1)
-    assert gpu.clock > 15 + 0.5 + 2 * 0.15
-    assert gpu.log.count("step") == pytest.approx(3 + 50 + 2 * (5 + 10), abs=5)
+    assert gpu.clock > 15 + 0.25 + 2 * 0.075
+    assert gpu.log.count("step") == pytest.approx(3 + 25 + 2 * (3 + 5), abs=3)
 
 
 # Together, or one at a time
@@ -240,7 +240,7 @@ def test_a_turn_that_runs_out_of_memory_beside_another_is_taken_alone(clock, no_
 
 
 @pytest.mark.parametrize(
-    ("retried", "builds"), [(range(1, 10), 1), (range(20, 30), BUILDS)], ids=["in the warm-up", "in a turn"]
+    ("retried", "builds"), [(range(1, 8), 1), (range(17, 22), BUILDS)], ids=["in the warm-up", "in a turn"]
 )
 def test_variants_that_crowd_the_gpus_memory_in_their_turns_are_timed_one_at_a_time(retried, builds, gpu):
     """The allocator raises nothing: it gives cached blocks back and asks again, in the midst of a turn."""
@@ -439,10 +439,10 @@ def test_in_a_notebook_the_bar_is_written_where_print_writes(monkeypatch, capsys
 # On a simulated GPU
 
 
-@pytest.mark.parametrize(("reasons", "shortest"), [((), 0.1), (("power cap",), 0.5)])
-@pytest.mark.parametrize("milliseconds", [0.3, 70, 600])
+@pytest.mark.parametrize(("reasons", "shortest"), [((), 0.05), (("power cap",), 0.2)])
+@pytest.mark.parametrize("milliseconds", [0.3, 35, 600])
 def test_a_turn_on_a_gpu_lasts_until_its_clock_has_settled(milliseconds, reasons, shortest, gpu, monkeypatch):
-    """Its first 50 ms do not count, and where the power cap holds the clock down it lasts for half a second."""
+    """Its first 25 ms do not count. Where the power cap holds the clock down, 15 blocks fill the seconds."""
     turns, time_turn = [], timing.time_turn
 
     def watch(step, count, *, lead=1, meanwhile=None):
@@ -453,11 +453,42 @@ def test_a_turn_on_a_gpu_lasts_until_its_clock_has_settled(milliseconds, reasons
 
     monkeypatch.setattr(timing, "time_turn", watch)
     monkeypatch.setattr(power, "read_clock", lambda: (1000, reasons))
-    found = measure(gpu.variant(milliseconds / 1000), blocks=15)
+    found = measure(gpu.variant(milliseconds / 1000), seconds=6, blocks=15)
     assert len(turns) == 30 and found.median == pytest.approx(milliseconds / 1000)
     for lead, counted in turns[1:]:  # of the first, the reasons are not known yet
-        assert lead >= 0.05 * (1 - 1e-6) and counted >= shortest * (1 - 1e-6)
-        assert lead < 0.05 + milliseconds / 1000 and counted < shortest + milliseconds / 1000 + 1e-6
+        assert lead >= 0.025 * (1 - 1e-6) and counted >= shortest * (1 - 1e-6)
+        assert lead < 0.025 + milliseconds / 1000 and counted < shortest + milliseconds / 1000 + 1e-6
+
+
+@given(seconds=st.floats(0.5, 20), pace=st.floats(0.001, 0.1), reasons=st.sampled_from([(), ("power cap",)]))
+def test_variants_on_a_gpu_take_no_more_seconds_than_they_may_or_fifteen_blocks_of_short_turns(seconds, pace, reasons):
+    """One reading of "power cap" once made each turn of every variant half a second long, whatever `seconds` said."""
+    record = measurement._Record(clocks=[(1000, reasons)], pace=pace)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(measurement, "find_device", lambda: torch.device("cuda"))
+        run = measurement._Run(None, {"a": None}, seconds, 0.01, None, 2, False)
+        run.records["a"], taken = record, []
+        monkeypatch.setattr(run, "time_steps", lambda record, step, steps, lead: taken.append((steps + lead) * pace))
+        run.take_turn(0, record, None)
+    shortest = measurement._TURN["cuda"] + measurement._LEAD
+    assert 30 * taken[0] <= seconds + 30 * (shortest + 2 * pace + 1e-6)
+
+
+def test_the_clock_is_read_in_the_middle_of_a_turn_though_all_of_it_is_queued_at_once(gpu, monkeypatch):
+    """Right after the launches, the clock was still that of the variant before."""
+    read, began = [], []
+
+    def time_turn(step, count, *, lead=1, meanwhile=None):
+        began.append((gpu.clock, lead, count))
+        meanwhile and meanwhile()
+        return 0.01
+
+    monkeypatch.setattr(timing, "time_turn", time_turn)
+    monkeypatch.setattr(power, "read_clock", lambda: read.append(gpu.clock))
+    replace_clock(monkeypatch, lambda: gpu.clock, lambda seconds: setattr(gpu, "clock", gpu.clock + seconds))
+    measure(gpu.variant(0.01), seconds=2, blocks=1)
+    turns = began[-2:]
+    assert read == pytest.approx([at + 0.01 * (lead + count / 2) for at, lead, count in turns])
 
 
 def test_clocks_and_throttle_reasons_of_the_turns_are_noted(gpu, monkeypatch):
@@ -488,7 +519,7 @@ def test_no_energy_is_taken_where_it_is_not_wanted_or_the_run_is_cut_short(gpu, 
     monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
     gpu.log.clear()
     assert measure(gpu.variant(0.05), seconds=2, blocks=1).joules is None
-    assert gpu.log.count("step") == pytest.approx(3 + 10 + 2 * (1 + 1), abs=1), "and its turns are of one step"
+    assert gpu.log.count("step") == pytest.approx(3 + 5 + 2 * (1 + 1), abs=1), "and its turns are of one step"
 
 
 def test_measuring_draws_nothing_from_the_readers_generators(gpu, monkeypatch):

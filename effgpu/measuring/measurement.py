@@ -32,12 +32,12 @@ from effgpu.units import check_positive
 
 OUT_OF_MEMORY = "out of memory"
 PRECISION = {"cpu": 0.03, "cuda": 0.01}  # the half width of an interval that a comparison aims at, as a share
-SECONDS = {"cpu": 2.0, "cuda": 10.0}  # the most that a variant is timed
-_TURN = {"cpu": 0.005, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
-_CAPPED_TURN = 0.5  # the same where the power cap holds the clock down: it is regulated over a longer time
-_LEAD = 0.05  # seconds of a GPU's turn that do not count: its clock is still that of the variant before
+SECONDS = {"cpu": 2.0, "cuda": 5.0}  # the most that a variant is timed
+_TURN = {"cpu": 0.005, "cuda": 0.05}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
+_CAPPED_TURN = 0.5  # the same where the power cap holds the clock down, which takes longer, if there is time for it
+_LEAD = 0.025  # seconds of a GPU's turn that do not count: its clock is still that of the variant before
 _REFILL = 4  # steps of a CPU's turn from which on one more, which does not count, refills the caches first
-_LOAD = {"cpu": 0.005, "cuda": 0.5}  # seconds of warm-up: caches fill, a GPU leaves its idle clock
+_LOAD = {"cpu": 0.005, "cuda": 0.25}  # seconds of warm-up: caches fill, a GPU leaves its idle clock
 _COMPILING = {"cpu": 1, "cuda": 3}  # first calls that are no load: they compile, tune, and record CUDA graphs
 _ROOM = 0.9  # of the free memory that variants kept together may take: allocators need some slack
 
@@ -123,8 +123,8 @@ def measure_all(
     """Measure the memory of each variant, one alive at a time, then time all of them in turns.
 
     `compare` explains the arguments; `blocks` sets the number of blocks. For the timing all variants are built, warmed
-    up and kept, and take turns (`take_blocks`). A turn takes at least 5 ms, or 0.1 s on a GPU, whose clock settles no
-    sooner (0.5 s where the power cap holds it down). Worker processes, such as a DataLoader's, are frozen while others
+    up and kept, and take turns (`take_blocks`). A turn takes at least 5 ms, or 0.05 s on a GPU, whose clock settles no
+    sooner (up to 0.5 s where the power cap holds it down: 15 blocks of it within `seconds`). Worker processes, such as a DataLoader's, are frozen while others
     have their turn. Variants that do not fit into memory together are built four times each for their turns. What that
     will take is announced.
 
@@ -311,7 +311,8 @@ class _Run:
         """Time one turn of a kept step: longer where the power cap holds a variant's clock down."""
         slowed = any(power.POWER_CAP in reasons for each in self.records.values() for _, reasons in each.clocks)
         pace = max(statistics.median(record.turns or [record.pace]), 1e-6)
-        steps = self.count_steps(pace, _CAPPED_TURN if slowed else _TURN[self.kind])
+        capped_turn = max(_TURN[self.kind], min(_CAPPED_TURN, self.seconds / (2 * FEWEST_BLOCKS)))
+        steps = self.count_steps(pace, capped_turn if slowed else _TURN[self.kind])
         steps = math.ceil(steps / max(1, workers)) * max(1, workers)  # whole rounds of the workers
         lead = int(steps >= _REFILL or workers > 0)
         if self.kind == "cuda":
@@ -334,7 +335,10 @@ class _Run:
         return max(1, round(self.seconds / (2 * MOST_BLOCKS) / pace), math.ceil(shortest / pace - 1e-6))
 
     def time_steps(self, record: _Record, step: Step, steps: int, lead: int) -> None:
-        def note_clock() -> None:
+        began = time.perf_counter()
+
+        def note_clock() -> None:  # in the middle of the turn, though all may be queued much sooner
+            time.sleep(max(0.0, (lead + steps / 2) * record.pace - (time.perf_counter() - began)))
             if clock := power.read_clock():
                 record.clocks.append(clock)
 

@@ -12,7 +12,7 @@ from effgpu.measuring.timing import cap_seconds, time_for
 
 _LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does not work; most change every 20 to 100 ms
 _POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps
-_AHEAD = 0.01  # seconds of queued work that keep the GPU busy while NVML answers
+_AHEAD = 0.01  # seconds of queued work, or more, that keep the GPU busy while NVML answers
 POWER_CAP = "power cap"
 _REASONS = {
     0x002: "application clocks",
@@ -60,16 +60,19 @@ def read_joules(board) -> float | None:
     return _ask(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(board) / 1000)
 
 
-def measure_energy(step: Callable[[], object], *, seconds: float = 3.0) -> float | None:
+def measure_energy(step: Callable[[], object], *, seconds: float = 1.0) -> float | None:
     """Joules per step of the whole board, over one window of at least `seconds`. None without an energy counter.
 
     The counter (nvmlDeviceGetTotalEnergyConsumption, Volta and newer) changes every 20 to 100 ms. So the window begins
-    and ends at such a change, with the GPU at work. A few seconds make the error of both ends small.
+    and ends at such a change, with the GPU at work: a second makes the error of both ends small.
     """
     handle, seconds = find_board(), cap_seconds(seconds)
     if handle is None or read_joules(handle) is None:
         return None
-    ahead = max(2, round(_AHEAD / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
+    asked = time.perf_counter()
+    read_joules(handle)
+    queued = max(_AHEAD, 2 * (time.perf_counter() - asked))  # NVML is slow in some virtual machines
+    ahead = max(2, round(queued / max(fmean(time_for(step, _AHEAD, fewest=1)), 1e-6)))
     paced = _paced(step, ahead)
     for _ in range(2 * ahead):  # fill the queue; from here on its length hardly changes
         next(paced)
