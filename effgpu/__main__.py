@@ -7,9 +7,9 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from numbers import Integral
 from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -68,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
     seconds_help = "most seconds of a measurement: for a quick look, not for results"
     run.add_argument("--seconds", type=float, metavar="S", help=seconds_help)
+    once_help = "lessons that run at once, and take turns on the GPU; default: 1"
+    run.add_argument("--at-once", type=int, default=1, metavar="N", help=once_help)
+    budget_help = "stop after so long, such as 450s or 10m, and say what was left out"
+    run.add_argument("--budget", type=duration, default=math.inf, metavar="TIME", help=budget_help)
+    missing_help = "only lessons that store no outputs of this device, or those of other code"
+    run.add_argument("--missing", action="store_true", help=missing_help)
     run.set_defaults(command=_run)
 
     report = commands.add_parser("report", help="write a report from the results files of one or more machines")
@@ -132,6 +138,16 @@ def percentage(text: str) -> float:
     return number / 100
 
 
+def duration(text: str) -> float:
+    """Seconds from "450s", "450" or "7.5m". argparse shows the function's name: invalid duration value."""
+    number, minutes = text.strip().removesuffix("s"), 1
+    if number.endswith("m"):
+        number, minutes = number.removesuffix("m"), 60
+    if not 0 < float(number) < math.inf:
+        raise ValueError
+    return float(number) * minutes
+
+
 def _info(chosen: argparse.Namespace) -> int:
     from effgpu.measuring.device import describe
     from effgpu.units import format_bytes
@@ -156,6 +172,7 @@ def _run(chosen: argparse.Namespace) -> int:
     from effgpu import units
     from effgpu.course import runner
     from effgpu.measuring import timing
+    from effgpu.measuring.device import describe
 
     needed = ("nbclient", "ipykernel", "matplotlib", "torchvision", "transformers", "datasets", "accelerate")
     if missing := [name for name in needed if not find_spec(name)]:
@@ -167,19 +184,27 @@ def _run(chosen: argparse.Namespace) -> int:
         capped = timing.cap_seconds(math.inf) < math.inf
         out = chosen.out or Path("out/look" if capped else "out")  # a quick look must not replace results
         lessons = runner.find_lessons(chosen.lessons)
+        units.check_positive(Integral, **{"--at-once": chosen.at_once})
+        if chosen.at_once > 1 and not capped and describe().kind != "cuda":
+            raise ValueError(
+                "--at-once: on a CPU, lessons that run at once slow each other down: expected 1 or --seconds"
+            )
+        if chosen.missing:
+            lessons = [path for path in lessons if runner.is_missing(path, describe().slug)]
+            if not lessons:
+                print(f"every lesson stores outputs of its code on {describe().label}")
+                return SUCCEEDED
         if chosen.inplace and capped:
             raise ValueError("--inplace stores results, but --seconds or EFFGPU_SECONDS cuts measurements short")
         runner.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a run as Ctrl-C does
-    outcomes, interrupted, began = [], False, time.monotonic()
+    outcomes, interrupted = [], False
     width = max(len(lesson.stem) for lesson in lessons)
     try:
-        for outcome in runner.run(lessons, out, inplace=chosen.inplace):
+        for outcome in runner.run(lessons, out, inplace=chosen.inplace, at_once=chosen.at_once, budget=chosen.budget):
             outcomes.append(outcome)  # stored at once, so that an interruption loses no results
             outcomes[-1] = runner.store(outcome, out / "results", outcomes[:-1])
-            now = time.monotonic()
-            runner.show_line(f"{outcome.name:{width}}  {now - began:4.0f} s  {runner.tell(outcomes[-1])}")
-            began = now
+            runner.show_line(f"{outcome.name:{width}}  {outcome.seconds:4.0f} s  {runner.tell(outcomes[-1])}")
     except KeyboardInterrupt:
         interrupted = True
     return _sum_up(outcomes, len(lessons), out, interrupted)
@@ -202,8 +227,14 @@ def _write_page(outcomes: list, out: Path) -> Path:
 
 
 def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
+    from effgpu.course.runner import OUT_OF_TIME
+
+    left_out = [outcome.name for outcome in outcomes if outcome.failure == OUT_OF_TIME]
+    outcomes = [outcome for outcome in outcomes if outcome.name not in left_out]
     failed = {outcome.name: outcome.failure for outcome in outcomes if outcome.failure}
     summary = f"{len(outcomes) - len(failed)} of {asked} lessons ran without an error"
+    if left_out:
+        print(f"left out, as the time was over: {', '.join(left_out)}")
     try:
         summary += f": {_write_page(outcomes, out)}"
     except OSError as error:  # for example a full disk
@@ -211,7 +242,7 @@ def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
     for name, failure in failed.items():
         print(f"failed: {name}: {failure}", file=sys.stderr)
     if interrupted:
-        print(f"interrupted: {asked - len(outcomes)} of {asked} lessons were not run", file=sys.stderr)
+        print(f"interrupted: {asked - len(left_out) - len(outcomes)} of {asked} lessons were not run", file=sys.stderr)
     print(summary)
     return INTERRUPTED if interrupted else FAILED if failed else SUCCEEDED
 

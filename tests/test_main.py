@@ -147,6 +147,8 @@ def test_an_interrupted_run_leaves_no_kernel_and_keeps_what_is_done(sent, here):
         (["run", "--out", "old"], "inf", "old/results/mine.json: expected"),
         (["run", "--seconds", "nan"], "inf", "--seconds: expected a positive number, got nan"),
         (["run"], "few", "'few'"),
+        (["run", "--at-once", "0"], "inf", "--at-once: expected a positive whole number, got 0"),
+        (["run", "--at-once", "2"], "inf", "--at-once: on a CPU, lessons that run at once slow each other down"),
         (["run", "--inplace"], "0.5", "--inplace stores results, but --seconds or EFFGPU_SECONDS"),
         (["report", "old/results/mine.json"], "inf", "old/results/mine.json: expected"),
         (["report", "file"], "inf", "file: expected comparisons, got none"),
@@ -168,7 +170,7 @@ def test_inplace_reaches_the_run(here, monkeypatch):
     write_lesson(here / "notebooks", "01_one", "1 + 1")
     asked = []
     monkeypatch.setattr(runner, "prepare", lambda out, *others: asked.append([*map(str, others)]))
-    monkeypatch.setattr(runner, "run", lambda lessons, out, inplace: asked.append(inplace) or ())
+    monkeypatch.setattr(runner, "run", lambda lessons, out, inplace, **_: asked.append(inplace) or ())
     assert main(["run"]) == main(["run", "--inplace"]) == 0
     assert asked == [[], False, ["notebooks"], True]
 

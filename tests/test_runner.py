@@ -1,6 +1,9 @@
 """Tiny notebooks run in real kernels."""
 
+import copy
+import itertools
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,15 +94,16 @@ def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out
     after_words = "print('words')\n" + WIPED_BAR.replace("stderr", "stdout")
     lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, after_words)
     runner.run_lesson(lesson, out / "notebooks")
-    first = (out / "notebooks" / "stable.ipynb").read_bytes()
-    notebook = nbformat.reads(first.decode(), as_version=4)
+    first = nbformat.read(out / "notebooks" / "stable.ipynb", as_version=4)
+    notebook = copy.deepcopy(first)
     assert notebook.metadata.language_info == {"name": "python"}
     assert notebook.metadata.kernelspec.name == "python3" and "widgets" not in notebook.metadata
     assert all(not cell.metadata for cell in notebook.cells)
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
     assert notebook.cells[2].outputs == [] and notebook.cells[3].outputs[0].text == "words\n"  # nothing of the bar
     runner.run_lesson(out / "notebooks" / "stable.ipynb", out / "notebooks")
-    assert (out / "notebooks" / "stable.ipynb").read_bytes() == first
+    again = nbformat.read(out / "notebooks" / "stable.ipynb", as_version=4)
+    assert again | {"metadata": None} == first | {"metadata": None}
 
 
 def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritten(tmp_path, out, monkeypatch):
@@ -118,6 +122,59 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
     assert failing.read_bytes() == before and broken.read_text() == "{"
     copy, drawing = (out / "notebooks" / "03_good.ipynb").read_text(), "](../../../images/a.svg)"
     assert drawing in copy and good.read_text() == copy.replace(drawing, "](../images/a.svg)")
+
+
+def test_outputs_say_which_device_and_which_code_they_are_of(tmp_path, out):
+    lesson = write_lesson(tmp_path, "01_some", compares("some"))
+    assert runner.find_origin(lesson) is None and runner.is_missing(lesson, CALCULATOR.slug)
+    list(runner.run([lesson], out, inplace=True))
+    assert (
+        runner.find_origin(lesson).device
+        == CALCULATOR.slug
+        == runner.find_origin(out / "notebooks" / lesson.name).device
+    )
+    missing = lambda: [runner.is_missing(lesson, device) for device in (CALCULATOR.slug, "nvidia-h200")]
+    assert missing() == [False, True]
+    notebook = nbformat.read(lesson, as_version=4)
+    notebook.cells[0].source += "\nMore prose."
+    nbformat.write(notebook, lesson)
+    assert missing() == [False, True]
+    notebook.cells[1].source += "\n1 + 1"
+    nbformat.write(notebook, lesson)
+    assert missing() == [True, True]
+
+
+def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out):
+    """CUDA counts as in use from the second cell on. A turn of it is a cell, less what is `free` in it."""
+    write = "with open('log', 'a') as log: log.write(f'{what} {time.monotonic()} ')"
+    work = f"for what in ('begin', 'end'):\n    {write}\n    time.sleep(0.3)"
+    predict = "from effgpu.measuring import gpu_lock\nwith gpu_lock.free():\n    time.sleep(1.5)"
+    cells = ["import time, torch\ntorch.cuda.is_initialized = lambda: True", work, predict, work]
+    lessons = [write_lesson(tmp_path / name, name, *cells) for name in ("a", "b")]
+    outcomes = list(runner.run(lessons, out, at_once=2))
+    assert {outcome.name for outcome in outcomes} == {"a", "b"} and not any(outcome.failure for outcome in outcomes)
+    turns = []
+    for name in ("a", "b"):
+        words = (tmp_path / name / "log").read_text().split()[1::2]
+        turns += zip(map(float, words[::2]), map(float, words[1::2]))
+    turns.sort()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(turns)), "two at once"
+    assert turns[-1][1] - turns[0][0] < 2 * 1.5 + 4 * 0.6, "each waited while the other one predicted"
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_and_named(tmp_path, out):
+    quick, slow, later = (
+        write_lesson(tmp_path, name, source)
+        for name, source in [("1", compares("1")), ("2", "import time; time.sleep(100)"), ("3", "1 + 1")]
+    )
+    list(runner.run([later], out, inplace=True))
+    notebook = nbformat.read(later, as_version=4)
+    notebook.metadata["effgpu"]["seconds"] = 50
+    nbformat.write(notebook, later)
+    began = time.monotonic()
+    outcomes = {outcome.name: outcome.failure for outcome in runner.run([quick, later, slow], out, budget=8)}
+    assert outcomes == {"1": None, "3": runner.OUT_OF_TIME, "2": runner.OUT_OF_TIME}
+    assert 8 <= time.monotonic() - began < 20
 
 
 FIRST_SCREEN = "# A title: and more\n\n**One *bold* `sentence`.** Another.\n\n| | |\n|---|---|\n| **Buys** | time |"

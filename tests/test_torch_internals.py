@@ -26,6 +26,7 @@ def takes(*names):
 WORKS = {  # what is not just something to call
     "torch._C.DispatchKey": lambda key: key.AutocastCPU,
     "torch._C._current_graph_task_id": lambda ask: ask() == -1,
+    "torch._dynamo.callback.callback_handler": lambda handler: handler.start_callbacks is not handler.end_callbacks,
     "torch._dynamo.eval_frame": inspect.ismodule,
     "torch._dynamo.eval_frame._callback_from_stance": takes("callback"),
     "torch._dynamo.pgo._CODE_STATE": lambda state: state is None or hasattr(state, "keys"),

@@ -1,5 +1,6 @@
 """The running example: its parts, its batch, and that it learns and fits the device."""
 
+import json
 import math
 from contextlib import nullcontext
 from functools import cache, partial
@@ -148,7 +149,36 @@ def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
         workloads.choose_batch(measure, memory=1e12)
 
 
-def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_fake_tensors(simulate_gpu, monkeypatch):
+@pytest.fixture
+def own_batches(tmp_path, monkeypatch):
+    """No batch has been kept on this machine, or remembered in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(workloads, "_measure_batch", cache(workloads._measure_batch.__wrapped__))
+    monkeypatch.setattr(workloads, "_seeded", lambda seed, device: nullcontext())
+
+
+def test_near_a_border_every_process_has_the_batch_that_the_first_one_chose(simulate_gpu, own_batches, monkeypatch):
+    """One process finds 64 texts nearer to 30 ms, the next one 128: a report would hold results of both."""
+    simulate_gpu()
+    chosen = []
+    for share in (0.99, 1.01):
+        border = workloads.STEP_SECONDS / math.sqrt(2) / 64 * share
+        monkeypatch.setattr(workloads, "_measure_step", lambda name, batch: (border * batch, 1))  # noqa: B023
+        for _ in range(2):  # in another process, nothing is remembered
+            chosen.append(workloads._measure_batch.__wrapped__("text_classifier"))
+            chosen.append(workloads._measure_batch.__wrapped__("language_model"))
+    assert set(chosen) == {128}
+    workloads.kept_batches().write_text("{")
+    assert workloads._measure_batch.__wrapped__("text_classifier") == 64, "a broken file counts as none"
+    assert json.loads(workloads.kept_batches().read_text()).popitem()[1] == 64
+    simulate_gpu("NVIDIA H100")
+    monkeypatch.setattr(workloads, "_measure_step", lambda name, batch: (0.03, 1))
+    assert workloads._measure_batch.__wrapped__("text_classifier") == 2, "another GPU has its own"
+
+
+def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_fake_tensors(
+    simulate_gpu, own_batches, monkeypatch
+):
     def measure_step(name, batch):
         modes.append((torch._C._len_torch_dispatch_stack(), torch.overrides._len_torch_function_stack()))
         return 0.03, 1
@@ -158,9 +188,7 @@ def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_
         return lambda: built.append((len(texts), model.width, len(model.blocks)))
 
     simulate_gpu()
-    monkeypatch.setattr(workloads, "_measure_batch", cache(workloads._measure_batch.__wrapped__))
     monkeypatch.setattr(workloads, "_measure_step", measure_step)
-    monkeypatch.setattr(workloads, "_seeded", lambda seed, device: nullcontext())
     modes, built = [], []
     for sizes in ({}, {"layers": 2}, {"batch": 5}):
         effgpu.predict(partial(variant, sizes), "T4", steps=1)

@@ -1,27 +1,35 @@
 """Run the lessons without a browser, each in its own kernel, and collect the results in their outputs."""
 
 import asyncio
+import contextlib
+import hashlib
 import itertools
+import math
 import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 from urllib.parse import quote
 
 from tqdm import tqdm
 
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
+from effgpu.measuring import gpu_lock
+from effgpu.measuring.device import describe
 from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds
 INTERRUPTED = "interrupted"
+OUT_OF_TIME = "the time was over"
 _STABLE_METADATA = {  # instead of what the kernel reports, which differs between machines
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -95,7 +103,8 @@ def _tell_change(before: float, after: float) -> str:
 class Outcome:
     """The results of a lesson. `name` is its file name without .ipynb, `title` its heading.
 
-    `about` is the bold sentence that it begins with. `failure` says in one line why it failed.
+    `about` is the bold sentence that it begins with. `failure` says in one line why it failed. `seconds` is what it
+    took, where it has just run.
     """
 
     name: str
@@ -104,6 +113,7 @@ class Outcome:
     pictures: tuple[Picture, ...] = ()
     failure: str | None = None
     about: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def main(self) -> Comparison | None:
@@ -151,20 +161,79 @@ def prepare(out: Path, *others: Path) -> None:
         results.load(path)
 
 
-def run(lessons: Sequence[Path], out: Path, *, inplace: bool = False) -> Iterator[Outcome]:
-    """Run lessons one after another, with a progress bar, and yield each outcome. A failure does not stop the rest.
+@dataclass(frozen=True)
+class Origin:
+    """Where a lesson's outputs are from: the device's slug, a digest of the code cells, the seconds that it took."""
 
-    Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten. Ctrl-C
-    stops the running kernel, yields the results of its lesson so far, and raises KeyboardInterrupt.
+    device: str
+    code: str
+    seconds: float
+
+
+def find_origin(path: Path) -> Origin | None:
+    """Where the stored outputs of a lesson are from; None for one that has none, or does not say."""
+    import nbformat
+
+    with contextlib.suppress(Exception):  # nbformat raises errors of many types
+        return Origin(**nbformat.read(path, as_version=4).metadata["effgpu"])
+
+
+def digest(notebook) -> str:
+    """A digest of a notebook's code cells: outputs with another one are of other code."""
+    return hashlib.sha256("\n\n".join(cell.source for cell in _code_cells(notebook.cells)).encode()).hexdigest()[:16]
+
+
+def is_missing(path: Path, device: str) -> bool:
+    """Whether a lesson stores no outputs of this device, or those of other code than it has now."""
+    import nbformat
+
+    origin = find_origin(path)
+    return origin is None or (origin.device, origin.code) != (device, digest(nbformat.read(path, as_version=4)))
+
+
+def run(
+    lessons: Sequence[Path], out: Path, *, inplace: bool = False, at_once: int = 1, budget: float = math.inf
+) -> Iterator[Outcome]:
+    """Run lessons, so many at once, with a progress bar, and yield each outcome. A failure does not stop the rest.
+
+    Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten.
+    Lessons that run at once take turns on the GPU (gpu_lock.py). After `budget` seconds those that still run are
+    stopped. One that took longer than what is left, when its stored outputs were made, is not begun. Both fail as
+    OUT_OF_TIME. Ctrl-C stops the running kernels, yields the results of their lessons so far, and raises
+    KeyboardInterrupt.
     """
-    width = max(len(path.stem) for path in lessons)
-    with tqdm(total=len(lessons), leave=False, bar_format="{desc} |{bar:30}| {remaining} left") as bar:
-        for number, path in enumerate(lessons):
-            bar.set_description_str(f"{number + 1}/{len(lessons)} {path.stem:{width}}", refresh=False)
-            outcome = run_lesson(path, out / "notebooks", inplace=inplace, progress=partial(_show, bar, number))
-            yield outcome
-            if outcome.failure == INTERRUPTED:
-                raise KeyboardInterrupt
+    end, width = time.monotonic() + budget, max(len(path.stem) for path in lessons)
+    waiting, running, shares = list(lessons), {}, dict.fromkeys(lessons, 0.0)
+
+    def show(path: Path, share: float) -> None:
+        shares[path] = share
+        bar.n = sum(shares.values())
+        bar.refresh()
+
+    with (
+        tqdm(total=len(lessons), leave=False, bar_format="{desc} |{bar:30}| {remaining} left") as bar,
+        _taking_turns(at_once),
+        asyncio.Runner() as loop,
+    ):
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                path, left = waiting.pop(0), end - time.monotonic()
+                if left <= _expected_seconds(path):
+                    yield Outcome(path.stem, path.stem, failure=OUT_OF_TIME)
+                    continue
+                lesson = _run_lesson(path, out / "notebooks", inplace, partial(show, path))
+                running[loop.get_loop().create_task(lesson)] = path
+            names = ", ".join(path.stem for path in running.values())
+            bar.set_description_str(f"{len(lessons) - len(waiting)}/{len(lessons)} {names:{width}}", refresh=False)
+            try:
+                done = loop.run(_first_of(running, end - time.monotonic()))
+                outcomes = [task.result() for task in done] if done else loop.run(_stop(running, OUT_OF_TIME))
+            except KeyboardInterrupt:
+                yield from loop.run(_stop(running, INTERRUPTED))
+                raise
+            for task in done or list(running):
+                shares[running.pop(task)] = 1.0
+            yield from outcomes
 
 
 def run_lesson(
@@ -174,8 +243,46 @@ def run_lesson(
 
     Ctrl-C stops it, and nothing is written. `progress` is called with the share of the cells that are done, 0 to 1.
     """
+    return asyncio.run(_run_lesson(path, folder, inplace, progress))
+
+
+@contextlib.contextmanager
+def _taking_turns(at_once: int) -> Iterator[None]:
+    """For lessons that run at once: a lock on the GPU, and for each its share of the CPU's cores."""
+    if at_once == 1:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once)), **os.environ}
+        given[gpu_lock.VARIABLE] = os.path.join(folder, "gpu")
+        with mock.patch.dict(os.environ, given):  # kernels inherit it
+            yield
+
+
+async def _first_of(tasks: Iterable[asyncio.Task], seconds: float) -> set[asyncio.Task]:
+    """The first tasks that are done; none after so many seconds."""
+    done, _ = await asyncio.wait(tasks, timeout=min(max(0.0, seconds), 1e6), return_when=asyncio.FIRST_COMPLETED)
+    return done
+
+
+async def _stop(tasks: Iterable[asyncio.Task], why: str) -> list[Outcome]:
+    """Stop lessons, with their kernels. Returns their outcomes, which failed for this reason if they had not ended."""
+    for task in tasks:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks)
+    return [replace(each, failure=why) if each.failure == INTERRUPTED else each for each in outcomes]
+
+
+def _expected_seconds(path: Path) -> float:
+    """What the run took that made a lesson's outputs; 0 where that is not known."""
+    origin = find_origin(path)
+    return origin.seconds if origin else 0.0
+
+
+async def _run_lesson(path: Path, folder: Path, inplace: bool, progress: Callable[[float], None]) -> Outcome:
     import nbformat
 
+    began = time.monotonic()
     progress(0)
     try:
         notebook = nbformat.read(path, as_version=4)
@@ -183,11 +290,14 @@ def run_lesson(
         return Outcome(path.stem, path.stem, failure=f"not a notebook: {type(error).__name__}: {_first_line(error)}")
     _clear(notebook)
     try:
-        _execute(notebook, path.parent, progress)
-    except KeyboardInterrupt:
-        return replace(_outcome(path.stem, notebook), failure=INTERRUPTED)
+        await _execute(notebook, path.parent, progress)
+    except asyncio.CancelledError:
+        return replace(_outcome(path.stem, notebook), failure=INTERRUPTED, seconds=time.monotonic() - began)
     _drop_blank_output(notebook)
-    outcome = _outcome(path.stem, notebook)
+    outcome = replace(_outcome(path.stem, notebook), seconds=time.monotonic() - began)
+    device = outcome.comparisons[0].device if outcome.comparisons else describe()
+    origin = Origin(device.slug, digest(notebook), round(outcome.seconds))
+    notebook.metadata["effgpu"] = asdict(origin)
     try:
         _write(notebook, path, folder, inplace=inplace and not outcome.failure)
     except OSError as error:  # for example a full disk
@@ -211,7 +321,7 @@ def _write(notebook, path: Path, folder: Path, *, inplace: bool) -> None:
 def tell(outcome: Outcome) -> str:
     """What a finished lesson showed, in one line: its headline, that it failed, or that it compared nothing."""
     if outcome.failure:
-        return INTERRUPTED if outcome.failure == INTERRUPTED else "failed"
+        return outcome.failure if outcome.failure in (INTERRUPTED, OUT_OF_TIME) else "failed"
     if headline := outcome.headline:
         return f"{headline.label}: {headline.tell()}"
     return "nothing to compare on this machine"
@@ -256,11 +366,6 @@ def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Ou
     return replace(outcome, failure="; ".join(failures) or None)
 
 
-def _show(bar: tqdm, number: int, share: float) -> None:
-    bar.n = number + share
-    bar.refresh()
-
-
 def _clear(notebook) -> None:
     """Remove all outputs of an earlier execution."""
     notebook.metadata.update(_STABLE_METADATA)
@@ -271,14 +376,14 @@ def _clear(notebook) -> None:
             cell.outputs, cell.execution_count = [], None
 
 
-def _execute(notebook, folder: Path, progress: Callable[[float], None]) -> None:
+async def _execute(notebook, folder: Path, progress: Callable[[float], None]) -> None:
     """Run the cells up to the first that fails. Its output then holds the error."""
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
     waiting = list(enumerate(notebook.cells))
     try:
-        asyncio.run(_execute_cells(notebook, waiting, folder, progress))
+        await _execute_cells(notebook, waiting, folder, progress)
     except CellExecutionError:
         pass
     except Exception as error:  # the kernel died or did not start, or a cell took too long
@@ -298,6 +403,8 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
     try:
         await client.async_start_new_kernel(cwd=str(folder))
         await client.async_start_new_kernel_client()
+        if gpu_lock.VARIABLE in os.environ:
+            await _run_silently(client.kc, f"__import__('{gpu_lock.__name__}', fromlist=['*']).hold_in_cells()")
         while waiting:
             index, cell = waiting[0]
             await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
@@ -311,6 +418,15 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
         if client.kc:
             client.kc.stop_channels()
         await kernel.shutdown_kernel(now=bool(waiting))
+
+
+async def _run_silently(kernel, source: str) -> None:
+    """Run code in a kernel without a trace. Raises RuntimeError where it fails."""
+    reply = await kernel.execute_interactive(
+        source, silent=True, timeout=CELL_TIMEOUT, output_hook=lambda message: None
+    )
+    if reply["content"]["status"] != "ok":
+        raise RuntimeError(f"{source}: {reply['content'].get('evalue')}")
 
 
 def _drop_blank_output(notebook) -> None:

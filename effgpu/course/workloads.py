@@ -6,27 +6,33 @@ the caller's random state as it was. With no arguments, the sizes fit the device
 - On a CPU they are fixed (`CPU_SIZES`), because a CPU's speed varies too much to measure: lessons keep their output.
   A step takes 20 to 30 ms on two cores, and about 70 ms for images.
 - On a GPU the model is fixed (`GPU_SIZES`). The batch is the power of two for which its forward and backward pass in
-  16 bits come closest to 30 ms, and its step takes at most a third of the memory. It is measured once per process.
+  16 bits come closest to 30 ms, and its step takes at most a third of the memory. It is measured once on a GPU and kept
+  in `kept_batches()`: near the border, every process would choose anew.
   A model of other sizes gets the same batch, so that variants differ in what they say. `batch` overrides it.
 
 With `width` but no `heads`, the heads are those of the default, or fewer if they do not divide the width.
 """
 
 import contextlib
+import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from effgpu import results
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
+from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
 from effgpu.measuring.timing import time_for, time_steps
 
@@ -300,16 +306,37 @@ def _choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.devi
     return device, sizes
 
 
+def kept_batches() -> Path:
+    """Where the batches that fit this machine's GPUs are kept. Without the file they are measured anew."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "effgpu" / "batches.json"
+
+
 @cache
 def _measure_batch(name: str) -> int:
     """The batch that fits the current GPU."""
     from effgpu.predicting.fake_gpu import on_real_tensors
 
-    try:
-        with on_real_tensors(), _seeded(0, find_device()):
-            return choose_batch(lambda batch: _measure_step(name, batch), describe().memory)
-    finally:
-        release_memory()
+    device = describe()
+    key = f"{name} {GPU_SIZES[name]} on {device.name} with torch {device.versions['torch']}"
+    with gpu_lock.taken():
+        kept = _read_batches()
+        if key in kept:
+            return kept[key]
+        try:
+            with on_real_tensors(), _seeded(0, find_device()):
+                chosen = choose_batch(lambda batch: _measure_step(name, batch), device.memory)
+        finally:
+            release_memory()
+        with contextlib.suppress(OSError):  # no home, or a full disk: then the next process measures, too
+            results.write_atomic(kept_batches(), json.dumps(kept | {key: chosen}, indent=0))
+        return chosen
+
+
+def _read_batches() -> dict[str, int]:
+    """The kept batches; none where the file is not there or is no JSON."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(kept_batches().read_text()))
+    return {}
 
 
 def _measure_step(name: str, batch: int) -> tuple[float, int]:

@@ -124,9 +124,9 @@ def measure_all(
 
     `compare` explains the arguments; `blocks` sets the number of blocks. For the timing all variants are built, warmed
     up and kept, and take turns (`take_blocks`). A turn takes at least 5 ms, or 0.05 s on a GPU, whose clock settles no
-    sooner (up to 0.5 s where the power cap holds it down: 15 blocks of it within `seconds`). Worker processes, such as a DataLoader's, are frozen while others
-    have their turn. Variants that do not fit into memory together are built four times each for their turns. What that
-    will take is announced.
+    sooner (up to 0.5 s where the power cap holds it down: 15 blocks of it within `seconds`). Worker processes, such as
+    a DataLoader's, are frozen while others have their turn. Variants that do not fit into memory together are built
+    four times each for their turns. What that will take is announced.
 
     A variant that runs out of memory, in whatever phase, is marked as failed. Any other error frees everything and is
     raised. Raises TypeError or ValueError for arguments that are not as expected.

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import is_out_of_memory, release_memory
 from effgpu.measuring.torch_internals import exchange_compiled_shapes
 from effgpu.measuring.workers import Workers
@@ -64,6 +65,7 @@ class Stage:
                     if (now := _current_gpu()) != gpu:
                         told = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
                         raise ValueError(f"{told} before effgpu's function")
+                gpu_lock.free_while_compiling()
                 return action(self._built[label])
         except BaseException as error:
             if is_out_of_memory(error) or isinstance(error, KeyboardInterrupt):

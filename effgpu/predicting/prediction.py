@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 
+from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
@@ -221,7 +222,7 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
     Raises RuntimeError, with the reason, for a step that cannot run without values.
     """
     try:
-        with gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
+        with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
             # to copy a module asks for its tensors' addresses, and a fake tensor has none
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             run_variant(variant, partial(_run, recorder=recorder, steps=steps))
