@@ -6,6 +6,7 @@ import runpy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import patients
 import pytest
@@ -333,6 +334,7 @@ def on_gpu(simulate_gpu, monkeypatch):
     """A variant and a loader on a simulated T4: 100 ms a step, 40 of them to load, 20 to copy, 30 to optimize."""
     gpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
     resident, calls = torch.ones(8, 64), []
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))  # the CPU is never ahead
     monkeypatch.setattr(module, "change_tensors", lambda batch, change: (resident,))
     monkeypatch.setattr(module, "_largest_batch", lambda *arguments: None)
 
@@ -384,6 +386,42 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert launching.seconds == pytest.approx(0.04 - work, rel=0.01)
     assert not launching.measured, "a predicted part makes it predicted"
     assert launching.low < launching.seconds < launching.high <= 0.04
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("calling", "blamed"), [(0.5, False), (1.0, True)])
+def test_launching_is_blamed_only_where_the_cpu_is_as_slow_as_the_gpu(
+    simulate_gpu, monkeypatch, reads, calling, blamed
+):
+    """A step takes 1.3 times its prediction: the GPU is that slow, or it waits for the CPU's calls."""
+    gpu, cpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB), SimpleNamespace(clock=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: cpu.clock))
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
+    rows, took = torch.ones(2**20), 0.0
+
+    def step():
+        for number in range(8):
+            rows.neg()
+            cpu.clock += calling * took / 8
+            if reads and number == 5:
+                rows[0].item()
+                cpu.clock += took  # it waits
+        gpu.clock += took
+
+    replayed = walk_step(lambda: step, (), T4).scene(T4)
+    took = 1.3 * replayed.seconds()
+    found = effgpu.doctor(lambda: step)
+    assert found.seconds == pytest.approx(took)
+    (launching,) = (one for one in found.examined if one.name == LAUNCHING)
+    assert launching.seconds == pytest.approx(0.3 * replayed.seconds() if blamed else 0.0, rel=0.1)
+
+
+def test_a_turn_leads_in_for_50_ms(simulate_gpu):
+    gpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
+    effgpu.doctor(lambda: gpu.step)  # 10 ms
+    short = {"step": "s", "record": "r", "wait": "w"}
+    turns = re.findall("w(s+)r(s+)r", "".join(short.get(asked, "") for asked in gpu.log))
+    assert len(turns) > 60 and set(turns[-60:]) == {(5 * "s", 10 * "s")}
 
 
 def test_tf32_is_measured_where_a_gpu_has_it_and_switched_back(on_gpu, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from effgpu.diagnosing.diagnosis import (
     Finding,
 )
 from effgpu.diagnosing.replay import Range, Scene, Walk, as_tf32, in_16_bits, saved, walk_step
-from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call, tensors_in
+from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, UntilRead, Watch, call, tensors_in
 from effgpu.measuring.device import (
     describe,
     find_device,
@@ -47,6 +48,9 @@ from effgpu.predicting.prediction import Largest, largest
 
 DEFAULT_GPU = "T4"
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
+_LEAD = 0.05  # seconds of a turn that do not count: the clock is still that of the change before
+_CALLING = 5  # steps whose calls are timed
+_BEHIND = 0.9  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _BATCHES = 8  # whose shapes are looked at
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 
@@ -190,6 +194,7 @@ class _Seen:
     compiling: float = 0.0
     shapes: int = 1
     step: Range | None = None
+    calls: float | None = None  # seconds of the CPU's calls in a step that has its batch, up to its first wait
     saved: dict[frozenset[str], Range] = field(default_factory=dict)  # by what was changed together
 
 
@@ -229,7 +234,7 @@ def _examine(step: Callable, feed: _Feed, target: Gpu | None) -> _Seen:
     if target is None:
         seen.loading = feed.measure()
     else:
-        _take_turns(run, feed, watch, target, seen)
+        _take_turns(run, feed, watch, target, seen, compiles)
     return seen
 
 
@@ -267,8 +272,27 @@ def emptied(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
         yield
 
 
-def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen) -> None:
-    """Time the step on this GPU, as it is and with each change, in turns; then with the two changes that save most."""
+def _time_calls(step: Callable[[], None], reads: bool) -> float:
+    """Seconds that the CPU takes to call a step's operations, up to the first of its `reads`: the median of five steps.
+
+    Each finds the GPU idle. So the CPU does not wait for a place in its queue, which has room for 1,024 kernels.
+    """
+    seconds = []
+    for _ in range(_CALLING):
+        torch.cuda.synchronize()
+        with UntilRead(lambda: time.perf_counter()) if reads else contextlib.nullcontext() as until:
+            began = time.perf_counter()
+            step()
+            ended = time.perf_counter()
+        seconds.append((until.at if until and until.at is not None else ended) - began)
+    return statistics.median(seconds)
+
+
+def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen, compiles: bool) -> None:
+    """Time the step on this GPU, as it is and with each change, in turns; then with the two changes that save most.
+
+    A step that `compiles` would do so again in the mode that looks for its first wait.
+    """
     device = find_device()
     on_gpu = change_tensors(feed.batch, lambda tensor: tensor.to(device))
 
@@ -293,7 +317,7 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
 
         def take_turn(label: str) -> None:
             with contextlib.ExitStack() as stack:
-                turns[label].append(time_turn(change(labels[label], stack), count))
+                turns[label].append(time_turn(change(labels[label], stack), count, lead=lead))
             if LOADING in labels[label]:
                 feed.drain()
 
@@ -308,11 +332,16 @@ def _take_turns(run: _Calls, feed: _Feed, watch: Watch, target: Gpu, seen: _Seen
 
     with contextlib.ExitStack() as stack:
         pace = time_turn(change(frozenset(), stack), 3)
-    turn = cap_seconds(_SECONDS) / (2 * FEWEST_BLOCKS)
-    count = max(1, feed.workers, round(turn / max(pace, 1e-6)))
+    seconds = cap_seconds(_SECONDS)
+    count = max(1, feed.workers, round(seconds / (2 * FEWEST_BLOCKS) / max(pace, 1e-6)))
+    lead = 1 if seconds < _SECONDS else max(1, math.ceil(_LEAD / max(pace, 1e-6)))
     names = [PRECISION] + [TF32] * _has_tf32(target) + [OPTIMIZER] * bool(watch.optimizers)
     names += [LOADING] * (feed.loader is not None) + [COPYING] * any(event.kind == COPY for event in watch.events)
     alone = [frozenset({name}) for name in names]
+    reads = any(_reads(event) for event in watch.events)
+    if not (reads and compiles):
+        with contextlib.ExitStack() as stack:
+            seen.calls = _time_calls(change(_feeding(names), stack), reads)
     seen.saved = compare([*alone, _feeding(names)])
     additive = [name for name in alone if TF32 not in name]  # under autocast, TF32 has nothing left to do
     best = frozenset().union(*sorted(additive, key=lambda name: -seen.saved[name][0])[:2])
@@ -346,7 +375,7 @@ def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], wh
                 for other in (WAITS, LOADING, COPYING, COMPILING):
                     before = changes[other](before) if other in changes else before
             after = changes[name](before)
-            idle = _idle_seconds(seen, saved(scene, changes[WAITS](scene)), after) if name == LAUNCHING else None
+            idle = _idle_seconds(seen, scene, changes[WAITS](scene), after) if name == LAUNCHING else None
             examined.setdefault(name, Finding(name, *(idle or saved(before, after))))
         notes += [f"assumed: {told}" for told in walk.prediction.assumptions]
         notes += [f"not known: {told}" for told in walk.prediction.unknown]
@@ -375,21 +404,39 @@ def _conclude(target: Gpu, feed: _Feed, seen: _Seen, walks: tuple[Walk, ...], wh
     return replace(result, together=Finding(" and ".join(best), *together, measured=result.measured))
 
 
-def _idle_seconds(seen: _Seen, waits: Range, work: Scene) -> Range | None:
+def _idle_seconds(seen: _Seen, scene: Scene, unread: Scene, work: Scene) -> Range | None:
     """Seconds that the GPU idles in a measured step that has its batch: the wall clock, less its predicted work.
 
-    Less the predicted `waits` and what compiling takes, too: they are other findings. None without a measured step.
+    Less what the step's reads take by prediction (the `scene` without them is `unread`), and what compiling takes, too:
+    they are other findings. Nothing where the CPU's calls take less than is left: then the GPU is busy, however far off
+    its predicted work is. None without a measured step.
     """
     if not seen.step:
         return None
     fed = seen.saved.get(_feeding(frozenset().union(*seen.saved)), (0.0, 0.0, 0.0))
-    busy = work.range()
+    busy, waits = work.range(), saved(scene, unread)
+    left = seen.step[0] - fed[0] - waits[0] - seen.compiling
+    calls = _all_calls(seen, scene.events)
+    if calls is not None and calls < _BEHIND * left:
+        return 0.0, 0.0, 0.0
     ends = (1, 2), (2, 1)
     idle = [
         seen.step[0] - fed[0] - busy[0] - waits[0],
         *(seen.step[low] - fed[high] - busy[high] - waits[high] for low, high in ends),
     ]
     return tuple(max(0.0, seconds - seen.compiling) for seconds in idle)
+
+
+def _all_calls(seen: _Seen, events: tuple[Event, ...]) -> float | None:
+    """Seconds of the CPU's calls in a step: those up to its first wait were timed, and the others take as long each."""
+    first = next((number for number, event in enumerate(events) if _reads(event)), None)
+    timed, everything = (sum(event.calls for event in each) for each in (events[:first], events))
+    return seen.calls * everything / timed if seen.calls is not None and timed else None
+
+
+def _reads(event: Event) -> bool:
+    """Whether the CPU waits here for a value of the GPU's."""
+    return event.waits and event.kind != COPY
 
 
 def _concerns(name: str, event: Event, seen: _Seen) -> bool:

@@ -5,7 +5,7 @@ import functools
 import linecache
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ KERNEL, READ, COPY = "kernel", "read", "copy"
 # Operations whose result has a size that only the GPU knows: the CPU waits for it.
 _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 _TO_HOST = ("cpu", "numpy", "__array__", "tolist")
+_READING = {*_TO_HOST, "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique"}
 _SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a wait (CUDA C++ Programming Guide)
 _TORCH, _EFFGPU = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _PYTHON = sysconfig.get_path("stdlib")
@@ -182,6 +183,25 @@ def _goes_to(args: tuple, kwargs: dict) -> str | None:
         if isinstance(value, int):
             return "cuda"
     return None
+
+
+class UntilRead(TorchFunctionMode):
+    """Notes when the step first asks for a value of the GPU's: `at`, by this clock; None where it never does.
+
+    It sees the names of functions only, which costs little. A mask as an index it does not see. What an optimizer reads
+    is its count of steps, which is on the CPU.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        super().__init__()
+        self.at: float | None = None
+        self._clock = clock
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        asks = self.at is None and getattr(func, "__name__", "") in _READING
+        if asks and not sys._getframe(1).f_code.co_filename.startswith(f"{_TORCH}optim/"):
+            self.at = self._clock()
+        return func(*args, **kwargs or {})
 
 
 class _Moves(TorchFunctionMode):
