@@ -13,7 +13,7 @@ LENGTH, BATCH = 64, 64
 
 
 class Texts(Dataset):
-    texts = torch.arange(LENGTH) * torch.arange(7, 20 * BATCH + 7)[:, None] % 999 + 1
+    texts = torch.arange(LENGTH) * torch.arange(7, 200 * BATCH + 7)[:, None] % 999 + 1
 
     def __len__(self):
         return len(self.texts)
@@ -55,11 +55,15 @@ loader = DataLoader(Texts(), BATCH, shuffle=True, num_workers=1, pin_memory=True
 """
 LOADER = HEALTHY.splitlines()[-1]
 
+FILLING = {"width": 768, "batch": 256}  # sizes that keep an H100 busy: with those of a T4, it waits for the CPU
 # What each disease changes: the name that doctor gives it, and each passage with what stands there instead.
 SICK = {
     "slow loader": (
         "data loading",
-        ("        return self.texts", "        import time\n\n        time.sleep(0.001)\n        return self.texts"),
+        (
+            "        return self.texts",
+            "        import time\n\n        time.sleep(0.02 / BATCH)\n        return self.texts",
+        ),
         ("num_workers=1, pin_memory=True, persistent_workers=True", "pin_memory=True"),
     ),
     "item in the loop": (
@@ -111,10 +115,20 @@ SICK = {
 }
 
 
-def script(disease: str | None = None) -> str:
-    """The text of the healthy script, or of the one with the disease."""
+def script(disease: str | None = None, *, width: int = 256, batch: int = 64) -> str:
+    """The text of the healthy script, or of the one with the disease, for a GPU that these sizes keep busy.
+
+    They are those of a T4. Texts that are padded to eight times their length come in batches of an eighth.
+    """
     text = HEALTHY
     for old, new in SICK[disease][1:] if disease else ():
-        assert text.count(old) == 1, f"{disease}: {old!r} stands there {text.count(old)} times"
-        text = text.replace(old, new)
+        text = _put(text, old, new)
+    text = _put(text, "width=256", f"width={width}")
+    for share in (1, 8):
+        text = text.replace(f"LENGTH, BATCH = 64, {64 // share}\n", f"LENGTH, BATCH = 64, {batch // share}\n")
     return text
+
+
+def _put(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"{old!r} stands there {text.count(old)} times"
+    return text.replace(old, new)

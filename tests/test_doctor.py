@@ -68,10 +68,10 @@ def diagnose(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_largest_batch", lambda *arguments: None)  # not looked at, and half of the time
     path = tmp_path / "train.py"
 
-    def diagnose(disease=None):
-        path.write_text(patients.script(disease))
+    def diagnose(disease=None, gpu="T4", **sizes):
+        path.write_text(patients.script(disease, **sizes))
         names = runpy.run_path(str(path))
-        return effgpu.doctor(names["variant"], names["loader"], "T4"), path
+        return effgpu.doctor(names["variant"], names["loader"], gpu), path
 
     return diagnose
 
@@ -106,6 +106,29 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     assert known == set(diagnosis._ADVICE) - {TF32} == {name for name, *_ in patients.SICK.values()}, "a T4 has no TF32"
     assert "nothing above 5% of the step" in str(found)
     assert "below 5% each: " in str(found)
+
+
+def test_a_script_takes_the_sizes_that_keep_a_gpu_busy():
+    texts = [patients.script(name, **patients.FILLING) for name in (None, "padding to 512", "tiny batch")]
+    assert [re.search("BATCH = 64, (.*)", text)[1] for text in texts] == ["256", "32", "1"]
+    assert all("width=768" in text for text in texts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("disease", [None, *patients.SICK])
+def test_on_this_gpu_it_names_the_disease_first_and_nothing_in_a_healthy_script(diagnose, monkeypatch, disease):
+    if "Simulated" in torch.cuda.get_device_name():
+        pytest.skip("its times mean nothing")
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.5")  # about 10 s in all
+    large = torch.cuda.get_device_capability() >= (8, 0)
+    found, _ = diagnose(disease, None, **patients.FILLING if large else {})
+    print(found)
+    assert found.measured
+    names = [one.name for one in found.findings]
+    expected = patients.SICK[disease][0] if disease else None
+    assert names[:1] == [expected] * bool(disease), found
+    if expected not in (LAUNCHING, OPTIMIZER):
+        assert LAUNCHING not in names, found
 
 
 # --- replays ---

@@ -50,7 +50,7 @@ DEFAULT_GPU = "T4"
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
 _LEAD = 0.05  # seconds of a turn that do not count: the clock is still that of the change before
 _CALLING = 5  # steps whose calls are timed
-_BEHIND = 0.9  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
+_BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _BATCHES = 8  # whose shapes are looked at
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 
