@@ -111,9 +111,12 @@ def show_verdicts(part: str, count: int, slower: bool) -> None:
     width = width_of_a_part(16)
     variants = {"A": training(width, PARTS), "B": training(width, PARTS + 3 * slower)}
     with beside(BURSTS if part in ("bursts", "hidden") else ""):
-        start = time.perf_counter()
-        results = [effgpu.compare(variants, **OPTIONS) for _ in range(count)]
-        seconds = (time.perf_counter() - start) / count
+        start, results = time.perf_counter(), []
+        for number in range(1, count + 1):
+            results.append(result := effgpu.compare(variants, **OPTIONS))
+            seconds = (time.perf_counter() - start) / number
+            told = f"{format_seconds(result['A'].median)} per step, {len(result['A'].turns)} blocks"
+            print(f"{part} {number}: {result.verdict('B')}, ±{half_width(result):.2%}, {told}", flush=True)
     verdicts = dict(Counter(result.verdict("B") for result in results))
     limit = f"at least {FOUND * count:g} slower" if slower else f"at most {FALSE * count:g} faster or slower"
     told = f"median ±{median(map(half_width, results)):.2%}, {seconds:.1f} s each"
