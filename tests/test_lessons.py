@@ -1,5 +1,6 @@
 """The lessons hold to their template, carry their results, and install themselves. test_lesson_runs.py runs them."""
 
+import ast
 import json
 import os
 import re
@@ -24,6 +25,14 @@ HEADINGS += ["# The proof", "## Try it"]
 BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory", "20_multi_gpu")
 ONLY_ON_A_GPU = ("03_pinned_memory", "20_multi_gpu")  # compare nothing without one, or without two
 CHECKED = "nbval-check-output"
+COMPILED = ("14_compile",)  # torch.compile does nothing on a simulated GPU
+MEASURES = ("compare", "doctor", "bench", "plot", "trace")  # functions that no checked cell needs
+AS_ON_A_GPU = """
+from effgpu.course import workloads
+for sizes in workloads.GPU_SIZES.values():
+    if "layers" in sizes:
+        sizes["layers"] = 6
+"""
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
 ADDRESS = re.search(r'^Repository = "(https://github.com/(.+))"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
@@ -239,3 +248,81 @@ def list_distributions(python: Path) -> dict[str, str]:
     code = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions()}))"
     listed = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, cwd=python.parent)
     return json.loads(listed.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+@pytest.mark.skipif(not (torch.version.cuda or "").startswith("13"), reason="not a PyTorch for CUDA 13")
+@each_lesson
+def test_the_checked_cells_print_the_same_on_a_gpu(path, tmp_path):
+    """On a simulated GPU with a GPU's number of layers, heads, formats and kernels, and a width that a CPU has not."""
+    if path.stem in COMPILED:
+        pytest.skip("compiles")
+    notebook = read(path)
+    notebook.cells = [nbformat.v4.new_code_cell(AS_ON_A_GPU), *checked_with_what_they_need(notebook)]
+    expected = {cell.id: text_of(cell) for cell in notebook.cells if is_checked(cell)}
+    nbformat.write(notebook, tmp_path / "checks.ipynb")
+    gpu = [sys.executable, str(ROOT / "tests" / "simulated_gpu"), "H100"]
+    command = [*gpu, sys.executable, "-m", "jupyter", "execute", "--inplace", "checks.ipynb"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = read(tmp_path / "checks.ipynb")
+    assert any(text_of(cell).startswith("measured on Simulated H100") for cell in found.cells)
+    assert {cell.id: text_of(cell) for cell in found.cells if is_checked(cell)} == expected
+
+
+def is_checked(cell) -> bool:
+    return CHECKED in cell.metadata.get("tags", [])
+
+
+def checked_with_what_they_need(notebook) -> list:
+    """The checked cells, and of the others those whose names they use, without the statements that measure."""
+    imports, *cells = [cell for cell in code(notebook) if "importlib.util" not in cell.source]
+    measured = set()
+    for cell in cells:
+        if not is_checked(cell) and not is_magic(cell):
+            kept = []
+            for statement in ast.parse(cell.source).body:
+                if measures(statement) or used(statement) & measured:
+                    measured |= defined(statement)
+                else:
+                    kept.append(ast.unparse(statement))
+            cell.source = "\n".join(kept)
+    needed, kept = set(), []
+    for cell in reversed(cells):
+        statements = [] if is_magic(cell) else ast.parse(cell.source).body
+        if is_magic(cell) or is_checked(cell) or any(defined(each) & needed for each in statements):
+            for statement in reversed(statements):
+                needed = needed - defined(statement) | used(statement)
+            kept.append(cell)
+    return [imports, *reversed(kept)]
+
+
+def is_magic(cell) -> bool:
+    return cell.source.startswith("%%")
+
+
+def measures(statement: ast.stmt) -> bool:
+    """Whether it calls one of MEASURES; a function that does so is only defined."""
+    if isinstance(statement, ast.FunctionDef):
+        return False
+    calls = [each.func for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    return any(isinstance(called, ast.Attribute) and called.attr in MEASURES for called in calls)
+
+
+def used(statement: ast.stmt) -> set[str]:
+    """The names that it reads, without those that a function or a loop defines for itself."""
+    named = [each for each in ast.walk(statement) if isinstance(each, ast.Name)]
+    read = {each.id for each in named if isinstance(each.ctx, ast.Load)}
+    own = {each.id for each in named if isinstance(each.ctx, ast.Store)}
+    own |= {each.arg for each in ast.walk(statement) if isinstance(each, ast.arg)}
+    return read - own if isinstance(statement, (ast.FunctionDef, ast.For)) else read
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """The names that it defines in the notebook: not those inside of a function or class."""
+    if isinstance(tree, (ast.FunctionDef, ast.ClassDef)):
+        return {tree.name}
+    if isinstance(tree, ast.Name):
+        return {tree.id} if isinstance(tree.ctx, ast.Store) else set()
+    return set().union(*map(defined, ast.iter_child_nodes(tree)))
