@@ -1,0 +1,366 @@
+"""What the lessons measured on GPUs beside what was predicted for them: docs/predict.md shows it.
+
+PYTHONPATH=tests python -m benchmarks.measured [RESULTS.json ...] [--stored]
+
+Prints the section "Measured by us" of the page. Without files, it reads those in effgpu/reference/. A lesson stores
+what its variants were predicted to take on the GPU that measures them, before they run. With `--stored`, that is all.
+Else each variant is also walked again, without a GPU, and predicted with the rules of today.
+
+A results file has no kernels. So a walk takes the statements of the lesson that its comparison needs, and runs them
+as on the GPU but for measuring. The lessons' batch on that GPU is found by the memory that was predicted there.
+"""
+
+import argparse
+import ast
+import contextlib
+import dis
+import json
+import math
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from benchmarks.published_memory import tell_error
+from torch.overrides import TorchFunctionMode
+
+import effgpu
+from effgpu import results, units
+from effgpu.comparison import Comparison, _apply
+from effgpu.course import workloads
+from effgpu.course.runner import LESSONS
+from effgpu.measuring.variants import Variant
+from effgpu.predicting.fake_gpu import _on_cpu
+from effgpu.predicting.full_size import _against
+from effgpu.predicting.gpus import Gpu, find_gpu
+from effgpu.predicting.prediction import Prediction, predict
+
+NONE = "No results of a GPU are stored in effgpu/reference/ yet."
+SAME_MEMORY, ALIKE = 0.002, 0.03  # predicted peaks that differ by less are the same, or those of another PyTorch
+
+
+# --- the variants of a lesson, as on a GPU ---
+
+
+def find_statements(path: Path, name: str) -> list[ast.stmt]:
+    """The statements of a lesson that its comparison of this name needs, the comparison last; empty without one.
+
+    A statement is needed if it gives a name, or a part of a name, that a needed statement or function uses.
+    """
+    statements, found = [], None
+    for statement in ast.parse(_read_code(path)).body:
+        statements.append(statement)
+        if any(_is_comparison(node, name) for node in ast.walk(statement)):
+            found = statement
+            break
+    if found is None:
+        return []
+    needed, kept = _names(found)[0], {found}
+    while more := [each for each in statements if each not in kept and _names(each)[1] & needed]:
+        kept.update(more)
+        needed |= set().union(*(_names(each)[0] for each in more))
+    return [each for each in statements if each in kept]
+
+
+def _read_code(path: Path) -> str:
+    """The code cells of a notebook, with IPython's commands as calls of Python."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return "\n".join(map(TransformerManager().transform_cell, sources))
+
+
+def _is_comparison(node: ast.AST, name: str) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "compare"
+    return is_call and any(
+        keyword.arg == "name" and isinstance(keyword.value, ast.Constant) and keyword.value.value == name
+        for keyword in node.keywords
+    )
+
+
+def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """The names that a statement uses, in its functions, too, and those that it gives or changes."""
+    uses, gives = set(), set()
+    codes = [compile(ast.Module([statement], []), "lesson", "exec")]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and (code is codes[0]):
+                gives.add(instruction.argval)
+            elif instruction.opname.startswith(("LOAD_NAME", "LOAD_GLOBAL")):
+                uses.add(instruction.argval)
+    if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        for node in ast.walk(statement):
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+                while isinstance(node, (ast.Attribute, ast.Subscript)):
+                    node = node.value
+                gives |= {node.id} & uses if isinstance(node, ast.Name) else set()
+    return uses, gives
+
+
+class _OnCpu(TorchFunctionMode):
+    """What is asked for on a GPU comes to the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in (kwargs or {}).items()})
+
+
+class _WithGpu(ast.NodeTransformer):
+    """A lesson that asks whether there is a GPU is told so."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        asks = ast.unparse(node.func) == "torch.cuda.is_available"
+        return ast.copy_location(ast.Constant(True), node) if asks else self.generic_visit(node)
+
+
+class _Found(Exception):
+    """The variants of a comparison."""
+
+
+def find_variants(statements: list[ast.stmt], folder: Path) -> dict[str, Variant]:
+    """The variants of a comparison, by label, from the statements that it needs."""
+
+    def compare(variants, settings=None, **options):
+        raise _Found(_apply(variants, settings))
+
+    module = ast.fix_missing_locations(_WithGpu().visit(ast.Module(statements, [])))
+    with patch.object(effgpu, "compare", compare), contextlib.chdir(folder), _OnCpu():
+        try:
+            exec(compile(module, "lesson", "exec"), {"__name__": "lesson"})
+        except _Found as found:
+            return found.args[0]
+    raise RuntimeError("expected statements that compare, got some that do not")
+
+
+@contextlib.contextmanager
+def sized_for_gpu(batch: int) -> Iterator[None]:
+    """Inside, the course's workloads have a GPU's sizes, with this batch, and lessons take the device for a GPU."""
+    sizes = {name: {"batch": batch, **size} for name, size in workloads.GPU_SIZES.items()}
+    gpu = torch.device("cuda")
+    with patch.dict(workloads.CPU_SIZES, sizes), patch.object(effgpu, "find_device", lambda: gpu):
+        yield
+
+
+def walk(comparison: Comparison, batches: list[int], folder: Path = LESSONS) -> dict[str, Prediction]:
+    """The variants of a stored comparison, walked for the GPU that measured them; empty where no lesson has it.
+
+    `batches` are those of comparisons before, tried first. The one that is found is put in front.
+    """
+    named = sorted(folder.glob("*.ipynb"), key=lambda path: not comparison.name.startswith(path.stem))
+    path = next((path for path in named if find_statements(path, comparison.name)), None)
+    if path is None or not comparison.here:
+        return {}
+    gpu, first = find_gpu(comparison.device.name), next(iter(comparison.here))
+    wanted, tried = comparison.here[first].allocated, []
+    for batch in dict.fromkeys([*batches, *workloads.BATCHES]):
+        with sized_for_gpu(batch):
+            variants = find_variants(find_statements(path, comparison.name), folder)
+            if first not in variants:
+                return {}
+            off = predict(variants[first], gpu).for_gpu(gpu)[0].allocated / wanted - 1
+        tried.append((abs(off), batch))
+        if abs(off) < SAME_MEMORY or (off > 0 and batch not in batches):
+            break
+    off, batch = min(tried)
+    if off > ALIKE:
+        return {}
+    batches[:] = dict.fromkeys([batch, *batches])
+    with sized_for_gpu(batch):
+        variants = find_variants(find_statements(path, comparison.name), folder)
+        return {label: predict(variants[label], gpu) for label in comparison.here if label in variants}
+
+
+# --- what was measured beside what was predicted ---
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A measured value, and what was predicted for it, from `low` to `high`."""
+
+    measured: float
+    expected: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        return self.expected / self.measured - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+    def tell_error(self) -> str:
+        return tell_error(self.error) + ", outside" * (not self.is_inside)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A variant that a GPU measured. `stored` and `now` are its time as predicted then and with the rules of today.
+
+    The ratios are those to the baseline's time; `memory` has no range. None for what was not measured or not walked.
+    """
+
+    lesson: str
+    label: str
+    format: str | None
+    bound: str
+    stored: Judged
+    now: Judged | None
+    stored_ratio: Judged | None
+    now_ratio: Judged | None
+    memory: Judged | None
+
+
+def judge(comparison: Comparison, walked: Mapping[str, Prediction]) -> list[Outcome]:
+    """The variants of a comparison that were measured and predicted."""
+    gpu, baseline = find_gpu(comparison.device.name), comparison.baseline
+    times = {label: prediction.time(gpu) for label, prediction in walked.items()}
+    outcomes = []
+    for measured in comparison:
+        label, here = measured.label, comparison.here.get(measured.label)
+        if measured.median is None or here is None or here.seconds is None:
+            continue
+        time, theirs = times.get(label), times.get(baseline.label)
+        ratio = measured.median / baseline.median if measured is not baseline and baseline.median else None
+        allocated = _predict_peak(walked[label], gpu) if label in walked else here.allocated
+        outcomes.append(
+            Outcome(
+                comparison.name,
+                label,
+                time and find_format(walked[label].for_gpu(gpu)[0]),
+                time.bound if time else here.bound,
+                Judged(measured.median, *here.seconds),
+                time and Judged(measured.median, time.expected, time.low, time.high),
+                _judge_ratio(ratio, here.ratio),
+                _judge_ratio(ratio, time and theirs and _against(time, theirs)),
+                Judged(measured.peak_allocated, *[allocated] * 3) if measured.peak_allocated else None,
+            )
+        )
+    return outcomes
+
+
+def _judge_ratio(measured: float | None, predicted: tuple[float, float, float] | None) -> Judged | None:
+    """A ratio of times; None for two steps that run the same kernels, of which nothing was predicted."""
+    return Judged(measured, *predicted) if measured and predicted and predicted[1] < predicted[2] else None
+
+
+def _predict_peak(prediction: Prediction, gpu: Gpu) -> int:
+    """What PyTorch's allocator is predicted to give, with the least that cuBLAS takes from it."""
+    one, _ = prediction.for_gpu(gpu)
+    return one.allocated + one.workspaces.low
+
+
+def find_format(prediction: Prediction) -> str:
+    """The format of most FLOPs of a step's matrix products, convolutions and attention."""
+    flops = Counter()
+    for segment in prediction.segments:
+        for kernel, number in segment.kernels.items():
+            flops[kernel.format] += number * kernel.flops
+    format, most = max(flops.items(), key=lambda item: item[1], default=("", 0))
+    return {"tf32": "TF32"}.get(format, format) if most else "no products"
+
+
+def audit(paths: Iterable[Path], walks: bool = True) -> dict[str, list[Outcome]]:
+    """The outcomes of results files by GPU. Comparisons of a CPU, and those without a prediction, have none."""
+    audited: dict[str, list[Outcome]] = {}
+    for path in paths:
+        batches: list[int] = []
+        for comparison in results.load(path):
+            if comparison.device.kind == "cuda" and comparison.here:
+                walked = _try_to_walk(comparison, batches) if walks else {}
+                audited.setdefault(comparison.device.label, []).extend(judge(comparison, walked))
+    return audited
+
+
+def _try_to_walk(comparison: Comparison, batches: list[int]) -> dict[str, Prediction]:
+    """The variants, walked; empty, with the reason on stderr, for a lesson that has changed too much."""
+    try:
+        if walked := walk(comparison, batches):
+            return walked
+        why = "no lesson compares so, or no batch gives the memory that was predicted"
+    except Exception as error:  # a lesson's errors are of many types
+        why = f"{type(error).__name__}: {error}"
+    print(f"{comparison.name}: not walked: {why}", file=sys.stderr)
+    return {}
+
+
+# --- the section of the page ---
+
+
+def section(audited: Mapping[str, list[Outcome]]) -> str:
+    """The part of docs/predict.md between its markers, in Markdown."""
+    if not any(audited.values()):
+        return NONE
+    return "\n\n".join("\n".join(part) for gpu, found in audited.items() if found for part in _tell_gpu(gpu, found))
+
+
+def _tell_gpu(gpu: str, outcomes: list[Outcome]) -> Iterator[list[str]]:
+    yield [f"### {gpu}"]
+    groups = {"all variants": outcomes}
+    for outcome in outcomes:
+        groups.setdefault(outcome.format or "format not known", []).append(outcome)
+    for outcome in outcomes:
+        groups.setdefault(f"bound by {outcome.bound}", []).append(outcome)
+    for outcome in outcomes:
+        groups.setdefault(outcome.lesson, []).append(outcome)
+    titles = ["", "variants", "rules of today", "90 %", "in range", "rules then", "90 %", "in range", "peak memory"]
+    rows = [[name, str(len(those)), *_sum_up(those)] for name, those in groups.items()]
+    ratios = [o for o in outcomes if o.stored_ratio or o.now_ratio]
+    if ratios:
+        halves = [_sum_up_times([getattr(o, which) for o in ratios]) for which in ("now_ratio", "stored_ratio")]
+        rows.append(["ratios to the baseline", str(len(ratios)), *halves[0], *halves[1], units.NOT_MEASURED])
+    yield _table(titles, rows, "|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    titles = ["lesson", "variant", "format", "bound by", "measured", "predicted", "range", "error"]
+    titles += ["rules then", "peak", "error"]
+    yield _table(titles, map(_tell_outcome, outcomes), "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|")
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], under: str) -> list[str]:
+    return [f"| {' | '.join(titles)} |", under, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _sum_up(outcomes: list[Outcome]) -> list[str]:
+    memory = [o.memory for o in outcomes if o.memory]
+    told = f"{median(abs(each.error) for each in memory):.1%}" if memory else units.NOT_MEASURED
+    return [*_sum_up_times([o.now for o in outcomes]), *_sum_up_times([o.stored for o in outcomes]), told]
+
+
+def _sum_up_times(judged: Iterable[Judged | None]) -> list[str]:
+    """Median error, the error that 9 of 10 stay below, and how many lie in their range."""
+    judged = [each for each in judged if each]
+    if not judged:
+        return [units.NOT_MEASURED] * 3
+    errors, inside = sorted(abs(each.error) for each in judged), sum(each.is_inside for each in judged)
+    return [f"{median(errors):.1%}", f"{errors[math.ceil(0.9 * len(errors)) - 1]:.1%}", f"{inside} of {len(judged)}"]
+
+
+def _tell_outcome(outcome: Outcome) -> list[str]:
+    times = outcome.now or outcome.stored
+    measured, expected, *ends = map(units.format_seconds, (times.measured, times.expected, times.low, times.high))
+    memory = [units.NOT_MEASURED] * 2
+    if outcome.memory:
+        memory = [units.format_bytes(outcome.memory.measured), tell_error(outcome.memory.error)]
+    now = outcome.now.tell_error() if outcome.now else units.NOT_MEASURED
+    told = [measured, expected, " – ".join(ends), now, outcome.stored.tell_error(), *memory]
+    return [outcome.lesson, outcome.label, outcome.format or units.NOT_MEASURED, outcome.bound, *told]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="results files; effgpu/reference/*.json without any")
+    parser.add_argument("--stored", action="store_true", help="only what was predicted when it was measured")
+    given = parser.parse_args(arguments)
+    paths = given.paths or sorted(results.STORED.glob("*.json"))
+    print(section(audit(paths, walks=not given.stored)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Tests of the audit of predictions: single operations that a GPU timed, and the lessons that one measured."""
+
+import ast
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks import measured, predictions, survey
+
+from effgpu import results
+from effgpu.comparison import Comparison
+from effgpu.course.runner import LESSONS
+from effgpu.predicting.full_size import predict_here
+from effgpu.predicting.gpus import TABLE, read_table
+from effgpu.predicting.time import step_time
+
+pytestmark = pytest.mark.usefixtures("short_collections")
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture(autouse=True)
+def _own_table_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+# --- single operations ---
+
+
+GPU = replace(read_table(TABLE)["H100"], cache=0)
+
+
+def surveyed(rows, call=0.1):
+    """A survey with such rows, and the microseconds of a call."""
+    rows = [{"op": op, "format": format, "shape": shape, "us": us} for op, format, shape, us in rows]
+    return {"about": {"device": H100}, "rows": [*rows, {"op": survey.CALL, "format": "fp32", "shape": [1], "us": call}]}
+
+
+@pytest.fixture(scope="module")
+def walked():
+    """The rows of a survey of an H100 that took as long as predicted."""
+    found = survey.read(surveyed([(*row, 1.0) for row in survey.list_rows(True) if row[1] != "fp16"]), GPU)
+    return [replace(row, seconds=row.predict(GPU), is_short=False) for row in found]
+
+
+def test_a_rehearsal_on_a_cpu_times_every_operation_and_can_be_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and puts it back
+    survey.main(["measure", str(tmp_path / "survey.json")])
+    found = json.loads((tmp_path / "survey.json").read_text())
+    assert found["about"]["device"] == "cpu" and all(row["us"] > 0 for row in found["rows"])
+    assert {row["op"] for row in found["rows"]} == {*survey.OPERATIONS, survey.CALL}
+    survey.main(["compare", str(tmp_path / "survey.json"), "--gpu", "H100"])
+    assert "short rows" in capsys.readouterr().out
+
+
+def test_the_comparison_finds_by_which_factor_each_operation_is_off(walked):
+    factors = {"mm": 1.25, "softmax": 0.8, "attention": 2.0}
+    rows = [replace(row, seconds=row.seconds * factors.get(row.op, 1.0)) for row in walked]
+    for row in rows:
+        assert math.exp(row.error(GPU)) == pytest.approx(factors.get(row.op, 1.0))
+    line = next(line for line in survey.compare(rows, GPU) if line.startswith("mm ") and "bf16" in line)
+    assert line.split()[3:5] == ["1.25", "1.25"] and line.split()[6:8] == ["1.25", "1.25"]
+
+
+def test_a_row_is_predicted_as_a_step_with_this_operation_alone():
+    (row,) = survey.read(surveyed([("mm", "bf16", [4096, 4096, 4096], 250.0)]), GPU)
+    assert row.flops == 2 * 4096**3 and row.kind == "matrix products" and row.format == "bf16"
+    assert row.predict(GPU) == pytest.approx(step_time([row.segment], GPU).expected)
+
+
+def test_rows_in_which_the_cpu_may_decide_are_not_asked():
+    rows = [("mm", "bf16", [512, 768, 768], 8.0), ("mm", "bf16", [512, 768, 768], 8.0)]
+    rows += [("mm", "bf16", [16384, 4096, 4096], 900.0), ("mm", "bf16", [16384, 4096, 4096], 900.0)]
+    found = survey.read(surveyed(rows, call=7.0), GPU)
+    assert [row.is_short for row in found] == [True, True, False, False]
+    assert [row.is_even for row in found] == [True, False, True, False]
+    told = survey.compare(found, GPU)
+    assert told[-1].startswith("2 short rows, in which the CPU may decide: ") and told[-1].endswith("predicted 12.0")
+    assert sum(line.startswith("mm ") for line in told) == 1
+
+
+def test_the_fit_finds_the_constants_that_made_a_survey_and_puts_back_those_of_the_package(walked):
+    before = survey.constants(GPU)
+    truth = before | {"bf16_TFLOPS": 620.0, "FILL_SECONDS": 4e-6, "NORMS": 0.8, survey.SHARE + "flash": 0.5}
+    truth |= {"bandwidth_GBps": 2600.0}
+    with survey.applied(truth, GPU) as changed:
+        rows = [replace(row, seconds=row.predict(changed)) for row in walked]
+    after, asked = survey.fit(rows, GPU)
+    for name in ("bf16_TFLOPS", "tf32_TFLOPS", "FILL_SECONDS", survey.SHARE + "flash"):
+        assert after[name] == pytest.approx(truth[name], rel=0.03) and asked[name] > 1
+    for name in ("NORMS", "EVEN"):  # the copy says what bandwidth times EVEN is: not each of them
+        product = truth[name] * truth["bandwidth_GBps"]
+        assert after[name] * after["bandwidth_GBps"] == pytest.approx(product, rel=0.03)
+    odd = [row for row in rows if not row.is_even]
+    errors = [[abs(error) for error in survey.errors(odd, values, GPU)] for values in (before, after)]
+    assert max(errors[1]) < 0.06 < 0.2 < max(errors[0])
+    assert survey.constants(GPU) == before
+
+
+# --- lessons ---
+
+
+@pytest.fixture
+def stored(tmp_path, make_gpu, make_measurement):
+    """A function that writes a results file of a lesson, with so many times the predicted seconds."""
+
+    def write(name, batch=64, slower=1.0):
+        device = replace(make_gpu(H100), name=H100)
+        statements = measured.find_statements(LESSONS / f"{name}.ipynb", name)
+        with measured.sized_for_gpu(batch):
+            here = predict_here(measured.find_variants(statements, LESSONS), H100)
+        rows = [
+            make_measurement(label, slower * told.seconds[0], device=device, peak_allocated=told.allocated)
+            for label, told in here.items()
+        ]
+        return results.save([Comparison(name, tuple(rows), here=here)], tmp_path / "h100.json")
+
+    return write
+
+
+def test_a_lessons_variants_are_walked_again_with_the_batch_of_the_gpu(stored):
+    ((gpu, outcomes),) = measured.audit([stored("11_no_grad_validation", batch=32, slower=1.1)]).items()
+    assert gpu == H100 and [o.label for o in outcomes] == ["eval()", "no_grad()"]
+    for outcome in outcomes:
+        assert outcome.format == "bf16" and outcome.now.expected == pytest.approx(outcome.stored.expected)
+        assert 1 / (1 + outcome.now.error) == pytest.approx(1.1)
+        assert abs(outcome.memory.error) < 0.15  # cuBLAS's workspaces come on top
+
+
+def test_the_section_has_a_row_for_each_variant_and_says_which_lie_outside(stored):
+    path = stored("11_no_grad_validation", slower=3.0)
+    told = measured.section(measured.audit([path]))
+    assert told.startswith(f"### {H100}\n") and told.count("−66.7%, outside") == 4  # two variants, then and now
+    assert "| all variants | 2 | 66.7% | 66.7% | 0 of 2 |" in told
+    alone = measured.section(measured.audit([path], walks=False))
+    assert "| format not known | 2 | – | – | – | 66.7% | 66.7% | 0 of 2 |" in alone
+
+
+def test_a_lesson_that_has_changed_is_told_as_it_was_stored(stored, monkeypatch, capsys):
+    path = stored("11_no_grad_validation")
+    monkeypatch.setattr(measured, "find_statements", lambda path, name: [])
+    ((_, outcomes),) = measured.audit([path]).items()
+    assert all(outcome.now is None and outcome.stored.error == pytest.approx(0) for outcome in outcomes)
+    assert capsys.readouterr().err.startswith("11_no_grad_validation: not walked: no lesson")
+
+
+def test_without_results_of_a_gpu_the_section_says_so(tmp_path, make_measurement):
+    path = results.save([Comparison("07_gradient_checkpointing", (make_measurement("plain"),))], tmp_path / "cpu.json")
+    assert measured.section(measured.audit([path])) == measured.section({}) == measured.NONE
+
+
+def test_of_a_lesson_only_what_its_comparison_needs_is_run(tmp_path):
+    cells = [
+        "import effgpu\nimport torch\n%matplotlib inline\nwidth = 4",
+        "def training():\n    model = make()\n    return lambda: model(torch.ones(1, width))\n",
+        "raise RuntimeError('a check')\nsizes = {}\nsizes['width'] = 8",
+        "def make():\n    return torch.nn.Linear(width, 2, device=device)\n\ndevice = effgpu.find_device()",
+        "variants = {}\nfor label in 'ab':\n    variants[label] = training",
+        "result = effgpu.compare(variants, name='toy')\nresult",
+    ]
+    lesson = {"cells": [{"cell_type": "code", "source": [cell]} for cell in cells]}
+    (tmp_path / "toy.ipynb").write_text(json.dumps(lesson))
+    statements = measured.find_statements(tmp_path / "toy.ipynb", "toy")
+    code = "\n".join(map(ast.unparse, statements))
+    assert len(statements) == 9 and not any(left_out in code for left_out in ("check", "sizes", "matplotlib"))
+    assert list(measured.find_variants(statements, tmp_path)) == ["a", "b"]
+    assert measured.find_statements(tmp_path / "toy.ipynb", "another") == []
+
+
+def test_the_page_has_a_place_for_what_was_measured():
+    page = predictions.PAGE.read_text(encoding="utf-8")
+    replaced = predictions.replace_part(page, "measured by us", "a table")
+    assert "<!-- measured by us: begin -->\n\na table\n\n<!-- measured by us: end -->" in replaced
+    assert predictions.replace_part(replaced, "measured by us", measured.NONE).count(measured.NONE) == 1
+    with pytest.raises(ValueError, match="expected <!-- other: begin -->"):
+        predictions.replace_part(page, "other", "a table")
