@@ -45,7 +45,7 @@ def main(name: str, command: list[str]) -> None:
         "SIMULATED_GPU_BYTES": str(gpu.memory),
         "LD_PRELOAD": str(BUILT / "libsimulated.so"),
         "LD_LIBRARY_PATH": str(BUILT),
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     os.execvpe(command[0], command, os.environ | settings)
 
