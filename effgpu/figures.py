@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
 from effgpu.comparison import Comparison
+from effgpu.measuring import gpu_lock
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.full_size import REST
@@ -62,6 +63,7 @@ LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
 NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 
+@gpu_lock.free()
 def plot(
     result: Comparison | Trace | Mapping[str, Trace] | Mapping[str, Mapping[float, float]],
     *,

@@ -63,6 +63,24 @@ def test_it_is_free_while_compiling_also_after_a_reset(lock, tmp_path):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch\n\ndef step():\n    model(texts).sum().backward()", False),
+        ("guess = 2.0  # @param", False),
+        ("print(f'{guess} faster')\nresult", False),
+        ("effgpu.plot(result)", False),
+        ("for gpu in ('T4',):\n    print(effgpu.predict(partial(variant, batch=2), gpu).time().expected)", False),
+        ("effgpu.plot({'a': effgpu.trace(variant)})", True),
+        ("step()", True),
+        ("print(loss.item())", True),
+        ("%pip install torch", True),
+    ],
+)
+def test_only_a_cell_that_may_use_the_gpu_waits_for_it(source, expected):
+    assert gpu_lock.may_use_gpu(source) == expected
+
+
 def test_without_a_lock_nothing_is_locked(monkeypatch):
     monkeypatch.setattr(gpu_lock, "_lock", None)
     with gpu_lock.free(), gpu_lock.taken():

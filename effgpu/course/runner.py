@@ -22,7 +22,7 @@ from tqdm import tqdm
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
 from effgpu.measuring import gpu_lock
-from effgpu.measuring.device import describe
+from effgpu.measuring.device import AT_ONCE, describe
 from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
@@ -223,6 +223,8 @@ def run(
                     continue
                 lesson = _run_lesson(path, out / "notebooks", inplace, partial(show, path))
                 running[loop.get_loop().create_task(lesson)] = path
+            if not running:
+                break
             names = ", ".join(path.stem for path in running.values())
             bar.set_description_str(f"{len(lessons) - len(waiting)}/{len(lessons)} {names:{width}}", refresh=False)
             try:
@@ -254,7 +256,7 @@ def _taking_turns(at_once: int) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory() as folder:
         given = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once)), **os.environ}
-        given[gpu_lock.VARIABLE] = os.path.join(folder, "gpu")
+        given |= {gpu_lock.VARIABLE: os.path.join(folder, "gpu"), AT_ONCE: str(at_once)}
         with mock.patch.dict(os.environ, given):  # kernels inherit it
             yield
 

@@ -316,14 +316,13 @@ def _measure_batch(name: str) -> int:
     """The batch that fits the current GPU."""
     from effgpu.predicting.fake_gpu import on_real_tensors
 
-    device = describe()
-    key = f"{name} {GPU_SIZES[name]} on {device.name} with torch {device.versions['torch']}"
-    with gpu_lock.taken():
-        kept = _read_batches()
+    with gpu_lock.taken(), on_real_tensors():
+        device, kept = describe(), _read_batches()
+        key = f"{name} {GPU_SIZES[name]} on {device.name} with torch {device.versions['torch']}"
         if key in kept:
             return kept[key]
         try:
-            with on_real_tensors(), _seeded(0, find_device()):
+            with _seeded(0, find_device()):
                 chosen = choose_batch(lambda batch: _measure_step(name, batch), device.memory)
         finally:
             release_memory()

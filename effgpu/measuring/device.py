@@ -35,7 +35,8 @@ OUT_OF_MEMORY = (  # what messages of PyTorch and of NVIDIA's libraries say
     "_ALLOCATION_FAILED",
 )
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # with it, PyTorch's allocator counts nothing
-_BLOCKING = "CUDA_LAUNCH_BLOCKING"  # with it, nothing overlaps
+AT_ONCE = "EFFGPU_AT_ONCE"  # how many lessons share the machine: a step that waits for the CPU may be slower
+_CHANGING = ("CUDA_LAUNCH_BLOCKING", AT_ONCE)  # with the first, nothing overlaps
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: int | None = None  # the bytes that a step may allocate
@@ -49,7 +50,7 @@ class Device:
 
     `memory` is in bytes. If the process may use only a part of the GPU, as with
     `PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`, `memory` is that part and the name says so. `variables`
-    has CUDA_LAUNCH_BLOCKING where it is set, which changes what is measured.
+    has CUDA_LAUNCH_BLOCKING and EFFGPU_AT_ONCE where they are set, which change what is measured.
     """
 
     name: str
@@ -125,7 +126,7 @@ def describe() -> Device:
         _driver(),
         {"bf16": _bf16()} | supports,
         versions | {"cuda": torch.version.cuda},
-        {_BLOCKING: os.environ[_BLOCKING]} if os.environ.get(_BLOCKING) else {},
+        {name: os.environ[name] for name in _CHANGING if os.environ.get(name)},
     )
 
 

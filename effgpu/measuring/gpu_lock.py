@@ -1,10 +1,13 @@
 """One GPU for several lessons at once: a kernel holds a lock while it may use the GPU, and no longer.
 
 `effgpu run --at-once 4` names a file in the environment variable EFFGPU_GPU_LOCK and lets each kernel call
-`hold_in_cells`. From the moment that a kernel uses CUDA, its cells wait for the lock. It is free while a kernel
-predicts (`free`) or compiles, so what is measured has the GPU for itself. Without the variable nothing is locked.
+`hold_in_cells`. From the moment that a kernel uses CUDA, a cell that may use it waits for the lock. It is free while a
+kernel predicts, draws (`free`) or compiles, so what is measured has the GPU for itself. Without the variable nothing is
+locked.
 """
 
+import ast
+import builtins
 import contextlib
 import os
 import sys
@@ -15,6 +18,20 @@ import torch
 from effgpu.measuring.torch_internals import _lazy_call
 
 VARIABLE = "EFFGPU_GPU_LOCK"
+# What a cell may call without using the GPU: effgpu's own frees the lock while it works.
+_HARMLESS = {
+    *dir(builtins),
+    "plot",
+    "predict",
+    "partial",
+    "time",
+    "items",
+    "values",
+    "keys",
+    "join",
+    "append",
+    "display",
+}
 
 
 class _Lock:
@@ -43,7 +60,7 @@ _lock: _Lock | None = None
 
 
 def hold_in_cells() -> None:
-    """Let each cell of this kernel hold the lock while it runs, from the first use of CUDA on.
+    """Let each cell of this kernel that may use the GPU hold the lock while it runs, from the first use of CUDA on.
 
     Raises KeyError where EFFGPU_GPU_LOCK names no file, and OSError for one that cannot be opened.
     """
@@ -52,9 +69,23 @@ def hold_in_cells() -> None:
     global _lock
     _lock = _Lock(os.environ[VARIABLE])
     events = get_ipython().events
-    events.register("pre_run_cell", lambda *_: torch.cuda.is_initialized() and _lock.take())
-    events.register("post_run_cell", _lock.give_back)
+    events.register(
+        "pre_run_cell", lambda info: torch.cuda.is_initialized() and may_use_gpu(info.raw_cell) and _lock.take()
+    )
+    events.register("post_execute", _lock.give_back)  # before the plots of the cell are drawn
     _lazy_call(_lock.take)  # PyTorch calls it once it has initialised CUDA
+
+
+def may_use_gpu(source: str) -> bool:
+    """Whether a cell may use the GPU: not if it only imports and defines, or calls nothing but what is harmless."""
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # a magic
+        return True
+    defines = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+    run = [node for statement in statements if not isinstance(statement, defines) for node in ast.walk(statement)]
+    called = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in run if isinstance(call, ast.Call)}
+    return not called <= _HARMLESS
 
 
 @contextlib.contextmanager
