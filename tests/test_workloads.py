@@ -193,6 +193,8 @@ def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_
     for sizes in ({}, {"layers": 2}, {"batch": 5}):
         effgpu.predict(partial(variant, sizes), "T4", steps=1)
     assert built == [(2, 768, 6), (2, 768, 2), (5, 768, 6)] and modes == [(0, 0)], "measured once, for the default"
+    (kept,) = json.loads(workloads.kept_batches().read_text())
+    assert "NVIDIA H200" in kept, "kept for the GPU, though a prediction is under way"
 
 
 @pytest.mark.parametrize(("width", "heads"), [(64, 4), (6, 2), (7, 1)])

@@ -250,7 +250,11 @@ def run_lesson(
 
 @contextlib.contextmanager
 def _taking_turns(at_once: int) -> Iterator[None]:
-    """For lessons that run at once: a lock on the GPU, and for each its share of the CPU's cores."""
+    """For lessons that run at once: a lock on the GPU, and for each its share of the CPU's cores.
+
+    PyTorch's warnings in C++, which hold the hour, stay out of the outputs: they do so only if set before torch starts.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if at_once == 1:
         yield
         return
