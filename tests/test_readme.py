@@ -4,6 +4,7 @@ import base64
 import html
 import re
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 
@@ -16,8 +17,9 @@ from test_lessons import ADDRESS, ROOT
 from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
 from effgpu.diagnosing.doctor import doctor
+from effgpu.predicting.gpus import find_gpu
 from effgpu.results import stored
-from effgpu.units import NOT_MEASURED, GiB, format_bytes
+from effgpu.units import NOT_MEASURED, GiB, format_bytes, with_article
 
 README = ROOT / "README.md"
 LESSONS = re.compile(r"(?<=from the committed notebooks -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
@@ -88,8 +90,16 @@ def headline(lesson: Outcome) -> str:
     best = (on_gpu or told)[0]
     measured = re.sub(r" \[[^]]*\]| \(±[^)]*\)", "", best.tell())  # without the interval
     if on_gpu:
-        return f"{best.label}: {measured} on {best.comparison.device.label}"
+        return f"{best.label}: {measured} on {with_article(short(best.comparison.device.label))} (measured)"
     return f"{best.label}: {best.full_size or f'{measured} on a CPU'}"
+
+
+def short(name: str) -> str:
+    """A GPU's name as `effgpu predict` knows it, "H100" for "NVIDIA H100 80GB HBM3"."""
+    try:
+        return find_gpu(name).name
+    except ValueError:
+        return name
 
 
 def cpus() -> str:
@@ -117,7 +127,8 @@ def map_of_the_course() -> str:
         "|---|---|",
         *(f"| {symptom} | {', '.join(map(link, numbers))} |" for symptom, numbers in SYMPTOMS.items()),
         "",
-        "## What pays on which GPU",
+        *measured(link),
+        "## What is predicted to pay on which GPU",
         "",
         "Each lesson's technique against the same step without it, at the size of real training. **Predicted**, not",
         "measured: 9 of 10 published times of transformers lay in such ranges ([audit](../docs/predict.md)). The",
@@ -130,6 +141,36 @@ def map_of_the_course() -> str:
         f"Of these lessons nothing is predicted: {', '.join(link(each) for each in lessons() if each not in sized)}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def measured(link) -> list[str]:
+    """A table for each GPU whose results are stored: what its lessons measured, beside the prediction for it."""
+    by_gpu = defaultdict(list)
+    for number, lesson in lessons().items():
+        for comparison in stored(lesson.name):
+            by_gpu[comparison.device.label].append((number, replace(lesson, comparisons=(comparison,)).headline))
+    lines = []
+    for gpu, headlines in by_gpu.items():
+        lines += [
+            f"## Measured on {with_article(short(gpu))}",
+            "",
+            f"By {gpu}, at the size that the lesson gives it there, with the 99 % interval; beside it what was",
+            "predicted for it before, with its range ([all variants](../docs/predict.md#measured-by-us)).",
+            "",
+            "| technique | time, measured | predicted | peak memory, measured | predicted |",
+            "|---|---|---|---|---|",
+        ]
+        for number, headline in headlines:
+            comparison, label = headline.comparison, headline.label
+            labels = comparison.baseline.label, label
+            found = " → ".join(format_bytes(comparison[each].peak_allocated) for each in labels)
+            time = memory = NOT_MEASURED
+            if label in comparison.here:
+                time = comparison.here[label].tell_time()
+                memory = " → ".join(format_bytes(comparison.here[each].allocated) for each in labels)
+            lines.append(f"| {link(number)}: {label} | {comparison.tell(label)} | {time} | {found} | {memory} |")
+        lines.append("")
+    return lines
 
 
 def on_each(lesson: Outcome, gpus: list[str]) -> list[str]:
@@ -160,8 +201,9 @@ def test_lines_on_the_lessons_are_what_the_notebooks_hold():
 
 def test_the_map_is_what_the_notebooks_hold():
     assert MAP.read_text() == map_of_the_course(), "make readme brings it up to date"
-    table = MAP.read_text().partition("## What pays")[2]
+    table = MAP.read_text().partition("## What is predicted")[2]
     predicted = [lesson for lesson in lessons().values() if lesson.main and lesson.main.full_size]
+    assert "## Measured on" in MAP.read_text() or not list((ROOT / "effgpu" / "reference").glob("*.json"))
     assert len(predicted) >= 5 and all(f"]({lesson.name}.ipynb): " in table for lesson in predicted)
 
 
@@ -177,7 +219,7 @@ def test_a_headline_is_of_a_gpu_where_a_result_of_one_is_there(make_measurement,
         full_size = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
         return Outcome("20_some", "Title: of a lesson", (Comparison("20_some", rows, full_size=full_size),))
 
-    on_gpu, found, told = make(device=make_gpu()), [], "new: −50 % memory, 2.00 × slower on NVIDIA Test"
+    on_gpu, found, told = make(device=make_gpu()), [], "new: −50 % memory, 2.00 × slower on a NVIDIA Test (measured)"
     monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: found)
     assert (headline(on_gpu), headline(make())) == (told, "Needs a GPU.")
     found += on_gpu.comparisons
