@@ -219,7 +219,7 @@ def test_a_headline_is_of_a_gpu_where_a_result_of_one_is_there(make_measurement,
         full_size = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
         return Outcome("20_some", "Title: of a lesson", (Comparison("20_some", rows, full_size=full_size),))
 
-    on_gpu, found, told = make(device=make_gpu()), [], "new: −50 % memory, 2.00 × slower on a NVIDIA Test (measured)"
+    on_gpu, found, told = make(device=make_gpu()), [], "new: −50 % memory, 2.00 × slower on an NVIDIA Test (measured)"
     monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: found)
     assert (headline(on_gpu), headline(make())) == (told, "Needs a GPU.")
     found += on_gpu.comparisons
