@@ -82,14 +82,14 @@ def test_rows_in_which_the_cpu_may_decide_are_not_asked():
 
 def test_the_fit_finds_the_constants_that_made_a_survey_and_puts_back_those_of_the_package(walked):
     before = survey.constants(GPU)
-    truth = before | {"bf16_TFLOPS": 620.0, "FILL_SECONDS": 4e-6, "NORMS": 0.8, survey.SHARE + "flash": 0.5}
+    truth = before | {"bf16_TFLOPS": 620.0, "FILL_SECONDS": 4e-6, "norms": 0.8, survey.SHARE + "flash": 0.5}
     truth |= {"bandwidth_GBps": 2600.0}
     with survey.applied(truth, GPU) as changed:
         rows = [replace(row, seconds=row.predict(changed)) for row in walked]
     after, asked = survey.fit(rows, GPU)
     for name in ("bf16_TFLOPS", "tf32_TFLOPS", "FILL_SECONDS", survey.SHARE + "flash"):
         assert after[name] == pytest.approx(truth[name], rel=0.03) and asked[name] > 1
-    for name in ("NORMS", "EVEN"):  # the copy says what bandwidth times EVEN is: not each of them
+    for name in ("norms", "even"):  # the copy says what bandwidth times EVEN is: not each of them
         product = truth[name] * truth["bandwidth_GBps"]
         assert after[name] * after["bandwidth_GBps"] == pytest.approx(product, rel=0.03)
     odd = [row for row in rows if not row.is_even]

@@ -46,6 +46,7 @@ _LAUNCHES = {  # kernels of an operation, where it is more than one
 # ATen/native/cuda/MultiTensorApply.cuh: tensors and chunks of 65,536 elements that one launch of a list's kernel takes
 _TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 _CHUNK, _CHUNKS_A_LAUNCH = 65536, 320
+_NARROW_HEAD = 64  # numbers in a head, up to which Hopper's attention is the slower one
 
 
 class Kernel(NamedTuple):
@@ -56,7 +57,8 @@ class Kernel(NamedTuple):
     matrix product that the operation is, or that a convolution comes to. `even` says that it walks over its tensors in
     their order in memory, without casting; of a product, that tensor cores can load its rows as they lie. `layout` is a
     convolution's, a batch norm's or a pooling's: "nchw" or "nhwc". A convolution has "depthwise", "grouped" or "wide"
-    (a kernel of more than one pixel) before it.
+    (a kernel of more than one pixel) before it. Attention's is "flash" or "efficient", flash's with "narrow" for heads
+    of at most 64, and with "backward". `across` says how many of a product's two matrices do not lie along its depth.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Kernel(NamedTuple):
     product: tuple[int, int, int, int] | None = None
     even: bool = True
     layout: str = ""
+    across: int = 0
 
 
 @dataclass
@@ -176,7 +179,13 @@ def _multiply(name: str, args: tuple, moved: int) -> Kernel:
     lengths = [_length(tensor) for tensor in (a, b)] + [columns]
     even = all(length * a.element_size() % 16 == 0 for length in lengths)
     flops = 2 * batch * rows * columns * depth
-    return Kernel(name, PRODUCT, kind, flops, moved, 1, (batch, rows, columns, depth), even)
+    across = (_step(a, -1) > 1) + (_step(b, -2 if b.dim() > 1 else -1) > 1)
+    return Kernel(name, PRODUCT, kind, flops, moved, 1, (batch, rows, columns, depth), even, across=across)
+
+
+def _step(matrix: torch.Tensor, dim: int) -> int:
+    """The elements from one number to the next along a dimension; 1 where that is not known, or there is but one."""
+    return matrix.stride(dim) if matrix.layout is torch.strided and matrix.shape[dim] > 1 else 1
 
 
 def _length(matrix: torch.Tensor) -> int:
@@ -192,13 +201,14 @@ def _attend(name: str, func, args: tuple, named: dict, result, moved: int) -> Ke
         batch, heads, length, width = query.shape
         flops = 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]) * (5 if backward else 2) // 2
     else:
+        query = next(arg for arg in args if isinstance(arg, torch.Tensor))
         flops = flop_registry[func.overloadpacket](*args, out_val=result) if func.overloadpacket in flop_registry else 0
     if named.get("is_causal"):
         flops //= 2  # the blocks above the diagonal are left out
     layout = "flash" if "flash" in name or "cudnn" in name else "efficient"
-    layout += " backward" * backward
-    dtype = _multiplied_as(args[0].dtype, torch.backends.cuda.matmul)
-    return Kernel(name, ATTENTION, dtype, flops, moved, _LAUNCHES.get(name, 1), None, True, layout)
+    layout += " narrow" * (layout == "flash" and query.shape[-1] <= _NARROW_HEAD) + " backward" * backward
+    # fp32 is multiplied in three parts of TF32, whatever TF32's switch says: mem_eff_attention/gemm_kernel_utils.h
+    return Kernel(name, ATTENTION, _name(query.dtype), flops, moved, _LAUNCHES.get(name, 1), None, True, layout)
 
 
 def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kernel]:

@@ -30,11 +30,6 @@ FILL = 32  # what filling and draining a tile costs without tensor cores, as dep
 FILL_SECONDS = 1.5e-6  # and with them
 SPLITS, LEAST_DEPTH = (1, 2, 4, 8, 16, 32), 128  # parts of the depth that are computed side by side, and their least
 MISALIGNED = 0.5  # efficient-dl-systems: width 8191 takes 1.93 times as long as 8192
-# Of the rate of products. Dao 2023, FlashAttention-2, figures 4 to 6, A100: about 180 and 140 TFLOP/s of 257.
-ATTENTION_SHARE = {"flash": 0.7, "flash backward": 0.55, "efficient": 0.45, "efficient backward": 0.33}
-# Of the bandwidth of a copy. NeuSight: 0.93 to 1.0 for operations that walk over memory in order, 0.60 to 0.67 for
-# norms and softmax. Liger-Kernel: 0.6 to 0.75 where a tensor is broadcast, cast or strided.
-EVEN, UNEVEN, NORMS, LISTS = 0.95, 0.75, 0.65, 0.9
 CACHED = 0.6  # of the time that goes, where all fits into the L2 cache: NeuSight's L4, 572 GB/s instead of 235
 
 
@@ -49,13 +44,69 @@ class _Layout(NamedTuple):
     depthwise: float
     batch_norm: float
     pooling: float
+    pointwise_traffic: float
 
 
-# timm's calibration rows: RTX 3090, fp16.
-LAYOUTS = {
-    "nchw": _Layout(0.82, 1.0, 0.9, 0.48, 0.54, 0.53, 0.43, 0.41),
-    "nhwc": _Layout(1.0, 0.95, 0.95, 0.1, 0.72, 0.67, 0.71, 0.53),
-}
+class _Shares(NamedTuple):
+    """What a generation of GPUs reaches: of the rate of products, and of the bandwidth of a copy."""
+
+    attention: dict[str, float]
+    across: tuple[float, float, float]  # TF32, by how many of the two matrices do not lie along the depth
+    even: float  # operations that walk over memory in order
+    uneven: float  # a tensor is broadcast, cast or strided
+    norms: float
+    softmax: float
+    lists: float  # an optimizer's
+    odd_channels: float  # a convolution whose channels tensor cores cannot load as they lie, such as an image's three
+    layouts: dict[str, _Layout]
+
+
+# Attention: Dao 2023, FlashAttention-2, figures 4 to 6, A100: about 180 and 140 TFLOP/s of 257, with heads of 64 and of
+# 128. Bandwidth: NeuSight, 0.93 to 1.0 in order, 0.60 to 0.67 for norms and softmax; Liger-Kernel, 0.6 to 0.75 where a
+# tensor is broadcast, cast or strided. Layouts: timm's calibration rows, RTX 3090, fp16.
+USUAL = _Shares(
+    attention={
+        "flash": 0.7,
+        "flash backward": 0.55,
+        "flash narrow": 0.7,
+        "flash narrow backward": 0.55,
+        "efficient": 0.45,
+        "efficient backward": 0.33,
+    },
+    across=(1.0, 1.0, 1.0),
+    even=0.95,
+    uneven=0.75,
+    norms=0.65,
+    softmax=0.65,
+    lists=0.9,
+    odd_channels=1.0,
+    layouts={
+        "nchw": _Layout(0.82, 1.0, 0.9, 0.48, 0.54, 0.53, 0.43, 0.41, 0.54),
+        "nhwc": _Layout(1.0, 0.95, 0.95, 0.1, 0.72, 0.67, 0.71, 0.53, 0.72),
+    },
+)
+# Hopper: our own survey of an H100, its rows with an even number (tests/benchmarks/survey_h100.json). Its tensor cores
+# take TF32 along the depth alone, and images only with their channels last: what lies otherwise is copied first.
+HOPPER = USUAL._replace(
+    attention={
+        "flash": 0.74,
+        "flash backward": 0.56,
+        "flash narrow": 0.51,
+        "flash narrow backward": 0.34,
+        "efficient": 0.57,
+        "efficient backward": 0.53,
+    },
+    across=(1.0, 0.83, 0.6),
+    norms=0.71,
+    softmax=0.94,
+    lists=0.7,
+    odd_channels=0.23,
+    layouts={
+        "nchw": USUAL.layouts["nchw"]._replace(traffic=0.17, depthwise=0.15, pointwise_traffic=0.9),
+        "nhwc": USUAL.layouts["nhwc"]._replace(pointwise_traffic=0.82),
+    },
+)
+SHARES = {(9, 0): HOPPER}  # by compute capability; USUAL elsewhere
 # Convolutions cannot feed a multiprocessor that is faster than the RTX 3090's. By pytorch-gpu-benchmark's calibration
 # rows, an A100 reaches 0.6 of that share in fp16, and in TF32, whose rate is that of the RTX 3090's fp16, 0.87.
 FED, HUNGER, IN_TF32 = 1.02e12, 0.65, 0.87
@@ -95,16 +146,21 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> tuple[float, float]:
 
 def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
     rate, format = gpu.rate(kernel.format), _counted_as(kernel.format, gpu)
+    shares = _shares(gpu)
     if kernel.kind == ATTENTION:
-        return kernel.flops / (rate * ATTENTION_SHARE[kernel.layout])
+        return kernel.flops / (rate * shares.attention[kernel.layout])
     if not kernel.product or kernel.layout.startswith("depthwise"):
         return 0.0
     if kernel.kind == CONVOLUTION:
         return _multiply(kernel.product, rate * _convolution_share(kernel, gpu), gpu, format == "fp32")
-    share = PRODUCT_SHARE[format]
+    share = PRODUCT_SHARE[format] * (shares.across[kernel.across] if format == "tf32" else 1.0)
     if not kernel.even and format != "fp32":
         share *= MISALIGNED
     return _multiply(kernel.product, rate * share, gpu, format == "fp32")
+
+
+def _shares(gpu: Gpu) -> _Shares:
+    return SHARES.get(gpu.capability, USUAL)
 
 
 def _counted_as(format: str, gpu: Gpu) -> str:
@@ -138,12 +194,13 @@ def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
     layout = kernel.layout.split()
     if _counted_as(kernel.format, gpu) == "fp32":
         return WINOGRAD.get(gpu.capability, WINOGRAD_ELSEWHERE) if "wide" in layout else SIMPLE
-    shares = LAYOUTS["nhwc" if "nhwc" in layout else "nchw"]
+    shares = _shares(gpu).layouts["nhwc" if "nhwc" in layout else "nchw"]
     fast = gpu.rate(kernel.format) / gpu.multiprocessors / FED
     fed = (fast**-HUNGER if fast > 1 else 1.0) * (IN_TF32 if kernel.format == "tf32" else 1.0)
     if "grouped" in layout:
         width = min(kernel.product[1:])
         return fed * (shares.narrow if width in NARROW else shares.grouped)
+    fed *= 1.0 if kernel.even else _shares(gpu).odd_channels
     return fed * (shares.wide if "wide" in layout else shares.pointwise)
 
 
@@ -153,20 +210,23 @@ def _traffic(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def _bandwidth_share(kernel: Kernel, gpu: Gpu) -> float:
-    shares = LAYOUTS.get(kernel.layout.split()[-1]) if kernel.layout else None
+    reached = _shares(gpu)
+    shares = reached.layouts.get(kernel.layout.split()[-1]) if kernel.layout else None
     if kernel.kind == CONVOLUTION:
         if kernel.layout.startswith("depthwise"):
             return shares.depthwise
-        return PLAIN_TRAFFIC if _counted_as(kernel.format, gpu) == "fp32" else shares.traffic
-    if kernel.kind == NORM and kernel.format == "fp32":
-        return NORMS
-    if shares:
-        return shares.batch_norm if kernel.kind == NORM else shares.pooling
+        if _counted_as(kernel.format, gpu) == "fp32":
+            return PLAIN_TRAFFIC
+        return shares.traffic if kernel.layout.startswith(("wide", "grouped")) else shares.pointwise_traffic
     if kernel.kind == NORM:
-        return NORMS
+        if shares and kernel.format != "fp32":
+            return shares.batch_norm
+        return reached.softmax if "softmax" in kernel.name else reached.norms
+    if shares:
+        return shares.pooling
     if kernel.name.startswith(("_foreach", "_fused", "_amp_foreach")):
-        return LISTS
-    return EVEN if kernel.even else UNEVEN
+        return reached.lists
+    return reached.even if kernel.even else reached.uneven
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,7 +334,7 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             work.bounds[bound] += seconds
             what = "groups" if kernel.layout.startswith(("grouped", "depthwise")) else kernel.kind
             what = "launch" if bound == LAUNCH_BOUND else what
-            layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(LAYOUTS)) else ""
+            layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(USUAL.layouts)) else ""
             work.sources[what, kernel.format * bool(computes), layout] += seconds
         work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1) * gpu.launch))
     return work

@@ -385,26 +385,31 @@ def _tell_rates(rows: list[Row]) -> str:
 
 # --- fit ---
 
-SCALARS = "FILL_SECONDS", "MISALIGNED", "HUNGER", "EVEN", "UNEVEN", "NORMS", "LISTS"
-BANDWIDTH, SHARE = "bandwidth_GBps", "ATTENTION_SHARE "
+SCALARS = "FILL_SECONDS", "MISALIGNED", "HUNGER"  # of time.py, for all GPUs
+OF_GENERATION = "even", "uneven", "norms", "softmax", "lists", "odd_channels"  # of SHARES in time.py
+BANDWIDTH, SHARE = "bandwidth_GBps", "attention "
 DECIDES = 0.2  # the power of a constant in a row's time, from which on the row is asked
 ROUNDS, TRIALS, FARTHEST = 6, 18, 1.1  # of the search; the farthest is e^1.1, three times as much
 OUTLIER = 0.2  # a logarithm: what is farther off counts by its distance, and not by its square
 
 
 def constants(gpu: Gpu) -> dict[str, float]:
-    """What may be fitted: columns of the GPU's line in gpus.csv, and constants of time.py, by name."""
+    """What may be fitted: columns of the GPU's line in gpus.csv, shares of its generation and constants of time.py."""
     values = {RATE_COLUMNS[format]: rate / 1e12 for format, rate in gpu.rates} | {BANDWIDTH: gpu.bandwidth / 1e9}
-    values |= {SHARE + name: share for name, share in time.ATTENTION_SHARE.items()}
+    shares = time.SHARES.get(gpu.capability, time.USUAL)
+    values |= {SHARE + name: share for name, share in shares.attention.items()}
+    values |= {name: getattr(shares, name) for name in OF_GENERATION}
     return values | {name: getattr(time, name) for name in SCALARS}
 
 
 @contextlib.contextmanager
 def applied(values: dict[str, float], gpu: Gpu) -> Iterator[Gpu]:
     """Inside, the rules have these constants. Gives the GPU with them."""
-    shares = {name.removeprefix(SHARE): value for name, value in values.items() if name.startswith(SHARE)}
+    attention = {name.removeprefix(SHARE): value for name, value in values.items() if name.startswith(SHARE)}
+    shares = time.SHARES.get(gpu.capability, time.USUAL)
+    shares = shares._replace(attention=attention, **{name: values[name] for name in OF_GENERATION})
     rates = tuple((format, values[RATE_COLUMNS[format]] * 1e12) for format, _ in gpu.rates)
-    changed = {name: values[name] for name in SCALARS} | {"ATTENTION_SHARE": shares}
+    changed = {name: values[name] for name in SCALARS} | {"SHARES": time.SHARES | {gpu.capability: shares}}
     time.kernel_seconds.cache_clear()
     try:
         with patch.multiple(time, **changed):
