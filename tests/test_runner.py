@@ -149,11 +149,14 @@ def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_pa
     write = "with open('log', 'a') as log: log.write(f'{what} {time.monotonic()} ')"
     work = f"for what in ('begin', 'end'):\n    {write}\n    time.sleep(0.3)"
     predict = "from effgpu.measuring import gpu_lock\nwith gpu_lock.free():\n    time.sleep(1.5)"
-    cells = ["import time, torch\ntorch.cuda.is_initialized = lambda: True", work, predict, work]
+    settings = "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_CPP_LOG_LEVEL'])"
+    cells = [f"{settings}\nimport time, torch\ntorch.cuda.is_initialized = lambda: True", work, predict, work]
     lessons = [write_lesson(tmp_path / name, name, *cells) for name in ("a", "b")]
     outcomes = list(runner.run(lessons, out, at_once=2))
     assert {outcome.name for outcome in outcomes} == {"a", "b"} and not any(outcome.failure for outcome in outcomes)
     turns = []
+    told = nbformat.read(out / "notebooks" / "a.ipynb", as_version=4).cells[1].outputs[0].text.split()
+    assert int(told[0]) >= 1 and told[1] == "ERROR", "a log line of PyTorch's holds the hour"
     for name in ("a", "b"):
         words = (tmp_path / name / "log").read_text().split()[1::2]
         turns += zip(map(float, words[::2]), map(float, words[1::2]))
