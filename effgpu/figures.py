@@ -75,10 +75,10 @@ def plot(
     """Draw a result. What is drawn follows from its type.
 
     - What `compare`, `ablate` or `bench` gave: bars of time, peak memory and, where measured, energy per step, with
-      99 % intervals and verdicts. A diamond marks a prediction, a dotted outline reserved memory. Faint triangles are
-      the ratios that stored GPUs gave under the same name, times this baseline. Where `full_size` was given, panels
-      show the predicted time on each GPU, with its range and where it goes, and the predicted memory, with all that the
-      process may take. A CPU's times are hatched, and said to be a CPU's.
+      99 % intervals and verdicts. A diamond marks a prediction, yours or that for this GPU with its range, a dotted
+      outline reserved memory. Faint triangles are the ratios that stored GPUs gave under the same name, times this
+      baseline. Where `full_size` was given, panels show the predicted time on each GPU, with its range and where it
+      goes, and the predicted memory, with all that the process may take. A CPU's times are hatched, and named as such.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
     - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
@@ -248,7 +248,7 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
         if predicted:
             label = "" if "predicted" in ax.get_legend_handles_labels()[1] else "predicted"
             ax.plot(predicted, row, "D", markersize=6, color=ORANGE, markeredgecolor="#222222", label=label, zorder=4)
-        end = max(high, reserved, predicted)
+        end = max(high, reserved, predicted, _draw_here(ax, row, comparison, m.label, quantity))
         words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
         text = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
         _write(ax, end, row, text)
@@ -263,6 +263,20 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     ax.set_title(title + " (dotted: reserved)" * outlined)
 
 
+def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) -> float:
+    """A diamond, with its range, where a variant was predicted for the GPU that measured it. Returns its right end."""
+    needed = comparison.here.get(label)
+    if needed is None or quantity not in ("time", "memory") or comparison.per != "step":
+        return 0.0
+    middle, low, high = (needed.allocated,) * 3 if quantity == "memory" else needed.seconds or (0.0, 0.0, 0.0)
+    if middle:
+        name = "predicted for this GPU"
+        name = "" if name in ax.get_legend_handles_labels()[1] else name
+        ax.plot([low, high], [row, row], color=ORANGE, linewidth=1.6, zorder=4)
+        ax.plot(middle, row, "D", markersize=5, color=ORANGE, markeredgecolor="#222222", label=name, zorder=5)
+    return high
+
+
 def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
     """A dashed bar for each variant's predicted time on a GPU, in parts: the GPU's work, and its wait for the CPU."""
     for row, m in enumerate(comparison):
@@ -271,8 +285,9 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             continue
         expected, low, high = needed.seconds
         left = 0.0
-        for name, part in (needed.parts | {WAITING: expected}).items():
-            part = min(part, expected - left)  # of compiled code, the parts are those before fusion: too much
+        parts = needed.parts | {WAITING: expected}
+        for name in (name for name in PART_COLORS if name in parts):  # in one order: JSON has the parts in its own
+            part = min(parts[name], expected - left)  # of compiled code, the parts are those before fusion: too much
             seen = part > 0.01 * expected and name not in ax.get_legend_handles_labels()[1]
             ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=name if seen else "")
             left += part

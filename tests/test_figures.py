@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 
 from effgpu import figures
 from effgpu.comparison import Comparison
-from effgpu.figures import GREEN, RED, plot
+from effgpu.figures import GREEN, ORANGE, RED, plot
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.units import GiB, MiB
@@ -149,6 +149,26 @@ def test_a_diamond_marks_the_prediction(on_gpu):
         for drawn, told in zip(marks(ax, "D"), diamonds, strict=True):
             assert drawn == pytest.approx(told) and drawn[0] < ax.get_xlim()[1]
     assert legend(figure) == ["predicted"]
+
+
+def test_what_was_predicted_for_the_gpu_that_measured_stands_in_its_bars(on_gpu):
+    sizes = predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))
+    here = {label: needed for label, (needed,) in sizes.items()}
+    figure = plot(replace(on_gpu, full_size=sizes, here=here))
+    time, memory = figure.axes[:2]
+    diamonds = [[line.get_xdata()[0] for line in ax.lines if line.get_marker() == "D"] for ax in (time, memory)]
+    assert diamonds == [[4.0, 1.0], [20 * GiB, 10 * GiB]] and "predicted for this GPU" in legend(figure)
+    ranges = [
+        list(line.get_xdata()) for line in time.lines if len(line.get_xdata()) == 2 and line.get_color() == ORANGE
+    ]
+    assert ranges == [[3.0, 5.0], [0.8, 1.3]]
+
+
+def test_parts_have_one_order_also_where_json_has_sorted_them(on_gpu):
+    sizes = predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))
+    mixed = {label: (replace(needed, parts=dict(sorted(needed.parts.items()))),) for label, (needed,) in sizes.items()}
+    drawn = [widths(plot(replace(on_gpu, full_size=each)).axes[-2].patches) for each in (sizes, mixed)]
+    assert drawn[0] == drawn[1]
 
 
 def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_gpu):

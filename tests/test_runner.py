@@ -1,6 +1,8 @@
 """Tiny notebooks run in real kernels."""
 
+import base64
 import copy
+import io
 import itertools
 import re
 import time
@@ -8,17 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from conftest import predicted_sizes
+from PIL import Image
 
 from effgpu import results
 from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.course import runner
+from effgpu.figures import plot, to_png
 from effgpu.measuring.device import Device
 from effgpu.measuring.measurement import Measurement
 from effgpu.units import GiB
 
 CALCULATOR = Device("Pocket calculator", "cpu", 2**30, 1, versions={"torch": "2.8.0"})
+MADE = Measurement("old", ((0.2, 0.21),) * 15, CALCULATOR, peak_allocated=2000)
 PICTURE = """\
 from IPython.display import display
 display({"image/png": "aGVsbG8=\\n", "text/plain": "Figure"}, raw=True)"""
@@ -176,6 +182,16 @@ def test_what_does_not_fit_into_the_budget_is_left_out_and_named(tmp_path, out):
     outcomes = {outcome.name: outcome.failure for outcome in runner.run([quick, later, slow, last], out, budget=8)}
     assert outcomes == {"1": None} | dict.fromkeys("234", runner.OUT_OF_TIME)
     assert 8 <= time.monotonic() - began < 20
+
+
+def test_pictures_are_stored_light_and_look_the_same():
+    figure = plot(Comparison("some", (MADE, replace(MADE, label="new"))))
+    png = to_png(figure)
+    light = base64.b64decode(runner.lighten(base64.b64encode(png).decode()))
+    before, after = (np.asarray(Image.open(io.BytesIO(each)).convert("RGB"), dtype=int) for each in (png, light))
+    assert len(light) < 0.6 * len(png) and before.shape == after.shape
+    assert np.abs(before - after).mean() < 0.5 and np.abs(before - after).max() < 60
+    assert runner.lighten("aGVsbG8=") == "aGVsbG8=", "no PNG"
 
 
 FIRST_SCREEN = "# A title: and more\n\n**One *bold* `sentence`.** Another.\n\n| | |\n|---|---|\n| **Buys** | time |"
