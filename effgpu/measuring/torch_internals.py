@@ -27,6 +27,8 @@ CHECKED = {
     "torch._subclasses.fake_tensor": "2.14.1",
     "torch._subclasses.fake_tensor.FakeTensor": "2.14.1",
     "torch._subclasses.fake_tensor.FakeTensorMode": "2.14.1",
+    "torch._subclasses.fake_tensor.is_fake": "2.14.1",
+    "torch._guards.detect_fake_mode": "2.14.1",
     "torch._subclasses.fake_tensor.in_kernel_invocation_manager": "2.14.1",
     "torch.utils._python_dispatch._disable_current_modes": "2.14.1",
     "torch.overrides._len_torch_function_stack": "2.14.1",

@@ -33,7 +33,9 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import shapes
 from effgpu.predicting.allocator import Block, round_size
+from effgpu.predicting.disguise import disguised
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
+from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -87,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
+        self.values = Values()
         self._zeros: set[int] = set()
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self._optimizers: weakref.WeakSet = weakref.WeakSet()
@@ -137,7 +140,7 @@ class Recorder(TorchDispatchMode):
             return self._read(func, args, kwargs)
         if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
             return whole
-        if self.fakes:
+        if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
         name = func._schema.name
@@ -145,6 +148,8 @@ class Recorder(TorchDispatchMode):
         if name in _TEMPORARY and self.capability:
             self._take_for_a_moment(_TEMPORARY[name](args[1]))
         self._see(result)
+        if self.fakes:
+            self.values.follow(func, args, kwargs, result)
         if self.segments and self.capability:
             self._note(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
@@ -223,6 +228,7 @@ class Recorder(TorchDispatchMode):
         if self._blocks.get(key) is block:
             del self._blocks[key]
             self._zeros.discard(key)
+            self.values.forget(key)
 
     def _see_real(self, value: object) -> None:
         """Count, once, a tensor that was built outside of the variant."""
@@ -250,6 +256,9 @@ class Recorder(TorchDispatchMode):
         if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
             self.segments[-1].calls += 1
             self.segments.append(Segment())
+        if (known := self.values.of(tensor)) is not None:
+            with _disable_current_modes():
+                return known.item()
         where = _reader()
         if tensor.dtype is torch.bool:
             if tensor in self.truths:
@@ -363,6 +372,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         _registered(_kernels(recorder) if recorder.capability else {}),
         _replaced(recorder),
         FakeTensorMode(allow_non_fake_inputs=True) as recorder.fakes,
+        disguised(),
         observed_by(recorder),
         _Translator(recorder),
     ):

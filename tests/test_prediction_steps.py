@@ -1,0 +1,159 @@
+"""The step that is predicted is the one that runs: what libraries, checks, compilers and copies do on real tensors."""
+
+import sys
+from collections import Counter
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+
+from effgpu.measuring.torch_internals import FakeTensor
+from effgpu.predicting.kernels import ATTENTION
+from effgpu.predicting.prediction import predict
+
+pytestmark = pytest.mark.usefixtures("short_collections")
+
+
+def kernels(variant, gpu="A100 80 GB", **options):
+    """The kernels of a step, each with its number."""
+    return sum((segment.kernels for segment in predict(variant, gpu, **options).segments), Counter())
+
+
+# --- libraries that ask whether a tensor is fake ---
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 64, 4, 32
+
+
+def decoder(mask_of=None, tokens_of=lambda: torch.zeros(BATCH, LENGTH, dtype=torch.long)):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = dict(hidden_size=HEADS * WIDTH, intermediate_size=64, num_hidden_layers=1, vocab_size=100)
+    heads = dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, sliding_window=None, use_cache=False)
+    model = MistralForCausalLM._from_config(MistralConfig(**sizes, **heads), dtype=torch.bfloat16)
+    tokens = tokens_of()
+    mask = {} if mask_of is None else dict(attention_mask=mask_of(tokens))
+    return lambda: model(input_ids=tokens, **mask).logits.float().mean().backward()
+
+
+def encoder(mask_of):
+    from transformers import BertConfig, BertModel
+
+    sizes = dict(hidden_size=HEADS * WIDTH, intermediate_size=64, num_hidden_layers=1, vocab_size=100)
+    model = BertModel(BertConfig(**sizes, num_attention_heads=HEADS)).to(torch.bfloat16)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return lambda: model(tokens, attention_mask=mask_of(tokens)).last_hidden_state.float().mean().backward()
+
+
+def padded(tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, LENGTH // 2 :] = 0
+    return mask
+
+
+OUTSIDE_MASK = torch.ones(BATCH, LENGTH, dtype=torch.long)
+MASKS = {
+    "none": None,
+    "of ones": torch.ones_like,
+    "of ones as numbers": lambda tokens: torch.ones(tokens.shape),
+    "compared": lambda tokens: tokens != 3,
+    "from outside": lambda tokens: OUTSIDE_MASK,
+    "copied": lambda tokens: torch.empty_like(tokens).copy_(OUTSIDE_MASK),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_decoder_is_predicted_with_causal_flash_attention(name):
+    attending = {k.name: k.flops for k in kernels(partial(decoder, MASKS[name])) if k.kind == ATTENTION}
+    product = 2 * BATCH * HEADS * LENGTH**2 * WIDTH
+    causal = {"_scaled_dot_product_flash_attention": product}  # half of two products
+    assert attending == causal | {"_scaled_dot_product_flash_attention_backward": 5 * product // 2}
+
+
+@pytest.mark.parametrize("model", [decoder, encoder])
+def test_a_mask_that_masks_is_one(model):
+    names = {kernel.name for kernel in kernels(partial(model, padded)) if kernel.kind == ATTENTION}
+    assert names == {f"_scaled_dot_product_efficient_attention{end}" for end in ("", "_backward")}
+
+
+def test_an_encoder_drops_a_mask_of_ones():
+    names = {kernel.name for kernel in kernels(partial(encoder, torch.ones_like)) if kernel.kind == ATTENTION}
+    assert names == {f"_scaled_dot_product_flash_attention{end}" for end in ("", "_backward")}
+
+
+def a_library(monkeypatch):
+    library = ModuleType("a_library")
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    source = "import torch\nfrom torch._subclasses.fake_tensor import FakeTensor, is_fake\n"
+    source += "def import_now():\n    global Late\n    from torch._subclasses import FakeTensor as Late\n"
+    source += "    return Late\n"
+    exec(compile(source, "/somewhere/a_library.py", "exec"), vars(library))
+    return library
+
+
+def test_no_library_finds_a_tensor_to_be_fake_inside_and_all_do_after(monkeypatch):
+    library, found = a_library(monkeypatch), []
+
+    def step():
+        x = torch.ones(2)
+        module = torch._subclasses
+        found.extend(isinstance(x, kind) for kind in (library.FakeTensor, module.FakeTensor, library.import_now()))
+        found.extend([isinstance(x, module.fake_tensor.FakeTensor), library.is_fake(x)])
+        found.append(torch._guards.detect_fake_mode([x]) is not None)
+
+    predict(lambda: step, "T4", steps=1)
+    assert found == [False] * 6
+    assert library.FakeTensor is torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor is FakeTensor
+    assert library.import_now() is FakeTensor and type(torch._subclasses) is ModuleType
+
+
+# --- values that are known all the same ---
+
+
+def read(function):
+    """What a step gets that reads a number."""
+    seen = []
+
+    def step():
+        seen.append(function())
+
+    predicted = predict(lambda: step, "T4", steps=1)
+    return seen[0], predicted.assumptions + predicted.unknown
+
+
+def written():
+    x = torch.zeros(4, 4)
+    x[1] = 2.0
+    x.view(-1)[:2].add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function, value",
+    [
+        (lambda: (torch.arange(8).diff() == 1).all().item(), True),
+        (lambda: torch.ones(3, 5, dtype=torch.long).sum().item(), 15),
+        (lambda: written().sum().item(), 10.0),
+        (lambda: torch.empty(8).fill_(3).max().item(), 3.0),
+        (lambda: torch.full((4,), 2.5).to(torch.bfloat16).expand(3, 4)[0].min().item(), 2.5),
+        (lambda: torch.tensor([3, 4]).max().item(), 4),
+    ],
+)
+def test_what_is_made_of_constants_is_read_as_it_is(function, value):
+    assert read(function) == (value, ())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: torch.zeros(4).uniform_().max().item(),
+        lambda: torch.zeros(4).add_(torch.rand(4)).max().item(),
+        lambda: torch.zeros(4).bernoulli(0.5).max().item(),
+        lambda: written().mul_(torch.rand(4, 4)).sum().item(),
+        lambda: torch.rand(4, out=torch.zeros(4)).sum().item(),
+        lambda: torch.randint(5, 9, (4,)).max().item(),
+    ],
+)
+def test_what_random_numbers_are_in_is_not_known(function):
+    value, told = read(function)
+    assert value == 1 and "reads a" in told[0]
