@@ -1,5 +1,6 @@
 """The step that is predicted is the one that runs: what libraries, checks, compilers and copies do on real tensors."""
 
+import copy
 import sys
 from collections import Counter
 from functools import partial
@@ -7,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.kernels import ATTENTION
@@ -157,3 +159,38 @@ def test_what_is_made_of_constants_is_read_as_it_is(function, value):
 def test_what_random_numbers_are_in_is_not_known(function):
     value, told = read(function)
     assert value == 1 and "reads a" in told[0]
+
+
+# --- deep copies ---
+
+
+def test_a_deep_copy_is_a_tensor_like_the_first_one():
+    """PyTorch copies a fake tensor's mode, too, which corrupts memory: that is seen much later, or never."""
+    size = 4 * 256 * 256
+    found = []
+
+    def variant(copies):
+        model = nn.Linear(256, 256, bias=False)
+        model.register_buffer("betas", torch.linspace(0, 1, 12, dtype=torch.float64).float())
+        model.register_buffer("scale", torch.tensor(2.0))  # of which PyTorch keeps the value
+        model.tied, model.weight.mine = model.weight, [1]
+        model(torch.rand(2, 256)).sum().backward()
+        slow = copy.deepcopy(model) if copies else model
+
+        def step():
+            slow.weight.data.lerp_(model.weight.data, 0.1)
+            found.append((slow.scale.item(), slow.weight.mine, slow.tied is slow.weight, slow.weight.grad.shape))
+            assert isinstance(slow.weight, nn.Parameter) and slow.weight.requires_grad and not slow.betas.requires_grad
+            copies = slow.weight, slow.weight.grad, slow.betas, slow.scale, copy.deepcopy({"of": model.betas})["of"]
+            assert {each.fake_mode for each in copies} == {model.weight.fake_mode}
+
+        return step
+
+    one, two = (predict(partial(variant, copies), "T4") for copies in (False, True))
+    assert two.allocated - one.allocated == pytest.approx(2 * size, rel=0.01)  # with its gradient
+    assert found == [(2.0, [1], True, (256, 256))] * 4
+
+
+def test_a_deep_copy_of_what_is_computed_is_refused_as_pytorch_does():
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        predict(lambda: lambda: copy.deepcopy(torch.rand(2, requires_grad=True) * 2), "T4")

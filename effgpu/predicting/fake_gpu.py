@@ -5,6 +5,7 @@ The fake tensors are on the CPU, because autograd's engine asks for a real CUDA 
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -345,6 +346,8 @@ class _Translator(TorchFunctionMode):
             return None
         if name == "__format__" and args[1] and not args[0].dim():
             return format(args[0].item(), args[1])
+        if name == "__deepcopy__" and isinstance(args[0], FakeTensor):
+            return _copy_deeply(*args)
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
         if func is torch.device:  # a name and an index: the CPU has no index
@@ -365,13 +368,35 @@ def _on_cpu(value: object) -> object:
     return value
 
 
+class _Fakes(FakeTensorMode):
+    """The mode that a fake tensor belongs to. A copy, with the objects in C that it remembers, corrupts memory."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Fakes":
+        return self
+
+
+def _copy_deeply(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
+    """torch.Tensor.__deepcopy__, which fails where a fake tensor has a constant."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    memo[id(tensor)] = copied = tensor.detach().clone()
+    copied.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = _copy_deeply(tensor.grad, memo)
+    own = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
+    vars(copied).update(copy.deepcopy(own, memo))
+    return copied
+
+
 @contextlib.contextmanager
 def as_gpu(recorder: Recorder) -> Iterator[None]:
     """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before."""
     with (
         _registered(_kernels(recorder) if recorder.capability else {}),
         _replaced(recorder),
-        FakeTensorMode(allow_non_fake_inputs=True) as recorder.fakes,
+        _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
         disguised(),
         observed_by(recorder),
         _Translator(recorder),
