@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -12,8 +13,10 @@ from torch import nn
 
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.kernels import ATTENTION
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
+from effgpu.units import MiB
 
+T4 = find_gpu("T4")
 pytestmark = pytest.mark.usefixtures("short_collections")
 
 
@@ -194,3 +197,96 @@ def test_a_deep_copy_is_a_tensor_like_the_first_one():
 def test_a_deep_copy_of_what_is_computed_is_refused_as_pytorch_does():
     with pytest.raises(RuntimeError, match="graph leaves"):
         predict(lambda: lambda: copy.deepcopy(torch.rand(2, requires_grad=True) * 2), "T4")
+
+
+# --- compiled code ---
+
+
+def linear(width=1024, batch=4096, wrap=lambda model: model, optimizer=torch.optim.AdamW):
+    model = nn.Linear(width, width, bias=False)
+    compiled, trained, inputs = wrap(model), optimizer(model.parameters(), fused=True), torch.rand(batch, width)
+
+    def step():
+        compiled(inputs).relu().mean().backward()
+        trained.step()
+        trained.zero_grad()
+
+    return step
+
+
+def never_runs(model):
+    @torch.compile(fullgraph=True)
+    def unused(x):
+        return x + 1
+
+    torch.compile(nn.Linear(2, 2))
+    torch.compile(mode="max-autotune")(model.forward)
+    return model
+
+
+def in_place(model):
+    model.compile()
+    return model
+
+
+COMPILED_BEFORE = torch.compile(torch.relu)
+COMPILING = {
+    "a model": torch.compile,
+    "with options": partial(torch.compile, dynamic=True),
+    "a function": lambda model: torch.compile(lambda x: model(x)),
+    "in place": in_place,
+    "before": lambda model: lambda x: COMPILED_BEFORE(model(x)),
+}
+
+
+def test_what_is_decorated_and_never_runs_is_not_compiled():
+    eager, decorated = (predict(partial(linear, wrap=wrap), "2 GiB") for wrap in (lambda model: model, never_runs))
+    assert not decorated.compiled and repr(decorated) == repr(eager)
+    assert decorated.verdict() == FITS
+
+
+@pytest.mark.parametrize("name", COMPILING)
+def test_compiled_code_that_runs_is_counted_as_eager_and_its_verdict_says_something(name):
+    eager, compiled = predict(linear, "T4"), predict(partial(linear, wrap=COMPILING[name]), "T4")
+    assert compiled.compiled and not compiled.unknown and "compiled code" in repr(compiled)
+    assert compiled.owners["weights"] == eager.owners["weights"] == 4 * 1024 * 1024
+    high = compiled.total().high
+    assert high == pytest.approx(eager.total().high + 0.05 * compiled.reserved, rel=0.1)
+    assert compiled.verdict(replace(T4, memory=high)) == FITS
+    assert compiled.verdict(replace(T4, memory=high - 1)) == MAY_NOT_FIT
+    low = compiled.total().low
+    kept = compiled.resting + (compiled.allocated - compiled.resting) / 2  # the rest may be recomputed, or fused away
+    assert low == pytest.approx((1 - LESS) * kept + compiled.workspaces.low + T4.context[0], abs=2)
+    assert compiled.verdict(replace(T4, memory=low - 1)) == DOES_NOT_FIT
+
+
+def test_a_compiled_model_is_the_wrapper_that_pytorch_makes():
+    def variant():
+        model = nn.Linear(4, 4)
+        compiled = torch.compile(model)
+        assert compiled._orig_mod is model and list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+        assert copy.deepcopy(compiled)(torch.rand(2, 4)).shape == (2, 4)
+        return lambda: compiled.eval()(torch.rand(2, 4)).sum().backward()
+
+    assert predict(variant, "T4").compiled
+
+
+def vision_transformer(wrap, width=1024, depth=4, batch=8):
+    """A quarter of ViT-g's depth: torchao's README has the compiled peak of the whole within 1 % of the eager one."""
+    layers = (nn.TransformerEncoderLayer(width, 16, 4 * width, 0.0, "gelu", batch_first=True) for _ in range(depth))
+    model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    optimizer, compiled = torch.optim.AdamW(model.parameters(), fused=True), wrap(model)
+
+    def step():
+        compiled(torch.zeros(batch, 257, width, device="cuda", dtype=torch.bfloat16)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_compiled_code_fits_a_gpu_with_a_quarter_of_its_memory_free():
+    compiled = predict(partial(vision_transformer, torch.compile), "16376 MiB")
+    enough = Gpu("enough", int(compiled.total().high / 0.77), (8, 9), compiled.gpus[0].context)
+    assert compiled.verdict(enough) == FITS and compiled.total(enough).high < 16376 * MiB
+    assert largest(lambda batch: partial(linear, batch=batch, wrap=torch.compile), "8 GiB", most=10**6).fits > 4096

@@ -40,6 +40,7 @@ CHECKED = {
     "torch._C._current_graph_task_id": "2.14.1",
     "torch._dynamo.eval_frame": "2.14.1",
     "torch._dynamo.eval_frame._callback_from_stance": "2.14.1",
+    "torch._dynamo.eval_frame.OptimizedModule": "2.14.1",
     "torch.autograd._engine_run_backward": "2.14.1",
     "torch.autocast._enabled": "2.14.1",
     "torch.autocast._cache_enabled": "2.14.1",

@@ -64,7 +64,7 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
 
-COMPILED = "compiled code: it was counted as it runs without torch.compile"
+COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 
@@ -456,18 +456,25 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     from torch.cuda.amp import common
     from torch.utils.data import DataLoader
 
+    from effgpu.measuring.torch_internals import OptimizedModule, _SingleProcessDataLoaderIter, eval_frame
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
-    from effgpu.measuring.torch_internals import _SingleProcessDataLoaderIter, eval_frame
+
+    def mark(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):  # what is never called is never compiled
+            recorder.assumptions[COMPILED] = None
+            return function(*args, **kwargs)
+
+        return run
 
     def run_eagerly(model=None, **options):
         if model is None:
             return functools.partial(run_eagerly, **options)
-        recorder.unknown[COMPILED] = None
-        return model
+        return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
 
     def run_uncompiled(callback):
         if callback:
-            recorder.unknown[COMPILED] = None
+            recorder.assumptions[COMPILED] = None
 
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
