@@ -1,6 +1,7 @@
 """The step that is predicted is the one that runs: what libraries, checks, compilers and copies do on real tensors."""
 
 import copy
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from effgpu.__main__ import main
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.kernels import ATTENTION
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
@@ -290,3 +292,186 @@ def test_compiled_code_fits_a_gpu_with_a_quarter_of_its_memory_free():
     enough = Gpu("enough", int(compiled.total().high / 0.77), (8, 9), compiled.gpus[0].context)
     assert compiled.verdict(enough) == FITS and compiled.total(enough).high < 16376 * MiB
     assert largest(lambda batch: partial(linear, batch=batch, wrap=torch.compile), "8 GiB", most=10**6).fits > 4096
+
+
+# --- checks of values ---
+
+
+def checking(check, *shape):
+    """A variant whose step checks what a layer gives."""
+    model = nn.Linear(16, 16)
+
+    def step():
+        out = model(torch.rand(*(shape or (8, 16))))
+        check(out)
+        out.mean().backward()
+
+    return step
+
+
+def unless(out):
+    if not (out[:, 2:] >= out[:, :-2]).all():
+        raise ValueError("boxes must be in corner format")
+
+
+def if_any(out):
+    if (out > 2).any() or (out < -2).any():
+        raise ValueError("too large")
+
+
+def mixed(out):
+    if (out > 2).any() or not (out > -2).all():
+        raise ValueError("too large")
+
+
+def helped(out):
+    if not is_good(out):
+        raise ValueError("not good")
+
+
+def is_good(out):
+    good = (out > 0).all()
+    return bool(good)
+
+
+def ordered(out):
+    assert out.min() >= 0 and not (out > 1).any(), "not a share"
+
+
+def one_of_one(out):
+    (800,)[int(torch.empty(1).uniform_(0, 1).item())]
+
+
+def two_of_two(out):
+    (1, 2)[out.argmax().item() - 1], (1,)[out.argmin().item()]
+
+
+PASSES = [unless, if_any, mixed, helped, ordered, one_of_one, two_of_two]
+PASSES += [lambda out: torch.distributions.Normal(out, out.exp(), validate_args=True).log_prob(out)]
+PASSES += [lambda out: torch.distributions.Categorical(logits=out, validate_args=True).sample()]
+PASSES += [lambda out: torch._assert((out > 0).all(), "not positive")]
+PASSES += [lambda out: torch.testing.assert_close(out, out * 2)]
+
+
+@pytest.mark.parametrize("check", [*PASSES, lambda out: require(torch.allclose(out, out.exp()))])
+def test_a_check_that_cannot_be_decided_passes_and_is_named(check):
+    plain, checked = predict(partial(checking, lambda out: None), "T4"), predict(partial(checking, check), "T4")
+    assert checked.verdict() == FITS and checked.owners["weights"] == plain.owners["weights"]
+    assert re.search(
+        r"assumed: test_prediction_steps.py:\d+ (checks a value, taken as passed|reads a number)", repr(checked)
+    )
+    if check in (unless, if_any):  # is one check, and seen to be one
+        assert not checked.unknown
+
+
+def require(truth):
+    assert truth
+
+
+def test_a_check_of_what_is_known_is_decided():
+    def fails(out):
+        assert (torch.zeros(3) > 0).all(), "known to be wrong"
+
+    with pytest.raises(AssertionError, match="known to be wrong"):
+        predict(partial(checking, fails), "T4")
+
+
+def test_an_error_after_a_guess_says_which_line_read_what():
+    def fails(out):
+        size = 3 if out.sum() > 0 else 4
+        raise IndexError(f"no place {size}")
+
+    told = r"predict: IndexError: no place 4, after test_prediction_steps.py:\d+ read a value, taken as False"
+    with pytest.raises(RuntimeError, match=told):
+        predict(partial(checking, fails), "T4")
+
+
+# --- shapes by value ---
+
+
+def choosing(function):
+    """A variant whose step keeps what a function chooses, of 4,096 rows of 256 numbers and as many labels."""
+
+    def variant():
+        model = nn.Linear(256, 256)
+
+        def step():
+            labels = torch.randint(-100, 1000, (4096,))
+            return function(model(torch.rand(4096, 256)), labels)
+
+        return lambda: step().sum().backward()
+
+    return variant
+
+
+CHOOSE = {
+    "a mask": lambda out, labels: out[labels >= 0],
+    "places": lambda out, labels: out[torch.where(labels >= 0)[0]],
+    "nonzero": lambda out, labels: out[(labels >= 0).nonzero().flatten()],
+    "argwhere": lambda out, labels: out[torch.argwhere(labels)[:, 0]],
+    "a mask and places": lambda out, labels: out[labels >= 0, :4],
+    "masked_select": lambda out, labels: out.masked_select(out.detach() > 0),
+    "unique": lambda out, labels: out[labels.unique() * 0],
+    "unique with places": lambda out, labels: out[labels.unique(return_inverse=True)[1]],
+}
+
+
+@pytest.mark.parametrize("name", CHOOSE)
+@pytest.mark.parametrize("options, share", [({}, 0.5), ({"taken": 0.25}, 0.25), ({"taken": 0}, 0), ({"taken": 1}, 1)])
+def test_an_index_by_value_takes_the_share_that_is_said(name, options, share):
+    shapes = []
+    note = lambda *given: shapes.append((chosen := CHOOSE[name](*given)).shape) or chosen
+    predicted = predict(choosing(note), "T4", steps=1, **options)
+    number = 4096 if name == "unique with places" else 4096 * share * (256 if name == "masked_select" else 1)
+    assert shapes[0][0] == number and not predicted.unknown
+    assert any(f"takes {share:.0%} of what it chooses from by value" in told for told in predicted.assumptions)
+
+
+def test_the_memory_follows_the_share():
+    wide = choosing(lambda out, labels: out[labels >= 0].repeat(1, 64).exp())
+    quarter, half = (predict(wide, "T4", taken=share).owners["activations"] for share in (0.25, 0.5))
+    assert half - quarter == pytest.approx(2 * 4 * 1024 * 256 * 64, rel=0.05)  # of repeat, and of exp
+
+
+def test_what_is_known_is_taken_as_it_is_unless_a_share_is_said():
+    shapes = []
+
+    def choose(out, labels):
+        mask = torch.arange(4096) < 1000
+        shapes.append(out[mask].shape[0])
+        return out
+
+    assert not predict(choosing(choose), "T4", steps=1).assumptions
+    assert "takes 10%" in predict(choosing(choose), "T4", steps=1, taken=0.1).assumptions[0]
+    assert shapes == [1000, 410]
+
+
+def test_the_cpu_waits_for_what_is_counted():
+    segments = lambda function: len(predict(choosing(function), "T4").segments)
+    assert segments(lambda out, labels: out) == 1 < segments(CHOOSE["a mask"])
+
+
+def test_an_operation_from_elsewhere_takes_the_share_of_its_rows():
+    import torchvision
+
+    kept = []
+
+    def choose(out, labels):
+        kept.append(torchvision.ops.nms(out[:, :4].detach(), out[:, 4].detach(), 0.5).shape[0])
+        return out
+
+    predict(choosing(choose), "T4", steps=1, taken=0.25)
+    assert kept == [1024]
+
+
+@pytest.mark.parametrize("taken", [-0.1, 1.1, "half"])
+def test_a_share_that_is_none_is_refused(taken):
+    with pytest.raises(ValueError, match="taken: expected a share from 0 to 1"):
+        predict(linear, "T4", taken=taken)
+
+
+def test_the_share_is_said_on_the_command_line(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("import torch\n\ndef variant():\n    return lambda: (x := torch.rand(8))[x > 0.5].sum()\n")
+    assert main(["predict", f"{script}:variant", "--gpu", "T4", "--taken", "0.25"]) == 0
+    assert "script.py:4 takes 25% of what it chooses from by value" in capsys.readouterr().out

@@ -178,6 +178,9 @@ class _Witness(Recorder):
         self._watch = watch
         self._sites: dict[int, Site | None] = {}  # by the block's place
 
+    def _made_of(self) -> tuple:
+        return self.capability, self._watch
+
     def note_kernels(self) -> None:
         super().note_kernels()
         self._watch.events.clear()

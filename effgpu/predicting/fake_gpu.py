@@ -35,6 +35,7 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import shapes
 from effgpu.predicting.allocator import Block, round_size
 from effgpu.predicting.disguise import disguised
+from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
 from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
@@ -63,6 +64,9 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
+_COMPARES = {aten.allclose.default, aten.equal.default}
+# whose results have shapes that depend on values
+_BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
 
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
@@ -91,6 +95,10 @@ class Recorder(TorchDispatchMode):
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
+        self.guesses: list[Guess] = []
+        self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
+        self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
+        self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self._optimizers: weakref.WeakSet = weakref.WeakSet()
@@ -139,6 +147,15 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func, args: tuple, kwargs: dict):
         if func is aten._local_scalar_dense.default:
             return self._read(func, args, kwargs)
+        if self.fakes and func in _COMPARES:
+            self._wait()
+            return self._guess(False, _reader())
+        if self.fakes and func.overloadpacket in _BY_VALUES:
+            func, args, kwargs, result = self._choose(func, args, kwargs)
+            if result is not None:
+                return result
+        if func.namespace != "aten":
+            self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
         if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
             return whole
         if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
@@ -254,9 +271,8 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
-        if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
-            self.segments[-1].calls += 1
-            self.segments.append(Segment())
+        if not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
+            self._wait()
         if (known := self.values.of(tensor)) is not None:
             with _disable_current_modes():
                 return known.item()
@@ -264,17 +280,112 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             if tensor in self.truths:
                 return self.truths[tensor]
-            if where:
-                self.unknown[f"{where} decides by a value, taken as False"] = None
-            return False
+            return self._guess(False, where)
         if tensor.is_floating_point():
-            value = 0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0
-            if where:
-                self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+            return self._guess(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
+        return self._guess(1, where)
+
+    def _wait(self) -> None:
+        """The CPU waits for the GPU."""
+        if self.segments:
+            self.segments[-1].calls += 1
+            self.segments.append(Segment())
+
+    def _guess(self, value: bool | int | float, where: str | None) -> bool | int | float:
+        """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
+        site, frame = find_reader()
+        if where is None:
             return value
-        if where:
+        passes = passing(frame) if isinstance(value, bool) else None
+        if site in self.answers or passes is not None:
+            value = self.answers.get(site, passes)
+            told = (
+                "checks a value, taken as passed" if isinstance(value, bool) else f"reads a number, taken as {value:g}"
+            )
+            self.assumptions[f"{where} {told}"] = None
+            self.guesses.append(Guess(site, where, value))
+            return value
+        self.guesses.append(Guess(site, where, value))
+        if isinstance(value, bool):
+            self.unknown[f"{where} decides by a value, taken as False"] = None
+        elif isinstance(value, float):
+            self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+        else:
             self.unknown[f"{where} reads a whole number, taken as 1: no size may depend on it"] = None
-        return 1
+        return value
+
+    def answer_otherwise(self) -> bool:
+        """After an error: take the last guess the other way round in the next walk. False if all have been."""
+        left = [guess for guess in self.guesses if guess.site not in self.answers and guess.value != guess.other]
+        if not left or len(self.answers) == MOST_TRIES:
+            return False
+        self.answers[left[-1].site] = left[-1].other
+        return True
+
+    def again(self) -> None:
+        """Forget all but what to answer, for another walk."""
+        answers, taken = self.answers, self.taken
+        self.__init__(*self._made_of())
+        self.answers, self.taken = answers, taken
+
+    def _made_of(self) -> tuple:
+        return (self.capability,)
+
+    def choose_from(self, number: int, known: int | None = None) -> int:
+        """How many of so many elements an operation takes that depends on values, which is said if it is not known."""
+        if known is not None and self.taken is None:
+            return known
+        share = 0.5 if self.taken is None else self.taken
+        if where := _reader():
+            self.assumptions[f"{where} takes {share:.0%} of what it chooses from by value (taken={share:g})"] = None
+        return round(share * number)
+
+    def choose_rows(self, *_: object, **__: object) -> int:
+        """The size of a result that an operation from elsewhere leaves open: a share of its first argument's rows."""
+        return self.choose_from(self._chosen_from)
+
+    def _choose(self, func, args: tuple, kwargs: dict) -> tuple:
+        """An operation whose result's shape depends on values, and its arguments; or its result, as the last item."""
+        name = func.overloadpacket.__name__
+        if name == "index":
+            tensor, indices = args
+            masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
+            parts = [self._find(i).unbind(1) if mask else (i,) for i, mask in zip(indices, masks)] if any(masks) else ()
+            indices = [index for part in parts for index in part] if parts else indices
+            return func, (tensor, indices), kwargs, None
+        given = args[0]
+        if name == "nonzero":
+            return func, args, kwargs, self._find(given)
+        if name == "masked_select":
+            tensor, mask = torch.broadcast_tensors(*args)
+            found = self._find(mask)
+            return aten.index.Tensor, (tensor, list(found.unbind(1))), {}, None
+        by_dim = name in ("unique_dim", "unique_dim_consecutive") or kwargs.get("dim") is not None
+        if by_dim:
+            return func, args, kwargs, None
+        self._wait()
+        count = self.choose_from(given.numel())
+        wanted = (True, *(args[len(args) - 2 :] if len(args) > 2 else (True, True)))
+        sizes = (count,), given.shape, (count,)
+        kinds = given.dtype, torch.int64, torch.int64
+        made = [self._empty(size if on else (0,), kind) for size, kind, on in zip(sizes, kinds, wanted)]
+        self._see(made)
+        return func, args, kwargs, tuple(made[: len(func._schema.returns)])
+
+    def _find(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
+        known = self.values.of(tensor)
+        with _disable_current_modes():
+            count = None if known is None else int(known.count_nonzero())
+        found = self._empty((self.choose_from(tensor.numel(), count), tensor.dim()), torch.int64)
+        self._see(found)
+        if self.segments and self.capability:
+            self._note(aten.nonzero.default, (tensor,), {}, found)
+        self._wait()
+        return found
+
+    def _empty(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+        return aten.empty.memory_format(shape, dtype=dtype, device="cpu")
 
     def read_array(self, tensor: torch.Tensor):
         """The NumPy array that a tensor is read as: zeros."""
@@ -456,7 +567,12 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     from torch.cuda.amp import common
     from torch.utils.data import DataLoader
 
-    from effgpu.measuring.torch_internals import OptimizedModule, _SingleProcessDataLoaderIter, eval_frame
+    from effgpu.measuring.torch_internals import (
+        FakeImplCtx,
+        OptimizedModule,
+        _SingleProcessDataLoaderIter,
+        eval_frame,
+    )
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
 
     def mark(function):
@@ -499,6 +615,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
         (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
         (torch, "compile", run_eagerly),
+        (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
         (eval_frame, "_callback_from_stance", run_uncompiled),
         (torch.nn.Module, "_apply", _apply),
         (DataLoader, "_get_iterator", load_here),

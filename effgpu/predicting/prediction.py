@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
@@ -191,23 +191,32 @@ def predict(
     *,
     steps: int = STEPS,
     measured: bool = False,
+    taken: float | None = None,
 ) -> Prediction:
     """Predict what a variant's training step takes on a GPU, memory and time, and whether it fits, without a GPU.
 
     `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them,
     or None for all known GPUs. `steps` steps are counted after building. They run on fake tensors, without values.
     Everything that the variant builds or uses counts as on the GPU. `measured` also runs the variant on this device and
-    says who owned its peak, which takes the memory and the time that the prediction saves.
+    says who owned its peak, which takes the memory and the time that the prediction saves. `taken` is the share, from 0
+    to 1, that each boolean index takes, `nonzero` and the like: where it is not given, what is known, or else half.
 
-    Raises ValueError for an unknown GPU. Raises RuntimeError, with the reason, for a step that cannot run without
-    values: a result's shape depends on them, or an operation is not known to fake tensors.
+    Raises ValueError for an unknown GPU, or a share that is none. Raises RuntimeError, with the reason, for a step that
+    cannot run without values: a result's shape depends on them, or an operation is not known to fake tensors.
     """
     check_positive(Integral, steps=steps)
+    if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
+        raise ValueError(f"taken: expected a share from 0 to 1, got {taken!r}")
     gpus = _find_gpus(gpu)
-    newest = (8, 0) if gpu is None else max(gpu.capability for gpu in gpus)
-    predicted = walk(variant, gpus, Recorder(newest), steps)
+
+    def walk_on(capability: tuple[int, int]) -> Prediction:
+        recorder = Recorder(capability)
+        recorder.taken = taken
+        return walk(variant, gpus, recorder, steps)
+
+    predicted = walk_on((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
-        predicted = replace(predicted, older=walk(variant, gpus, Recorder(max(older)), steps))
+        predicted = replace(predicted, older=walk_on(max(older)))
     return replace(predicted, measured=_measure_owners(variant, steps)) if measured else predicted
 
 
@@ -226,15 +235,7 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
 
     Raises RuntimeError, with the reason, for a step that cannot run without values.
     """
-    try:
-        with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
-            # to copy a module asks for its tensors' addresses, and a fake tensor has none
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            run_variant(variant, partial(_run, recorder=recorder, steps=steps))
-    except Exception as error:
-        if why := _explain(error):
-            raise RuntimeError(f"predict: {why}") from error
-        raise
+    _walk_until_checks_pass(variant, recorder, steps)
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
@@ -255,6 +256,28 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
         recorder.holds_from,
         segments=tuple(recorder.segments),
     )
+
+
+def _walk_until_checks_pass(variant: Variant, recorder: Recorder, steps: int) -> None:
+    """Walk the variant, and again with another guess where an error follows a value that was guessed."""
+    first = None
+    while True:
+        try:
+            with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
+                # to copy a module asks for its tensors' addresses, and a fake tensor has none
+                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+                return run_variant(variant, partial(_run, recorder=recorder, steps=steps))
+        except Exception as error:
+            if why := _explain(error):
+                raise RuntimeError(f"predict: {why}") from error
+            if not recorder.guesses and first is None:
+                raise
+            first = first or (error, recorder.guesses)
+            if not recorder.answer_otherwise():
+                read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
+                told = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
+                raise RuntimeError(f"predict: {told}") from first[0]
+        recorder.again()
 
 
 def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
