@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -475,3 +476,118 @@ def test_the_share_is_said_on_the_command_line(tmp_path, capsys):
     script.write_text("import torch\n\ndef variant():\n    return lambda: (x := torch.rand(8))[x > 0.5].sum()\n")
     assert main(["predict", f"{script}:variant", "--gpu", "T4", "--taken", "0.25"]) == 0
     assert "script.py:4 takes 25% of what it chooses from by value" in capsys.readouterr().out
+
+
+# --- what is not on the GPU ---
+
+LAYERS, SIDE = 4, 1024
+LAYER = SIDE * SIDE * 2  # bytes in bfloat16
+
+
+def layers(**options):
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False, **options) for _ in range(LAYERS)))
+
+
+def from_meta():
+    model = layers(device="meta", dtype=torch.bfloat16)
+    for number in range(LAYERS):
+        model[number] = nn.Linear(SIDE, SIDE, bias=False, device="cuda", dtype=torch.bfloat16)
+    return model
+
+
+def in_a_context():
+    with torch.device("meta"):
+        x = torch.ones(SIDE, SIDE) @ torch.ones(SIDE, SIDE)
+        assert x.device.type == "meta"
+    with torch.device("cuda"):
+        return layers(dtype=torch.bfloat16)
+
+
+def loaded():
+    model = layers()
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    return model.bfloat16().cuda()
+
+
+BUILT = {
+    "cast on the CPU": lambda: layers().to(torch.bfloat16).to("cuda"),
+    "moved as it is cast": lambda: layers().to("cuda", torch.bfloat16),
+    "cuda": lambda: layers(dtype=torch.bfloat16).cuda(),
+    "loaded": loaded,
+    "from meta": from_meta,
+    "in a context": in_a_context,
+    "a copy kept": lambda: KEPT.append(model := layers(dtype=torch.bfloat16)) or copy.deepcopy(model).to("cuda"),
+}
+KEPT = []
+
+
+def built(build):
+    model = build()
+    x = torch.zeros(8, SIDE, device="cuda", dtype=torch.bfloat16)
+    return lambda: model(x).mean().backward()
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_what_is_built_elsewhere_takes_nothing_of_the_gpu(name):
+    straight = predict(partial(built, lambda: layers(device="cuda", dtype=torch.bfloat16)), "T4")
+    predicted = predict(partial(built, BUILT[name]), "T4")
+    KEPT.clear()
+    assert predicted.owners == straight.owners and straight.owners["weights"] == LAYERS * LAYER
+    assert predicted.allocated <= predicted.reserved == straight.reserved
+    assert predicted.time().expected == straight.time().expected
+
+
+def test_of_data_on_the_cpu_only_the_batch_is_on_the_gpu():
+    def variant():
+        data = torch.zeros(64, 1024, 1024)
+        return lambda: data[:2].to("cuda").exp_().sum()
+
+    assert predict(variant, "T4").allocated == pytest.approx(2 * 4 * 1024**2, rel=0.01)
+
+
+def chained(device, keep):
+    x = torch.ones(1024, 1024, device=device, requires_grad=True)
+
+    def step():
+        with keep():
+            y = x
+            for _ in range(8):
+                y = y.exp()
+        y.sum().backward()
+
+    return step
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_is_saved_on_the_cpu_is_not_on_the_gpu(device, pinned):
+    save = partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned)
+    plain, saved = (predict(partial(chained, device, keep), "T4").allocated for keep in (nullcontext, save))
+    size = 4 * 1024**2
+    assert plain == pytest.approx(12 * size, rel=0.01)  # x and its gradient, eight results, two gradients of them
+    assert 4 * size < saved < 6.1 * size
+
+
+@pytest.mark.parametrize("move", [lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: x.detach().to(device="cpu")])
+def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
+    def variant(move):
+        held = [torch.ones(1024, 1024, device="cuda") for _ in range(8)]
+
+        def step():
+            kept = [move(held.pop()) for _ in range(8)]
+            torch.empty(8 * 1024, 1024, device="cuda")
+            held.extend(each.to("cuda") for each in kept)
+
+        return step
+
+    stays, moved = (predict(partial(variant, way), "T4").allocated for way in (lambda x: x, move))
+    assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
+
+
+def test_what_meets_a_tensor_on_the_gpu_is_there_too():
+    def variant():
+        x = torch.ones(1024, 1024, device="cuda")
+        positions = torch.arange(1024.0, device=x.device).repeat(1024, 1)  # a fake tensor's device says CPU
+        return lambda: (x + positions).sum()
+
+    assert predict(variant, "T4").allocated == pytest.approx(3 * 4 * 1024**2, rel=0.01)

@@ -187,10 +187,10 @@ class _Witness(Recorder):
 
     def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:
         """The bytes at the peak by line and owner, the most first."""
-        _, at = find_peak(self.blocks, self.first)
+        _, at = find_peak(self.on_gpu, self.first)
         owned: dict[tuple[Site | None, str], int] = {}
         for place, block in enumerate(self.blocks):
-            if block.born <= at < block.died:
+            if self.is_on_gpu(block) and block.born <= at < block.died:
                 key = self._sites.get(place), block.owner
                 owned[key] = owned.get(key, 0) + block.size
         return tuple((*key, size) for key, size in sorted(owned.items(), key=lambda item: -item[1]))

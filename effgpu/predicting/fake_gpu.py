@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
     DispatchKey,
@@ -65,6 +66,7 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
 _COMPARES = {aten.allclose.default, aten.equal.default}
+_CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 # whose results have shapes that depend on values
 _BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
 
@@ -96,12 +98,15 @@ class Recorder(TorchDispatchMode):
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
         self.guesses: list[Guess] = []
+        self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
+        self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
         self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self._optimizers: weakref.WeakSet = weakref.WeakSet()
+        self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
@@ -161,14 +166,17 @@ class Recorder(TorchDispatchMode):
         if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
+        place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
         name = func._schema.name
         result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
         if name in _TEMPORARY and self.capability:
             self._take_for_a_moment(_TEMPORARY[name](args[1]))
+        self._placing = place
         self._see(result)
+        self._placing = before
         if self.fakes:
             self.values.follow(func, args, kwargs, result)
-        if self.segments and self.capability:
+        if self.segments and self.capability and not self._moving and not _is_meta(result):
             self._note(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
@@ -228,12 +236,13 @@ class Recorder(TorchDispatchMode):
         if storage._cdata in self._blocks:
             return
         size = storage.nbytes()
-        if not size:
+        if not size or _is_meta(tensor):
             return
         self._events += 1
         is_forward = self._started and not self.optimizing and _current_graph_task_id() == -1
         owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
+        block.place = self._placing
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
         finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
@@ -258,12 +267,68 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(
                     "predict: the step uses parameters from outside of the variant: build the model inside of it"
                 )
-            if value.dim() and value.numel():
+            if value.dim() and value.numel() and not self._moving:
                 self._add(value)
                 self.assumptions["what the variant takes from outside of itself is on the GPU, too"] = None
 
+    @property
+    def on_gpu(self) -> list[Block]:
+        """The blocks that lie on the GPU: all but those on the CPU, or those that are said to, if any tensor is."""
+        return [block for block in self.blocks if self.is_on_gpu(block)]
+
+    def is_on_gpu(self, block: Block) -> bool:
+        """Whether a block takes memory of the GPU."""
+        return block.place == "gpu" or (not block.place and not self.names_gpu)
+
+    def _meet(self, func, args: tuple, kwargs: dict) -> str:
+        """Where the results of an operation lie: on the GPU with what it takes, which brings all of that there."""
+        given = [t for t in tensors_of((args, kwargs)) if not isinstance(t, FakeTensor) or t.constant is None]
+        blocks = [
+            (tensor, self._blocks.get(tensor.untyped_storage()._cdata)) for tensor in given if _has_storage(tensor)
+        ]
+        if not any(block is not None and block.place == "gpu" for _, block in blocks):
+            return self._placing
+        if func.overloadpacket not in _CROSSES and not self._moving:
+            for tensor, block in blocks:
+                if block is not None and block.place != "gpu" and tensor.dim():
+                    if block.place == "host":  # copied there by a name that is not seen: tensor.to(other.device)
+                        self._events += 1
+                        block.born = self._events
+                    block.place = "gpu"
+        return self._placing or "gpu"
+
+    @contextlib.contextmanager
+    def placing(self, place: str, moving: bool = False) -> Iterator[None]:
+        """Inside, new tensors lie there."""
+        before = self._placing, self._moving
+        self._placing, self._moving = place, moving
+        try:
+            yield
+        finally:
+            self._placing, self._moving = before
+
+    def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
+        """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
+        if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor) or _is_meta(tensor):
+            return tensor
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if (block is not None and block.place == "gpu") == (place == "gpu"):
+            return tensor
+        with self.placing(place, moving=True):
+            return tensor.clone()
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU, whatever the step says of the tensor."""
+        with self.placing("host", moving=True):
+            return tensor.detach().clone()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU of what was sent."""
+        with self.placing("gpu", moving=True):
+            return tensor.clone()
+
     def _take_for_a_moment(self, size: int) -> None:
-        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2))
+        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2, place="gpu"))
         self._events += 2
 
     def _read(self, func, args, kwargs):
@@ -421,6 +486,9 @@ class Recorder(TorchDispatchMode):
             parameters = [p for p in module._parameters.values() if p is not None]
             self._name(parameters, "weights")
             self._name((parameter.grad for parameter in parameters), "gradients")
+        copied = list(self.copied)
+        self._name(copied, "weights")
+        self._name((parameter.grad for parameter in copied), "gradients")
         for optimizer in list(self._optimizers):
             self._name_state(optimizer)
 
@@ -437,6 +505,14 @@ class Recorder(TorchDispatchMode):
                     block.owner = owner
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, FakeTensor) and value.fake_device.type == "meta"
+
+
 class _Translator(TorchFunctionMode):
     """A GPU that is named is the CPU that stands for it."""
 
@@ -449,8 +525,13 @@ class _Translator(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # most calls ask for a tensor's shape, type or the like
             return func(*args, **kwargs)
-        if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
+        if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
             return args[0]
+        if name == "cuda" and args and isinstance(args[0], torch.Tensor):
+            self._recorder.names_gpu = True
+            return self._recorder.move(args[0], "gpu")
+        if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
+            return func(*args, **kwargs)
         if name == "is_pinned":
             return False
         if name == "record_stream":
@@ -458,25 +539,40 @@ class _Translator(TorchFunctionMode):
         if name == "__format__" and args[1] and not args[0].dim():
             return format(args[0].item(), args[1])
         if name == "__deepcopy__" and isinstance(args[0], FakeTensor):
-            return _copy_deeply(*args)
+            copied = _copy_deeply(*args)
+            if isinstance(copied, torch.nn.Parameter):
+                self._recorder.copied[copied] = True
+            return copied
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
         if func is torch.device:  # a name and an index: the CPU has no index
             return _on_cpu(func(*args, **kwargs))
-        args = tuple(map(_on_cpu, args))
-        kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
+        if any(map(_names_gpu, (*args, *kwargs.values()))):
+            self._recorder.names_gpu = True
+            args = tuple(map(_on_cpu, args))
+            kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
+            moves = name == "to" and isinstance(args[0], torch.Tensor)
+            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
+                result = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+            return self._recorder.move(result, "gpu") if moves else result
+        if "pin_memory" in kwargs:
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         result = func(*args, **kwargs)
+        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
+            result = self._recorder.move(result, "host")
         if name in _PREDICATES and isinstance(result, torch.Tensor):
             self._recorder.truths[result] = _PREDICATES[name]
         return result
 
 
-def _on_cpu(value: object) -> object:
+def _names_gpu(value: object) -> bool:
     if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-        return "cpu"
-    return value
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+def _on_cpu(value: object) -> object:
+    return (torch.device("cpu") if isinstance(value, torch.device) else "cpu") if _names_gpu(value) else value
 
 
 class _Fakes(FakeTensorMode):
@@ -610,7 +706,11 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             recorder.holds_from = (8, 0)
         return including_emulation or recorder.capability >= (8, 0)
 
+    def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
+        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, recorder.send, recorder.fetch)
+
     replaced = [
+        (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),
         (torch.autograd, "_engine_run_backward", run_backward_here),
         *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
         (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU

@@ -247,7 +247,7 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
     return Prediction(
         peak,
         owners,
-        count_reserved(recorder.blocks),
+        count_reserved(recorder.on_gpu),
         Range(*recorder.workspaces()),
         gpus,
         tuple(recorder.assumptions),
@@ -282,9 +282,9 @@ def _walk_until_checks_pass(variant: Variant, recorder: Recorder, steps: int) ->
 
 def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
     """The recorded peak, its bytes by owner, and how much of it stays from step to step."""
-    peak, at = find_peak(recorder.blocks, recorder.first)
+    peak, at = find_peak(recorder.on_gpu, recorder.first)
     owners = dict.fromkeys(OWNERS, 0)
-    for block in recorder.blocks:
+    for block in recorder.on_gpu:
         if block.born <= at < block.died:
             owners[block.owner] += block.size
     return peak, owners, sum(owners[name] for name in OWNERS[:3])
