@@ -591,3 +591,88 @@ def test_what_meets_a_tensor_on_the_gpu_is_there_too():
         return lambda: (x + positions).sum()
 
     assert predict(variant, "T4").allocated == pytest.approx(3 * 4 * 1024**2, rel=0.01)
+
+
+# --- operations that a GPU does in one call ---
+
+TIME, ROWS, WIDE = 16, 4, 256
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def recurrent(kind="LSTM", trained=True, **options):
+    model = getattr(nn, kind)(WIDE, WIDE, **options)
+    inputs = torch.zeros(TIME, ROWS, WIDE).transpose(0, 1 if options.get("batch_first") else 0)
+
+    def step():
+        with torch.set_grad_enabled(trained):
+            loss = model(inputs)[0].mean()
+        if trained:
+            loss.backward()
+
+    return step
+
+
+def flops(variant):
+    return sum(kernel.flops * number for kernel, number in kernels(variant).items())
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bias": False}, {"num_layers": 3, "dropout": 0.1}])
+def test_a_network_over_time_counts_its_products(kind, options):
+    forward = TIME * ROWS * 2 * GATES[kind] * 2 * WIDE * WIDE * options.get("num_layers", 1)
+    assert flops(partial(recurrent, kind, trained=False, **options)) == forward
+    assert flops(partial(recurrent, kind, **options)) == 3 * forward
+
+
+def test_directions_and_projections_count_too():
+    token = TIME * ROWS * 2 * 4 * WIDE
+    assert flops(partial(recurrent, trained=False, bidirectional=True)) == 2 * token * 2 * WIDE
+    projected = token * (WIDE + 64) + TIME * ROWS * 2 * 64 * WIDE
+    assert flops(partial(recurrent, trained=False, proj_size=64)) == projected
+    assert flops(partial(recurrent, proj_size=64)) == 3 * projected
+
+
+def test_a_network_over_time_is_one_call_and_keeps_its_gates():
+    predicted = predict(partial(recurrent, num_layers=2), "T4")
+    cells = predict(partial(recurrent, "GRU", num_layers=2), "T4")
+    assert all(segment.calls < 60 for one in (predicted, cells) for segment in one.segments)
+    number = 4 * TIME * ROWS * WIDE
+    assert 2 * 4 * number < predicted.owners["activations"] < 2 * 9 * number
+    assert not predicted.unknown and not predicted.assumptions
+    untrained = predict(partial(recurrent, trained=False, num_layers=2), "T4")
+    assert untrained.owners["activations"] < 3 * number
+
+
+def test_autocast_and_inference_mode_reach_a_network_over_time():
+    def variant():
+        model, inputs = nn.GRU(WIDE, WIDE), torch.zeros(TIME, ROWS, WIDE)
+
+        def step():
+            with torch.autocast("cuda", torch.float16):
+                assert model(inputs)[0].dtype is torch.float16
+            with torch.inference_mode():
+                assert model(inputs)[0].shape == inputs.shape
+
+        return step
+
+    found = {(kernel.name, kernel.format) for kernel in kernels(variant) if kernel.flops}
+    assert found == {(f"gru ({part})", format) for part in ("inputs", "step") for format in ("fp16", "tf32")}
+
+
+def unruled(function):
+    return lambda: lambda: function(torch.rand(2, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.linalg.svd(x),
+        lambda x: torch.linalg.cholesky(x),
+        lambda x: torch.fft.fft(x),
+        lambda x: torch.cdist(x, x, p=1),
+    ],
+)
+def test_an_operation_whose_arithmetic_no_rule_knows_is_named_as_not_known(function):
+    predicted = predict(unruled(function), "T4")
+    assert "not known: how long" in repr(predicted) and predicted.time().expected > 0
+    assert predicted.verdict(replace(T4, memory=predicted.total().high)) == FITS, "its memory is known"

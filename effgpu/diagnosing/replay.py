@@ -200,11 +200,10 @@ class _Witness(Recorder):
             self._watch.read()
         return super()._read(func, args, kwargs)
 
-    def _note(self, func, args, kwargs, result):
-        kernels, calls = super()._note(func, args, kwargs, result)
+    def _add_kernels(self, kernels, calls):
+        super()._add_kernels(kernels, calls)
         site = find_site(outermost=True) if kernels else None
         self._watch.events.append(Event(KERNEL, site, tuple(kernels), calls, optimizing=bool(self.optimizing)))
-        return kernels, calls
 
     def _add(self, tensor: torch.Tensor) -> None:
         place = len(self.blocks)

@@ -12,7 +12,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -33,11 +33,11 @@ from effgpu.measuring.torch_internals import (
     _len_torch_function_stack,
     _pop_mode_temporarily,
 )
-from effgpu.predicting import shapes
+from effgpu.predicting import recurrent, shapes
 from effgpu.predicting.allocator import Block, round_size
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, lacks_rule, note
 from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
 
@@ -70,6 +70,7 @@ _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy} 
 # whose results have shapes that depend on values
 _BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
 
+UNTIMED = "how long"  # begins what is not known of the time alone
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
@@ -192,22 +193,30 @@ class Recorder(TorchDispatchMode):
             self._convolved = max(self._convolved, _convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
 
-    def _note(self, func, args, kwargs, result) -> tuple[list[Kernel], float]:
-        """Add the kernels of an operation to the segment; return them, with the calls that the CPU makes for it."""
-        segment = self.segments[-1]
+    def _note(self, func, args, kwargs, result) -> None:
+        """Add the kernels of an operation to the segment, with the calls that the CPU makes for it."""
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
-        segment.kernels.update(kernels)
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
             self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
+        if kernels and lacks_rule(func):
+            self.unknown[f"{UNTIMED} {func.overloadpacket.__name__} computes: only what it reads and writes"] = None
         for kernel in kernels:
             if kernel.product and kernel.format not in TIMED:
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
-        calls = call + _LISTED * sum(map(len, lists))
-        segment.calls += calls
-        return kernels, calls
+        self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)))
+
+    def _add_kernels(self, kernels: list[Kernel], calls: float) -> None:
+        self.segments[-1].kernels.update(kernels)
+        self.segments[-1].calls += calls
+
+    def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
+        """One call of cuDNN, which runs each of these kernels so often."""
+        self._multiplied = True
+        if self.segments:
+            self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
 
     def _take_apart(self, func, args, kwargs):
         """The result of an operation that is made of others, which are noted in its place; else NotImplemented.
@@ -221,6 +230,8 @@ class Recorder(TorchDispatchMode):
                 return _attention(self, *args, **kwargs)
             if self.capability and func is aten.dropout.default:
                 return _dropout(*args, **kwargs)
+            if self.capability and (layers := _recurrent(self).get(func)):
+                return layers(*args, **kwargs)
             return func.decompose(*args, **kwargs)
 
     def _see(self, value: object) -> None:
@@ -783,7 +794,21 @@ def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
         kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
     kernels["dropout", "AutogradCPU"] = _dropout
     kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(_attention, recorder)
+    for func, layers in _recurrent(recorder).items():
+        kernels[func._schema.name.removeprefix("aten::") + "." + func._schema.overload_name, "AutogradCPU"] = layers
     return kernels
+
+
+def _recurrent(recorder: Recorder) -> dict:
+    """aten/src/ATen/native/RNN.cpp: with cuDNN, which layers of a network over time are one call."""
+    if not torch.backends.cudnn.enabled:
+        return {}
+    runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
+    return {
+        getattr(getattr(aten, kind), overload): functools.partial(run, recorder.note_recurrent, kind)
+        for kind in recurrent.GATES
+        for overload, run in runs
+    }
 
 
 def _find(name: str):

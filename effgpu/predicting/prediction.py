@@ -18,7 +18,7 @@ from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
-from effgpu.predicting.fake_gpu import COMPILED, Recorder, as_gpu, observed_by
+from effgpu.predicting.fake_gpu import COMPILED, UNTIMED, Recorder, as_gpu, observed_by
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.time import Time, step_time
@@ -80,6 +80,11 @@ class Prediction:
         """Whether the step runs code that torch.compile has compiled."""
         return COMPILED in self.assumptions
 
+    @property
+    def _may_need_more(self) -> bool:
+        """Whether something is not known that memory depends on."""
+        return any(not why.startswith(UNTIMED) for why in self.unknown)
+
     def for_gpu(self, gpu: "str | float | Gpu | None" = None) -> "tuple[Prediction, Gpu]":
         """The prediction for a GPU, which is `older` on some, and the GPU; None is the first of `gpus`."""
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
@@ -91,7 +96,7 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
         one, gpu = self.for_gpu(gpu)
-        is_known = not one.unknown and gpu.capability >= one.holds_from
+        is_known = not one._may_need_more and gpu.capability >= one.holds_from
         passing = 0 if not is_known else (one.allocated - one.resting) * (1 - COMPILED_LESS * one.compiled)
         low = int((one.resting + passing) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
         more = MORE + COMPILED_MORE * one.compiled
@@ -114,7 +119,7 @@ class Prediction:
     def enough(self, gpu: "str | float | Gpu | None" = None) -> int:
         """The bytes that the step fits: the high end of `total`, and twice that where something is not known."""
         one, gpu = self.for_gpu(gpu)
-        return one.total(gpu).high * (2 if one.unknown else 1)
+        return one.total(gpu).high * (2 if one._may_need_more else 1)
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
