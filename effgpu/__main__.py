@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
-_OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "variant ")  # other errors are the script's own
+_OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
 counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
@@ -90,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples")
     measured_help = "also run the step on this device, and tell who owned its peak"
     predict.add_argument("--measured", action="store_true", help=measured_help)
+    taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
+    predict.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
     predict.set_defaults(command=_predict)
 
     doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
@@ -273,7 +275,7 @@ def _predict(chosen: argparse.Namespace) -> int:
             check_positive(**epoch)
     variant, _ = _load(chosen.variant)
     with _refusing(TypeError, ValueError, RuntimeError, about=_OURS):
-        predicted = prediction.predict(variant, chosen.gpu, measured=chosen.measured)
+        predicted = prediction.predict(variant, chosen.gpu, measured=chosen.measured, taken=chosen.taken)
     print(predicted)
     if chosen.samples:
         steps = math.ceil(chosen.samples / chosen.batch)

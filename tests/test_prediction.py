@@ -1,6 +1,5 @@
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -410,8 +409,7 @@ def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
 @pytest.mark.parametrize(
     "read, why",
     [
-        (lambda out: out[out > 0], "the shape of a result depends on values, by aten.nonzero"),
-        (lambda out: out.unique(), "the shape of a result depends on values"),
+        (lambda out: out.long().flatten().bincount(), "the shape of a result depends on values, by aten.bincount"),
         (lambda out: OUTSIDE(out), "parameters from outside of the variant"),
         (lambda out: torch.cuda.synchronize(), "calls torch.cuda itself"),
     ],
@@ -422,16 +420,6 @@ def test_a_step_that_cannot_be_predicted_is_refused_with_the_reason(read, why):
 
 
 OUTSIDE = nn.Linear(16, 16)
-COMPILED = torch.compile(torch.relu)
-
-
-@pytest.mark.parametrize("read", [lambda out: torch.compile(torch.relu)(out), lambda out: COMPILED(out)])
-def test_compiled_code_is_counted_as_eager_and_said(read):
-    predicted = predict(reading(read), "T4")
-    assert predicted.unknown == (fake_gpu.COMPILED,) and predicted.verdict() == FITS
-    high = predicted.total("T4").high
-    assert predicted.verdict(replace(GPUS["T4"], memory=2 * high)) == FITS
-    assert predicted.verdict(replace(GPUS["T4"], memory=2 * high - 1)) == MAY_NOT_FIT
 
 
 @pytest.mark.filterwarnings("error")
@@ -613,13 +601,6 @@ def test_the_largest_batch_fits_and_the_next_may_not():
     assert repr(largest(variant_of, "100 MiB")) == "nothing fits a 100 MiB"
 
 
-def test_of_compiled_steps_the_largest_is_the_largest_that_fits():
-    variant_of = lambda batch: lambda: torch.compile(linear(4096, batch))()
-    result = largest(variant_of, "8 GiB", most=10**5)
-    assert result.tried[result.fits].unknown and result.tried[result.fits].verdict() == FITS
-    assert predict(variant_of(result.fits + 1), "8 GiB").verdict() == MAY_NOT_FIT
-
-
 # --- against what was published ---
 
 
@@ -627,7 +608,8 @@ def test_a_published_peak_is_met_and_another_one_only_with_the_margin(monkeypatc
     names = ("GPT-2, fused attention", "GPT-2, compiled")
     met, compiled = (published_memory.run(case) for case in published_memory.CASES if case.name in names)
     assert abs(met.error) < 0.01 and not met.is_false_fit and not compiled.is_false_fit
-    monkeypatch.setattr(prediction, "MORE", 0.0)
+    for margin in ("MORE", "COMPILED_MORE"):
+        monkeypatch.setattr(prediction, margin, 0.0)
     assert compiled.is_false_fit
 
 

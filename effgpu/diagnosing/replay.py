@@ -178,16 +178,19 @@ class _Witness(Recorder):
         self._watch = watch
         self._sites: dict[int, Site | None] = {}  # by the block's place
 
+    def _made_of(self) -> tuple:
+        return self.capability, self._watch
+
     def note_kernels(self) -> None:
         super().note_kernels()
         self._watch.events.clear()
 
     def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:
         """The bytes at the peak by line and owner, the most first."""
-        _, at = find_peak(self.blocks, self.first)
+        _, at = find_peak(self.on_gpu, self.first)
         owned: dict[tuple[Site | None, str], int] = {}
         for place, block in enumerate(self.blocks):
-            if block.born <= at < block.died:
+            if self.is_on_gpu(block) and block.born <= at < block.died:
                 key = self._sites.get(place), block.owner
                 owned[key] = owned.get(key, 0) + block.size
         return tuple((*key, size) for key, size in sorted(owned.items(), key=lambda item: -item[1]))
@@ -197,11 +200,10 @@ class _Witness(Recorder):
             self._watch.read()
         return super()._read(func, args, kwargs)
 
-    def _note(self, func, args, kwargs, result):
-        kernels, calls = super()._note(func, args, kwargs, result)
+    def _add_kernels(self, kernels, calls):
+        super()._add_kernels(kernels, calls)
         site = find_site(outermost=True) if kernels else None
         self._watch.events.append(Event(KERNEL, site, tuple(kernels), calls, optimizing=bool(self.optimizing)))
-        return kernels, calls
 
     def _add(self, tensor: torch.Tensor) -> None:
         place = len(self.blocks)

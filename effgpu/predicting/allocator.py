@@ -22,12 +22,16 @@ ROUND_LARGE = 2 * MiB  # kRoundLarge: rounded up to this
 
 @dataclass
 class Block:
-    """A storage: its rounded size, the events at which it was allocated and freed, and whose it is."""
+    """A storage: its rounded size, the events at which it was allocated and freed, whose it is, and where.
+
+    `place` is "gpu" or "host", or "" where the step does not say.
+    """
 
     size: int
     born: int
     owner: str = "other"
     died: float = inf
+    place: str = ""
 
 
 def round_size(size: int) -> int:

@@ -5,19 +5,21 @@ The fake tensors are on the CPU, because autograd's engine asks for a real CUDA 
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
     DispatchKey,
@@ -31,9 +33,12 @@ from effgpu.measuring.torch_internals import (
     _len_torch_function_stack,
     _pop_mode_temporarily,
 )
-from effgpu.predicting import shapes
+from effgpu.predicting import recurrent, shapes
 from effgpu.predicting.allocator import Block, round_size
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
+from effgpu.predicting.disguise import disguised
+from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, lacks_rule, note
+from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
@@ -60,8 +65,13 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
+_COMPARES = {aten.allclose.default, aten.equal.default}
+_CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
+# whose results have shapes that depend on values
+_BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
 
-COMPILED = "compiled code: it was counted as it runs without torch.compile"
+UNTIMED = "how long"  # begins what is not known of the time alone
+COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 
@@ -87,9 +97,17 @@ class Recorder(TorchDispatchMode):
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
+        self.values = Values()
+        self.guesses: list[Guess] = []
+        self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
+        self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
+        self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
+        self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
+        self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self._optimizers: weakref.WeakSet = weakref.WeakSet()
+        self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
@@ -135,17 +153,31 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func, args: tuple, kwargs: dict):
         if func is aten._local_scalar_dense.default:
             return self._read(func, args, kwargs)
+        if self.fakes and func in _COMPARES:
+            self._wait()
+            return self._guess(False, _reader())
+        if self.fakes and func.overloadpacket in _BY_VALUES:
+            func, args, kwargs, result = self._choose(func, args, kwargs)
+            if result is not None:
+                return result
+        if func.namespace != "aten":
+            self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
         if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
             return whole
-        if self.fakes:
+        if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
+        place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
         name = func._schema.name
         result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
         if name in _TEMPORARY and self.capability:
             self._take_for_a_moment(_TEMPORARY[name](args[1]))
+        self._placing = place
         self._see(result)
-        if self.segments and self.capability:
+        self._placing = before
+        if self.fakes:
+            self.values.follow(func, args, kwargs, result)
+        if self.segments and self.capability and not self._moving and not _is_meta(result):
             self._note(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
@@ -161,22 +193,30 @@ class Recorder(TorchDispatchMode):
             self._convolved = max(self._convolved, _convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
 
-    def _note(self, func, args, kwargs, result) -> tuple[list[Kernel], float]:
-        """Add the kernels of an operation to the segment; return them, with the calls that the CPU makes for it."""
-        segment = self.segments[-1]
+    def _note(self, func, args, kwargs, result) -> None:
+        """Add the kernels of an operation to the segment, with the calls that the CPU makes for it."""
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
-        segment.kernels.update(kernels)
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
             self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
+        if kernels and lacks_rule(func):
+            self.unknown[f"{UNTIMED} {func.overloadpacket.__name__} computes: only what it reads and writes"] = None
         for kernel in kernels:
             if kernel.product and kernel.format not in TIMED:
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
-        calls = call + _LISTED * sum(map(len, lists))
-        segment.calls += calls
-        return kernels, calls
+        self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)))
+
+    def _add_kernels(self, kernels: list[Kernel], calls: float) -> None:
+        self.segments[-1].kernels.update(kernels)
+        self.segments[-1].calls += calls
+
+    def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
+        """One call of cuDNN, which runs each of these kernels so often."""
+        self._multiplied = True
+        if self.segments:
+            self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
 
     def _take_apart(self, func, args, kwargs):
         """The result of an operation that is made of others, which are noted in its place; else NotImplemented.
@@ -190,6 +230,8 @@ class Recorder(TorchDispatchMode):
                 return _attention(self, *args, **kwargs)
             if self.capability and func is aten.dropout.default:
                 return _dropout(*args, **kwargs)
+            if self.capability and (layers := _recurrent(self).get(func)):
+                return layers(*args, **kwargs)
             return func.decompose(*args, **kwargs)
 
     def _see(self, value: object) -> None:
@@ -205,12 +247,13 @@ class Recorder(TorchDispatchMode):
         if storage._cdata in self._blocks:
             return
         size = storage.nbytes()
-        if not size:
+        if not size or _is_meta(tensor):
             return
         self._events += 1
         is_forward = self._started and not self.optimizing and _current_graph_task_id() == -1
         owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
+        block.place = self._placing
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
         finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
@@ -223,6 +266,7 @@ class Recorder(TorchDispatchMode):
         if self._blocks.get(key) is block:
             del self._blocks[key]
             self._zeros.discard(key)
+            self.values.forget(key)
 
     def _see_real(self, value: object) -> None:
         """Count, once, a tensor that was built outside of the variant."""
@@ -234,12 +278,68 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(
                     "predict: the step uses parameters from outside of the variant: build the model inside of it"
                 )
-            if value.dim() and value.numel():
+            if value.dim() and value.numel() and not self._moving:
                 self._add(value)
                 self.assumptions["what the variant takes from outside of itself is on the GPU, too"] = None
 
+    @property
+    def on_gpu(self) -> list[Block]:
+        """The blocks that lie on the GPU: all but those on the CPU, or those that are said to, if any tensor is."""
+        return [block for block in self.blocks if self.is_on_gpu(block)]
+
+    def is_on_gpu(self, block: Block) -> bool:
+        """Whether a block takes memory of the GPU."""
+        return block.place == "gpu" or (not block.place and not self.names_gpu)
+
+    def _meet(self, func, args: tuple, kwargs: dict) -> str:
+        """Where the results of an operation lie: on the GPU with what it takes, which brings all of that there."""
+        given = [t for t in tensors_of((args, kwargs)) if not isinstance(t, FakeTensor) or t.constant is None]
+        blocks = [
+            (tensor, self._blocks.get(tensor.untyped_storage()._cdata)) for tensor in given if _has_storage(tensor)
+        ]
+        if not any(block is not None and block.place == "gpu" for _, block in blocks):
+            return self._placing
+        if func.overloadpacket not in _CROSSES and not self._moving:
+            for tensor, block in blocks:
+                if block is not None and block.place != "gpu" and tensor.dim():
+                    if block.place == "host":  # copied there by a name that is not seen: tensor.to(other.device)
+                        self._events += 1
+                        block.born = self._events
+                    block.place = "gpu"
+        return self._placing or "gpu"
+
+    @contextlib.contextmanager
+    def placing(self, place: str, moving: bool = False) -> Iterator[None]:
+        """Inside, new tensors lie there."""
+        before = self._placing, self._moving
+        self._placing, self._moving = place, moving
+        try:
+            yield
+        finally:
+            self._placing, self._moving = before
+
+    def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
+        """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
+        if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor) or _is_meta(tensor):
+            return tensor
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if (block is not None and block.place == "gpu") == (place == "gpu"):
+            return tensor
+        with self.placing(place, moving=True):
+            return tensor.clone()
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU, whatever the step says of the tensor."""
+        with self.placing("host", moving=True):
+            return tensor.detach().clone()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU of what was sent."""
+        with self.placing("gpu", moving=True):
+            return tensor.clone()
+
     def _take_for_a_moment(self, size: int) -> None:
-        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2))
+        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2, place="gpu"))
         self._events += 2
 
     def _read(self, func, args, kwargs):
@@ -247,24 +347,121 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
-        if self.segments and not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
-            self.segments[-1].calls += 1
-            self.segments.append(Segment())
+        if not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
+            self._wait()
+        if (known := self.values.of(tensor)) is not None:
+            with _disable_current_modes():
+                return known.item()
         where = _reader()
         if tensor.dtype is torch.bool:
             if tensor in self.truths:
                 return self.truths[tensor]
-            if where:
-                self.unknown[f"{where} decides by a value, taken as False"] = None
-            return False
+            return self._guess(False, where)
         if tensor.is_floating_point():
-            value = 0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0
-            if where:
-                self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+            return self._guess(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
+        return self._guess(1, where)
+
+    def _wait(self) -> None:
+        """The CPU waits for the GPU."""
+        if self.segments:
+            self.segments[-1].calls += 1
+            self.segments.append(Segment())
+
+    def _guess(self, value: bool | int | float, where: str | None) -> bool | int | float:
+        """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
+        site, frame = find_reader()
+        if where is None:
             return value
-        if where:
+        passes = passing(frame) if isinstance(value, bool) else None
+        if site in self.answers or passes is not None:
+            value = self.answers.get(site, passes)
+            told = (
+                "checks a value, taken as passed" if isinstance(value, bool) else f"reads a number, taken as {value:g}"
+            )
+            self.assumptions[f"{where} {told}"] = None
+            self.guesses.append(Guess(site, where, value))
+            return value
+        self.guesses.append(Guess(site, where, value))
+        if isinstance(value, bool):
+            self.unknown[f"{where} decides by a value, taken as False"] = None
+        elif isinstance(value, float):
+            self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+        else:
             self.unknown[f"{where} reads a whole number, taken as 1: no size may depend on it"] = None
-        return 1
+        return value
+
+    def answer_otherwise(self) -> bool:
+        """After an error: take the last guess the other way round in the next walk. False if all have been."""
+        left = [guess for guess in self.guesses if guess.site not in self.answers and guess.value != guess.other]
+        if not left or len(self.answers) == MOST_TRIES:
+            return False
+        self.answers[left[-1].site] = left[-1].other
+        return True
+
+    def again(self) -> None:
+        """Forget all but what to answer, for another walk."""
+        answers, taken = self.answers, self.taken
+        self.__init__(*self._made_of())
+        self.answers, self.taken = answers, taken
+
+    def _made_of(self) -> tuple:
+        return (self.capability,)
+
+    def choose_from(self, number: int, known: int | None = None) -> int:
+        """How many of so many elements an operation takes that depends on values, which is said if it is not known."""
+        if known is not None and self.taken is None:
+            return known
+        share = 0.5 if self.taken is None else self.taken
+        if where := _reader():
+            self.assumptions[f"{where} takes {share:.0%} of what it chooses from by value (taken={share:g})"] = None
+        return round(share * number)
+
+    def choose_rows(self, *_: object, **__: object) -> int:
+        """The size of a result that an operation from elsewhere leaves open: a share of its first argument's rows."""
+        return self.choose_from(self._chosen_from)
+
+    def _choose(self, func, args: tuple, kwargs: dict) -> tuple:
+        """An operation whose result's shape depends on values, and its arguments; or its result, as the last item."""
+        name = func.overloadpacket.__name__
+        if name == "index":
+            tensor, indices = args
+            masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
+            parts = [self._find(i).unbind(1) if mask else (i,) for i, mask in zip(indices, masks)] if any(masks) else ()
+            indices = [index for part in parts for index in part] if parts else indices
+            return func, (tensor, indices), kwargs, None
+        given = args[0]
+        if name == "nonzero":
+            return func, args, kwargs, self._find(given)
+        if name == "masked_select":
+            tensor, mask = torch.broadcast_tensors(*args)
+            found = self._find(mask)
+            return aten.index.Tensor, (tensor, list(found.unbind(1))), {}, None
+        by_dim = name in ("unique_dim", "unique_dim_consecutive") or kwargs.get("dim") is not None
+        if by_dim:
+            return func, args, kwargs, None
+        self._wait()
+        count = self.choose_from(given.numel())
+        wanted = (True, *(args[len(args) - 2 :] if len(args) > 2 else (True, True)))
+        sizes = (count,), given.shape, (count,)
+        kinds = given.dtype, torch.int64, torch.int64
+        made = [self._empty(size if on else (0,), kind) for size, kind, on in zip(sizes, kinds, wanted)]
+        self._see(made)
+        return func, args, kwargs, tuple(made[: len(func._schema.returns)])
+
+    def _find(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
+        known = self.values.of(tensor)
+        with _disable_current_modes():
+            count = None if known is None else int(known.count_nonzero())
+        found = self._empty((self.choose_from(tensor.numel(), count), tensor.dim()), torch.int64)
+        self._see(found)
+        if self.segments and self.capability:
+            self._note(aten.nonzero.default, (tensor,), {}, found)
+        self._wait()
+        return found
+
+    def _empty(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+        return aten.empty.memory_format(shape, dtype=dtype, device="cpu")
 
     def read_array(self, tensor: torch.Tensor):
         """The NumPy array that a tensor is read as: zeros."""
@@ -300,6 +497,9 @@ class Recorder(TorchDispatchMode):
             parameters = [p for p in module._parameters.values() if p is not None]
             self._name(parameters, "weights")
             self._name((parameter.grad for parameter in parameters), "gradients")
+        copied = list(self.copied)
+        self._name(copied, "weights")
+        self._name((parameter.grad for parameter in copied), "gradients")
         for optimizer in list(self._optimizers):
             self._name_state(optimizer)
 
@@ -316,6 +516,14 @@ class Recorder(TorchDispatchMode):
                     block.owner = owner
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, FakeTensor) and value.fake_device.type == "meta"
+
+
 class _Translator(TorchFunctionMode):
     """A GPU that is named is the CPU that stands for it."""
 
@@ -328,32 +536,76 @@ class _Translator(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # most calls ask for a tensor's shape, type or the like
             return func(*args, **kwargs)
-        if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
+        if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
             return args[0]
+        if name == "cuda" and args and isinstance(args[0], torch.Tensor):
+            self._recorder.names_gpu = True
+            return self._recorder.move(args[0], "gpu")
+        if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
+            return func(*args, **kwargs)
         if name == "is_pinned":
             return False
         if name == "record_stream":
             return None
         if name == "__format__" and args[1] and not args[0].dim():
             return format(args[0].item(), args[1])
+        if name == "__deepcopy__" and isinstance(args[0], FakeTensor):
+            copied = _copy_deeply(*args)
+            if isinstance(copied, torch.nn.Parameter):
+                self._recorder.copied[copied] = True
+            return copied
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
         if func is torch.device:  # a name and an index: the CPU has no index
             return _on_cpu(func(*args, **kwargs))
-        args = tuple(map(_on_cpu, args))
-        kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
+        if any(map(_names_gpu, (*args, *kwargs.values()))):
+            self._recorder.names_gpu = True
+            args = tuple(map(_on_cpu, args))
+            kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
+            moves = name == "to" and isinstance(args[0], torch.Tensor)
+            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
+                result = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+            return self._recorder.move(result, "gpu") if moves else result
+        if "pin_memory" in kwargs:
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         result = func(*args, **kwargs)
+        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
+            result = self._recorder.move(result, "host")
         if name in _PREDICATES and isinstance(result, torch.Tensor):
             self._recorder.truths[result] = _PREDICATES[name]
         return result
 
 
-def _on_cpu(value: object) -> object:
+def _names_gpu(value: object) -> bool:
     if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-        return "cpu"
-    return value
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+def _on_cpu(value: object) -> object:
+    return (torch.device("cpu") if isinstance(value, torch.device) else "cpu") if _names_gpu(value) else value
+
+
+class _Fakes(FakeTensorMode):
+    """The mode that a fake tensor belongs to. A copy, with the objects in C that it remembers, corrupts memory."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Fakes":
+        return self
+
+
+def _copy_deeply(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
+    """torch.Tensor.__deepcopy__, which fails where a fake tensor has a constant."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    memo[id(tensor)] = copied = tensor.detach().clone()
+    copied.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = _copy_deeply(tensor.grad, memo)
+    own = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
+    vars(copied).update(copy.deepcopy(own, memo))
+    return copied
 
 
 @contextlib.contextmanager
@@ -362,7 +614,8 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
     with (
         _registered(_kernels(recorder) if recorder.capability else {}),
         _replaced(recorder),
-        FakeTensorMode(allow_non_fake_inputs=True) as recorder.fakes,
+        _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
+        disguised(),
         observed_by(recorder),
         _Translator(recorder),
     ):
@@ -421,18 +674,30 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     from torch.cuda.amp import common
     from torch.utils.data import DataLoader
 
+    from effgpu.measuring.torch_internals import (
+        FakeImplCtx,
+        OptimizedModule,
+        _SingleProcessDataLoaderIter,
+        eval_frame,
+    )
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
-    from effgpu.measuring.torch_internals import _SingleProcessDataLoaderIter, eval_frame
+
+    def mark(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):  # what is never called is never compiled
+            recorder.assumptions[COMPILED] = None
+            return function(*args, **kwargs)
+
+        return run
 
     def run_eagerly(model=None, **options):
         if model is None:
             return functools.partial(run_eagerly, **options)
-        recorder.unknown[COMPILED] = None
-        return model
+        return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
 
     def run_uncompiled(callback):
         if callback:
-            recorder.unknown[COMPILED] = None
+            recorder.assumptions[COMPILED] = None
 
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
@@ -452,11 +717,16 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             recorder.holds_from = (8, 0)
         return including_emulation or recorder.capability >= (8, 0)
 
+    def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
+        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, recorder.send, recorder.fetch)
+
     replaced = [
+        (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),
         (torch.autograd, "_engine_run_backward", run_backward_here),
         *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
         (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
         (torch, "compile", run_eagerly),
+        (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
         (eval_frame, "_callback_from_stance", run_uncompiled),
         (torch.nn.Module, "_apply", _apply),
         (DataLoader, "_get_iterator", load_here),
@@ -524,7 +794,21 @@ def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
         kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
     kernels["dropout", "AutogradCPU"] = _dropout
     kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(_attention, recorder)
+    for func, layers in _recurrent(recorder).items():
+        kernels[func._schema.name.removeprefix("aten::") + "." + func._schema.overload_name, "AutogradCPU"] = layers
     return kernels
+
+
+def _recurrent(recorder: Recorder) -> dict:
+    """aten/src/ATen/native/RNN.cpp: with cuDNN, which layers of a network over time are one call."""
+    if not torch.backends.cudnn.enabled:
+        return {}
+    runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
+    return {
+        getattr(getattr(aten, kind), overload): functools.partial(run, recorder.note_recurrent, kind)
+        for kind in recurrent.GATES
+        for overload, run in runs
+    }
 
 
 def _find(name: str):

@@ -16,6 +16,40 @@ KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER)
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TIMED = (*FORMATS.values(), "tf32")  # of which GPUs' rates are known
 
+# Operations whose arithmetic counts, by the beginning of their name: a GPU runs them, but no rule tells their time.
+_COMPUTES = tuple(
+    [
+        "linalg_",
+        "_linalg_",
+        "cholesky",
+        "triangular_solve",
+        "lu_",
+        "geqrf",
+        "ormqr",
+        "orgqr",
+        "_fft_",
+        "_cdist",
+        "cdist_",
+        "_pdist",
+        "_trilinear",
+        "_int_mm",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_weight_int",
+        "mkldnn_",
+        "_cudnn_rnn",
+        "_thnn_",
+        "lstm",
+        "gru",
+        "rnn_",
+        "quantized_",
+        "_convolution",
+        "_ctc_loss",
+        "_transformer_encoder",
+        "_native_multi_head",
+    ]
+)
+_KNOWN_LINALG = ("linalg_vector_norm", "linalg_cross")  # these read each element once
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "_scaled_mm")
 # Passes over memory that a kernel makes beyond reading its arguments and writing its results once.
 _SECOND_READ = {  # the arguments that are read twice
@@ -110,6 +144,15 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
 
 
+def lacks_rule(func) -> bool:
+    """Whether an operation of PyTorch's computes more than it reads and writes, and no rule here knows how much."""
+    name = func.overloadpacket.__name__
+    if func.overloadpacket in flop_registry or name.startswith(_COMPUTES):
+        attends = "scaled_dot_product" in name or "attention_forward" in name or "attention_backward" in name
+        return not (attends or name in (*_PRODUCTS, "convolution", "convolution_backward", *_KNOWN_LINALG))
+    return False
+
+
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -160,6 +203,11 @@ def _count_launches(name: str, args: tuple) -> int:
         tensors = _TENSORS_A_LAUNCH[min(len(lists) + (name.startswith("_foreach") and not name.endswith("_")), 5)]
         return max(math.ceil(len(lists[0]) / tensors), math.ceil(chunks / _CHUNKS_A_LAUNCH))
     return _LAUNCHES.get(name, 1)
+
+
+def format_of_recurrent(tensor: torch.Tensor) -> str:
+    """The format in which cuDNN multiplies in a network over time, by torch's switch at this moment."""
+    return _multiplied_as(tensor.dtype, torch.backends.cudnn.rnn)
 
 
 def _multiplied_as(dtype: torch.dtype, switch) -> str:

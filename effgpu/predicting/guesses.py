@@ -1,0 +1,79 @@
+"""What a step on fake tensors reads of values that nobody knows: a check passes, anything else is guessed and named."""
+
+import ast
+import functools
+import linecache
+import sys
+from collections.abc import Hashable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_TORCH = Path(torch.__file__).parent
+# between the line that reads and the operation that is called for it
+_INTERNAL = "_tensor.py", "_ops.py", "overrides.py", "utils"
+_BETWEEN = str(Path(__file__).parent), *(str(_TORCH / name) for name in _INTERNAL)
+MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
+
+
+class Guess(NamedTuple):
+    """A value that was read: the place in the code, the line of the reader's, and what it was taken as."""
+
+    site: Hashable
+    where: str
+    value: bool | int | float
+
+    @property
+    def other(self) -> bool | int | float:
+        """What to take instead, if an error follows."""
+        return not self.value if isinstance(self.value, bool) else type(self.value)(0)
+
+
+def find_reader() -> tuple[Hashable, FrameType]:
+    """The place in the code that reads a value, in PyTorch or outside of it, and its frame."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti), frame
+
+
+def passing(frame: FrameType) -> bool | None:
+    """The value with which the check passes that a frame is at; None where it is at none that can be read as one.
+
+    A check is an assertion, or an `if` whose body ends in an error: `if not (a >= b).all(): raise ValueError`.
+    """
+    test, passes = _checks(frame.f_code.co_filename).get(frame.f_lineno, (None, None))
+    return None if test is None else _asked(test, passes)
+
+
+@functools.lru_cache(maxsize=64)
+def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
+    """By line: the test of the innermost check that has it, and whether it passes if the test is true."""
+    found = {}
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _fails(node.body[-1])):
+            for line in range(node.test.lineno, node.test.end_lineno + 1):
+                found[line] = node.test, isinstance(node, ast.Assert)
+    return found
+
+
+def _fails(last: ast.stmt) -> bool:
+    called = last.value.func if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else None
+    name = getattr(called, "attr", getattr(called, "id", ""))
+    return isinstance(last, ast.Raise) or name in ("_assert", "fail", "exit") or isinstance(last, ast.Assert)
+
+
+def _asked(test: ast.expr, wanted: bool) -> bool | None:
+    """What each part of a test has to be; None where parts differ, or numbers are compared."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _asked(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        parts = {_asked(part, wanted) for part in test.values}
+        return parts.pop() if len(parts) == 1 else None
+    return wanted

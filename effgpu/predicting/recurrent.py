@@ -1,0 +1,106 @@
+"""nn.LSTM, nn.GRU and nn.RNN as a GPU runs them: one call of cuDNN, where a CPU takes them apart."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from effgpu.predicting.kernels import OTHER, PRODUCT, Kernel, format_of_recurrent
+
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+# Numbers that cuDNN keeps for the backward pass for each token, layer and number of the hidden state: the gates, the
+# cell's state and its tanh, the layer's output; of a GRU also the part of the candidate that a gate multiplies. cuDNN
+# does not publish its reserve: this is what the formulas need.
+KEPT = {"lstm": 7, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def kernels(kind: str, tokens: int, steps: int, sizes: list[tuple[int, int, int]], like: torch.Tensor) -> Iterator:
+    """(kernel, how often it runs) of a forward pass: a product for all inputs of a layer, then one for each step.
+
+    `sizes` has the inputs, the hidden state and the output of each layer and direction. cuDNN's developer guide says so
+    of its standard algorithm; FLOPs as in Appleyard et al. 2016, Optimizing performance of recurrent neural networks.
+    """
+    for inputs, hidden, output in sizes:
+        width = GATES[kind] * hidden
+        yield _product(f"{kind} (inputs)", tokens, width, inputs, like), 1
+        yield from _steps(kind, tokens, steps, width, output, like)
+        if output < hidden:  # a projection
+            yield _product(f"{kind} (projection)", max(1, tokens // steps), output, hidden, like), steps
+
+
+def backward_kernels(kind: str, tokens: int, steps: int, sizes: list, like: torch.Tensor) -> Iterator:
+    """(kernel, how often it runs) of a backward pass: twice the FLOPs, for inputs and states, and for the weights."""
+    for inputs, hidden, output in sizes:
+        width = GATES[kind] * hidden
+        yield from _steps(f"{kind} backward", tokens, steps, output, width, like)
+        yield _product(f"{kind} backward (inputs)", tokens, inputs, width, like), 1
+        yield _product(f"{kind} backward (weights)", width, inputs + output, tokens, like), 1
+        if output < hidden:
+            yield _product(f"{kind} backward (projection)", max(1, tokens // steps), hidden, output, like), steps
+            yield _product(f"{kind} backward (projection's weights)", output, hidden, tokens, like), 1
+
+
+def _steps(kind: str, tokens: int, steps: int, columns: int, depth: int, like: torch.Tensor) -> Iterator:
+    rows, size = max(1, tokens // steps), like.element_size()
+    yield _product(f"{kind} (step)", rows, columns, depth, like), steps
+    moved = 2 * rows * (columns + depth) * size
+    yield Kernel(f"{kind} (gates)", OTHER, format_of_recurrent(like), 0, moved), steps
+
+
+def _product(name: str, rows: int, columns: int, depth: int, like: torch.Tensor) -> Kernel:
+    moved = (rows * columns + rows * depth + columns * depth) * like.element_size()
+    even = columns * like.element_size() % 16 == depth * like.element_size() % 16 == 0
+    product = 1, rows, columns, depth
+    return Kernel(name, PRODUCT, format_of_recurrent(like), 2 * rows * columns * depth, moved, 1, product, even)
+
+
+class _Layers(torch.autograd.Function):
+    """The layers as one operation: what it gives, what it keeps, and gradients of its inputs and weights."""
+
+    @staticmethod
+    def forward(ctx, note, kind, shape, weights_per_layer, inputs, *states_and_weights):
+        """`shape` is the number of tokens and of steps, the output's shape, and the number of states."""
+        (tokens, steps, output_shape, states), is_trained = shape
+        weights = states_and_weights[states:]
+        first = [weights[i : i + 2] for i in range(0, len(weights), weights_per_layer)]
+        sizes = [(ours.shape[1], ours.shape[0] // GATES[kind], theirs.shape[1]) for ours, theirs in first]
+        note(kernels(kind, tokens, steps, sizes, inputs))
+        ctx.note = lambda: note(backward_kernels(kind, tokens, steps, sizes, inputs))
+        kept = tokens * sum(KEPT[kind] * hidden for _, hidden, _ in sizes)
+        ctx.reserve = inputs.new_empty(kept) if is_trained else None
+        output = inputs.new_empty(output_shape)
+        ctx.save_for_backward(inputs, output, *states_and_weights)
+        return output, *(torch.empty_like(state) for state in states_and_weights[:states])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.note()
+        inputs, _, *others = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        return (None,) * 4 + tuple(torch.empty_like(t) if on else None for t, on in zip((inputs, *others), wanted))
+
+
+def run_padded(note, kind: str, inputs, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first):
+    """aten::lstm.input and the like: inputs of (time, batch, features), or batch first."""
+    states = list(hx) if kind == "lstm" else [hx]
+    tokens, steps = inputs.shape[0] * inputs.shape[1], inputs.shape[1 if batch_first else 0]
+    directions = 2 if bidirectional else 1
+    shape = tokens, steps, (*inputs.shape[:2], directions * states[0].shape[-1]), len(states)
+    return _run(note, kind, shape, len(params) // (layers * directions), inputs, states, params)
+
+
+def run_packed(note, kind: str, data, batch_sizes, hx, params, has_biases, layers, dropout, train, bidirectional):
+    """aten::lstm.data and the like: a packed sequence, whose number of steps is the length of `batch_sizes`."""
+    states = list(hx) if kind == "lstm" else [hx]
+    directions = 2 if bidirectional else 1
+    shape = data.shape[0], batch_sizes.shape[0], (data.shape[0], directions * states[0].shape[-1]), len(states)
+    return _run(note, kind, shape, len(params) // (layers * directions), data, states, params)
+
+
+def _run(note: Callable, kind: str, shape: tuple, weights_per_layer: int, inputs, states: list, params: list):
+    if torch.is_autocast_enabled("cpu"):  # aten/src/ATen/native/cudnn/RNN.cpp, _cudnn_rnn_cast_reflatten
+        lower = torch.get_autocast_dtype("cpu")
+        inputs, *rest = (each.to(lower) for each in (inputs, *states, *params))
+    else:
+        rest = [*states, *params]
+    is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in (inputs, *rest))
+    return _Layers.apply(note, kind, (shape, is_trained), weights_per_layer, inputs, *rest)

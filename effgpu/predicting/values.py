@@ -1,0 +1,132 @@
+"""Values that a step on fake tensors knows all the same: of masks, positions and labels that no random number is in.
+
+A library that asks whether a mask holds only ones takes another kernel if it does. So small tensors that are made from
+constants, or come from outside of the variant, keep their numbers beside the fake tensor, as long as all that is done
+to them is known.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+from effgpu.measuring.ops import tensors_of
+from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes
+
+aten = torch.ops.aten
+# Elements of the largest tensor whose numbers are kept: 256 texts of 4,096 tokens, and 16 as floating-point numbers.
+MOST, MOST_FLOATING = 1 << 20, 1 << 16
+_FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2}  # which argument it is
+_MADE = ("arange", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices")
+
+
+class Values:
+    """The numbers of storages, as real tensors on the CPU that follow what happens to the fake ones."""
+
+    def __init__(self):
+        self._known: dict[int, torch.Tensor] = {}  # by storage: all its elements
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The numbers of a tensor; None if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if _is_small(tensor) and tensor.device.type == "cpu" else None
+        if tensor.constant is not None:
+            return tensor.constant
+        whole = self._known.get(tensor.untyped_storage()._cdata) if self._known else None
+        if whole is None or whole.dtype is not tensor.dtype or not _is_small(tensor):
+            return None
+        with _disable_current_modes():
+            return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def forget(self, storage: int) -> None:
+        """Let go of what is known of a storage."""
+        self._known.pop(storage, None)
+
+    def follow(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        """Do with the known numbers what an operation has done with the fake tensors."""
+        name = func.overloadpacket.__name__
+        if name == "lift_fresh" and isinstance(result, FakeTensor) and self._knows(args[0]):  # torch.tensor([1, 2])
+            self._keep(result, lambda: self.of(args[0]))
+        if func.namespace != "aten" or func.is_view or name in ("empty", "detach"):
+            return
+        written = _written(func)
+        if not written and isinstance(result, FakeTensor) and not _is_small(result):
+            return
+        given = tensors_of((args, kwargs))
+        if written:
+            named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+            changed = [t for t in tensors_of([named.get(name) for name in written]) if isinstance(t, FakeTensor)]
+            if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(name, changed[0], args):
+                return
+            known = _is_certain(func) and all(self._knows(tensor) for tensor in given)
+            if not known or not self._repeat(func, args, kwargs):
+                for tensor in changed:
+                    self.forget(tensor.untyped_storage()._cdata)
+        elif isinstance(result, FakeTensor) and result.layout is torch.strided:
+            if name in _FILLED or name in _FILLED_BY:
+                value = _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]]
+                self._keep(result, lambda: torch.full(result.shape, value, dtype=result.dtype))
+            elif name in _MADE if not given else all(self._knows(tensor) for tensor in given) and _is_certain(func):
+                self._repeat(func, args, kwargs, result)
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return _is_small(tensor) and not tensor.requires_grad
+        return bool(self._known) and tensor.untyped_storage()._cdata in self._known and _is_small(tensor)
+
+    def _overwrite(self, name: str, tensor: torch.Tensor, args: tuple) -> bool:
+        """Whether all of a storage has got known numbers."""
+        storage, source = tensor.untyped_storage(), args[1] if len(args) > 1 else 0
+        if not _is_small(tensor) or tensor.numel() * tensor.element_size() != storage.nbytes():
+            return False
+        if isinstance(source, torch.Tensor):
+            source = self.of(source) if self._knows(source) else None
+        if source is None:
+            return False
+        self.forget(storage._cdata)
+        self._keep(tensor, lambda: torch.as_tensor(source).to(tensor.dtype).expand(tensor.shape))
+        return True
+
+    def _repeat(self, func, args: tuple, kwargs: dict, result: torch.Tensor | None = None) -> bool:
+        """Run the operation on the known numbers. Returns False if it cannot be."""
+        real = functools.partial(_map, self.of)
+        named = {key: real(value) for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
+            made = func(*real(args), **named)
+            return result is None or self._keep(result, lambda: made)
+        return False
+
+    def _keep(self, tensor: torch.Tensor, make) -> bool:
+        storage = tensor.untyped_storage()
+        elements, rest = divmod(storage.nbytes(), tensor.element_size())
+        if rest or elements > MOST or not tensor.numel() or not _is_small(tensor):
+            return False
+        with _disable_current_modes(), torch.no_grad():
+            whole = torch.zeros(elements, dtype=tensor.dtype)
+            whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(make())
+        self._known[storage._cdata] = whole
+        return True
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_exact = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+    return tensor.layout is torch.strided and tensor.numel() <= (MOST if is_exact else MOST_FLOATING)
+
+
+@functools.cache
+def _is_certain(func) -> bool:
+    return torch.Tag.nondeterministic_seeded not in func.tags and not func.overloadpacket.__name__.startswith("new_e")
+
+
+@functools.cache
+def _written(func) -> tuple[str, ...]:
+    """The arguments that an operation changes."""
+    arguments = func._schema.arguments
+    return tuple(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
+def _map(function, value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return type(value)(_map(function, each) for each in value) if isinstance(value, (list, tuple)) else value

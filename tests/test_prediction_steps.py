@@ -1,0 +1,678 @@
+"""The step that is predicted is the one that runs: what libraries, checks, compilers and copies do on real tensors."""
+
+import copy
+import re
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from effgpu.__main__ import main
+from effgpu.measuring.torch_internals import FakeTensor
+from effgpu.predicting.kernels import ATTENTION
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
+from effgpu.units import MiB
+
+T4 = find_gpu("T4")
+pytestmark = pytest.mark.usefixtures("short_collections")
+
+
+def kernels(variant, gpu="A100 80 GB", **options):
+    """The kernels of a step, each with its number."""
+    return sum((segment.kernels for segment in predict(variant, gpu, **options).segments), Counter())
+
+
+# --- libraries that ask whether a tensor is fake ---
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 64, 4, 32
+
+
+def decoder(mask_of=None, tokens_of=lambda: torch.zeros(BATCH, LENGTH, dtype=torch.long)):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = dict(hidden_size=HEADS * WIDTH, intermediate_size=64, num_hidden_layers=1, vocab_size=100)
+    heads = dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, sliding_window=None, use_cache=False)
+    model = MistralForCausalLM._from_config(MistralConfig(**sizes, **heads), dtype=torch.bfloat16)
+    tokens = tokens_of()
+    mask = {} if mask_of is None else dict(attention_mask=mask_of(tokens))
+    return lambda: model(input_ids=tokens, **mask).logits.float().mean().backward()
+
+
+def encoder(mask_of):
+    from transformers import BertConfig, BertModel
+
+    sizes = dict(hidden_size=HEADS * WIDTH, intermediate_size=64, num_hidden_layers=1, vocab_size=100)
+    model = BertModel(BertConfig(**sizes, num_attention_heads=HEADS)).to(torch.bfloat16)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return lambda: model(tokens, attention_mask=mask_of(tokens)).last_hidden_state.float().mean().backward()
+
+
+def padded(tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, LENGTH // 2 :] = 0
+    return mask
+
+
+OUTSIDE_MASK = torch.ones(BATCH, LENGTH, dtype=torch.long)
+MASKS = {
+    "none": None,
+    "of ones": torch.ones_like,
+    "of ones as numbers": lambda tokens: torch.ones(tokens.shape),
+    "compared": lambda tokens: tokens != 3,
+    "from outside": lambda tokens: OUTSIDE_MASK,
+    "copied": lambda tokens: torch.empty_like(tokens).copy_(OUTSIDE_MASK),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_decoder_is_predicted_with_causal_flash_attention(name):
+    attending = {k.name: k.flops for k in kernels(partial(decoder, MASKS[name])) if k.kind == ATTENTION}
+    product = 2 * BATCH * HEADS * LENGTH**2 * WIDTH
+    causal = {"_scaled_dot_product_flash_attention": product}  # half of two products
+    assert attending == causal | {"_scaled_dot_product_flash_attention_backward": 5 * product // 2}
+
+
+@pytest.mark.parametrize("model", [decoder, encoder])
+def test_a_mask_that_masks_is_one(model):
+    names = {kernel.name for kernel in kernels(partial(model, padded)) if kernel.kind == ATTENTION}
+    assert names == {f"_scaled_dot_product_efficient_attention{end}" for end in ("", "_backward")}
+
+
+def test_an_encoder_drops_a_mask_of_ones():
+    names = {kernel.name for kernel in kernels(partial(encoder, torch.ones_like)) if kernel.kind == ATTENTION}
+    assert names == {f"_scaled_dot_product_flash_attention{end}" for end in ("", "_backward")}
+
+
+def a_library(monkeypatch):
+    library = ModuleType("a_library")
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    source = "import torch\nfrom torch._subclasses.fake_tensor import FakeTensor, is_fake\n"
+    source += "def import_now():\n    global Late\n    from torch._subclasses import FakeTensor as Late\n"
+    source += "    return Late\n"
+    exec(compile(source, "/somewhere/a_library.py", "exec"), vars(library))
+    return library
+
+
+def test_no_library_finds_a_tensor_to_be_fake_inside_and_all_do_after(monkeypatch):
+    library, found = a_library(monkeypatch), []
+
+    def step():
+        x = torch.ones(2)
+        module = torch._subclasses
+        found.extend(isinstance(x, kind) for kind in (library.FakeTensor, module.FakeTensor, library.import_now()))
+        found.extend([isinstance(x, module.fake_tensor.FakeTensor), library.is_fake(x)])
+        found.append(torch._guards.detect_fake_mode([x]) is not None)
+
+    predict(lambda: step, "T4", steps=1)
+    assert found == [False] * 6
+    assert library.FakeTensor is torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor is FakeTensor
+    assert library.import_now() is FakeTensor and type(torch._subclasses) is ModuleType
+
+
+# --- values that are known all the same ---
+
+
+def read(function):
+    """What a step gets that reads a number."""
+    seen = []
+
+    def step():
+        seen.append(function())
+
+    predicted = predict(lambda: step, "T4", steps=1)
+    return seen[0], predicted.assumptions + predicted.unknown
+
+
+def written():
+    x = torch.zeros(4, 4)
+    x[1] = 2.0
+    x.view(-1)[:2].add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function, value",
+    [
+        (lambda: (torch.arange(8).diff() == 1).all().item(), True),
+        (lambda: torch.ones(3, 5, dtype=torch.long).sum().item(), 15),
+        (lambda: written().sum().item(), 10.0),
+        (lambda: torch.empty(8).fill_(3).max().item(), 3.0),
+        (lambda: torch.full((4,), 2.5).to(torch.bfloat16).expand(3, 4)[0].min().item(), 2.5),
+        (lambda: torch.tensor([3, 4]).max().item(), 4),
+    ],
+)
+def test_what_is_made_of_constants_is_read_as_it_is(function, value):
+    assert read(function) == (value, ())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: torch.zeros(4).uniform_().max().item(),
+        lambda: torch.zeros(4).add_(torch.rand(4)).max().item(),
+        lambda: torch.zeros(4).bernoulli(0.5).max().item(),
+        lambda: written().mul_(torch.rand(4, 4)).sum().item(),
+        lambda: torch.rand(4, out=torch.zeros(4)).sum().item(),
+        lambda: torch.randint(5, 9, (4,)).max().item(),
+    ],
+)
+def test_what_random_numbers_are_in_is_not_known(function):
+    value, told = read(function)
+    assert value == 1 and "reads a" in told[0]
+
+
+# --- deep copies ---
+
+
+def test_a_deep_copy_is_a_tensor_like_the_first_one():
+    """PyTorch copies a fake tensor's mode, too, which corrupts memory: that is seen much later, or never."""
+    size = 4 * 256 * 256
+    found = []
+
+    def variant(copies):
+        model = nn.Linear(256, 256, bias=False)
+        model.register_buffer("betas", torch.linspace(0, 1, 12, dtype=torch.float64).float())
+        model.register_buffer("scale", torch.tensor(2.0))  # of which PyTorch keeps the value
+        model.tied, model.weight.mine = model.weight, [1]
+        model(torch.rand(2, 256)).sum().backward()
+        slow = copy.deepcopy(model) if copies else model
+
+        def step():
+            slow.weight.data.lerp_(model.weight.data, 0.1)
+            found.append((slow.scale.item(), slow.weight.mine, slow.tied is slow.weight, slow.weight.grad.shape))
+            assert isinstance(slow.weight, nn.Parameter) and slow.weight.requires_grad and not slow.betas.requires_grad
+            copies = slow.weight, slow.weight.grad, slow.betas, slow.scale, copy.deepcopy({"of": model.betas})["of"]
+            assert {each.fake_mode for each in copies} == {model.weight.fake_mode}
+
+        return step
+
+    one, two = (predict(partial(variant, copies), "T4") for copies in (False, True))
+    assert two.allocated - one.allocated == pytest.approx(2 * size, rel=0.01)  # with its gradient
+    assert found == [(2.0, [1], True, (256, 256))] * 4
+
+
+def test_a_deep_copy_of_what_is_computed_is_refused_as_pytorch_does():
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        predict(lambda: lambda: copy.deepcopy(torch.rand(2, requires_grad=True) * 2), "T4")
+
+
+# --- compiled code ---
+
+
+def linear(width=1024, batch=4096, wrap=lambda model: model, optimizer=torch.optim.AdamW):
+    model = nn.Linear(width, width, bias=False)
+    compiled, trained, inputs = wrap(model), optimizer(model.parameters(), fused=True), torch.rand(batch, width)
+
+    def step():
+        compiled(inputs).relu().mean().backward()
+        trained.step()
+        trained.zero_grad()
+
+    return step
+
+
+def never_runs(model):
+    @torch.compile(fullgraph=True)
+    def unused(x):
+        return x + 1
+
+    torch.compile(nn.Linear(2, 2))
+    torch.compile(mode="max-autotune")(model.forward)
+    return model
+
+
+def in_place(model):
+    model.compile()
+    return model
+
+
+COMPILED_BEFORE = torch.compile(torch.relu)
+COMPILING = {
+    "a model": torch.compile,
+    "with options": partial(torch.compile, dynamic=True),
+    "a function": lambda model: torch.compile(lambda x: model(x)),
+    "in place": in_place,
+    "before": lambda model: lambda x: COMPILED_BEFORE(model(x)),
+}
+
+
+def test_what_is_decorated_and_never_runs_is_not_compiled():
+    eager, decorated = (predict(partial(linear, wrap=wrap), "2 GiB") for wrap in (lambda model: model, never_runs))
+    assert not decorated.compiled and repr(decorated) == repr(eager)
+    assert decorated.verdict() == FITS
+
+
+@pytest.mark.parametrize("name", COMPILING)
+def test_compiled_code_that_runs_is_counted_as_eager_and_its_verdict_says_something(name):
+    eager, compiled = predict(linear, "T4"), predict(partial(linear, wrap=COMPILING[name]), "T4")
+    assert compiled.compiled and not compiled.unknown and "compiled code" in repr(compiled)
+    assert compiled.owners["weights"] == eager.owners["weights"] == 4 * 1024 * 1024
+    high = compiled.total().high
+    assert high == pytest.approx(eager.total().high + 0.05 * compiled.reserved, rel=0.1)
+    assert compiled.verdict(replace(T4, memory=high)) == FITS
+    assert compiled.verdict(replace(T4, memory=high - 1)) == MAY_NOT_FIT
+    low = compiled.total().low
+    kept = compiled.resting + (compiled.allocated - compiled.resting) / 2  # the rest may be recomputed, or fused away
+    assert low == pytest.approx((1 - LESS) * kept + compiled.workspaces.low + T4.context[0], abs=2)
+    assert compiled.verdict(replace(T4, memory=low - 1)) == DOES_NOT_FIT
+
+
+def test_a_compiled_model_is_the_wrapper_that_pytorch_makes():
+    def variant():
+        model = nn.Linear(4, 4)
+        compiled = torch.compile(model)
+        assert compiled._orig_mod is model and list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+        assert copy.deepcopy(compiled)(torch.rand(2, 4)).shape == (2, 4)
+        return lambda: compiled.eval()(torch.rand(2, 4)).sum().backward()
+
+    assert predict(variant, "T4").compiled
+
+
+def vision_transformer(wrap, width=1024, depth=4, batch=8):
+    """A quarter of ViT-g's depth: torchao's README has the compiled peak of the whole within 1 % of the eager one."""
+    layers = (nn.TransformerEncoderLayer(width, 16, 4 * width, 0.0, "gelu", batch_first=True) for _ in range(depth))
+    model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    optimizer, compiled = torch.optim.AdamW(model.parameters(), fused=True), wrap(model)
+
+    def step():
+        compiled(torch.zeros(batch, 257, width, device="cuda", dtype=torch.bfloat16)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_compiled_code_fits_a_gpu_with_a_quarter_of_its_memory_free():
+    compiled = predict(partial(vision_transformer, torch.compile), "16376 MiB")
+    enough = Gpu("enough", int(compiled.total().high / 0.77), (8, 9), compiled.gpus[0].context)
+    assert compiled.verdict(enough) == FITS and compiled.total(enough).high < 16376 * MiB
+    assert largest(lambda batch: partial(linear, batch=batch, wrap=torch.compile), "8 GiB", most=10**6).fits > 4096
+
+
+# --- checks of values ---
+
+
+def checking(check, *shape):
+    """A variant whose step checks what a layer gives."""
+    model = nn.Linear(16, 16)
+
+    def step():
+        out = model(torch.rand(*(shape or (8, 16))))
+        check(out)
+        out.mean().backward()
+
+    return step
+
+
+def unless(out):
+    if not (out[:, 2:] >= out[:, :-2]).all():
+        raise ValueError("boxes must be in corner format")
+
+
+def if_any(out):
+    if (out > 2).any() or (out < -2).any():
+        raise ValueError("too large")
+
+
+def mixed(out):
+    if (out > 2).any() or not (out > -2).all():
+        raise ValueError("too large")
+
+
+def helped(out):
+    if not is_good(out):
+        raise ValueError("not good")
+
+
+def is_good(out):
+    good = (out > 0).all()
+    return bool(good)
+
+
+def ordered(out):
+    assert out.min() >= 0 and not (out > 1).any(), "not a share"
+
+
+def one_of_one(out):
+    (800,)[int(torch.empty(1).uniform_(0, 1).item())]
+
+
+def two_of_two(out):
+    (1, 2)[out.argmax().item() - 1], (1,)[out.argmin().item()]
+
+
+PASSES = [unless, if_any, mixed, helped, ordered, one_of_one, two_of_two]
+PASSES += [lambda out: torch.distributions.Normal(out, out.exp(), validate_args=True).log_prob(out)]
+PASSES += [lambda out: torch.distributions.Categorical(logits=out, validate_args=True).sample()]
+PASSES += [lambda out: torch._assert((out > 0).all(), "not positive")]
+PASSES += [lambda out: torch.testing.assert_close(out, out * 2)]
+
+
+@pytest.mark.parametrize("check", [*PASSES, lambda out: require(torch.allclose(out, out.exp()))])
+def test_a_check_that_cannot_be_decided_passes_and_is_named(check):
+    plain, checked = predict(partial(checking, lambda out: None), "T4"), predict(partial(checking, check), "T4")
+    assert checked.verdict() == FITS and checked.owners["weights"] == plain.owners["weights"]
+    assert re.search(
+        r"assumed: test_prediction_steps.py:\d+ (checks a value, taken as passed|reads a number)", repr(checked)
+    )
+    if check in (unless, if_any):  # is one check, and seen to be one
+        assert not checked.unknown
+
+
+def require(truth):
+    assert truth
+
+
+def test_a_check_of_what_is_known_is_decided():
+    def fails(out):
+        assert (torch.zeros(3) > 0).all(), "known to be wrong"
+
+    with pytest.raises(AssertionError, match="known to be wrong"):
+        predict(partial(checking, fails), "T4")
+
+
+def test_an_error_after_a_guess_says_which_line_read_what():
+    def fails(out):
+        size = 3 if out.sum() > 0 else 4
+        raise IndexError(f"no place {size}")
+
+    told = r"predict: IndexError: no place 4, after test_prediction_steps.py:\d+ read a value, taken as False"
+    with pytest.raises(RuntimeError, match=told):
+        predict(partial(checking, fails), "T4")
+
+
+# --- shapes by value ---
+
+
+def choosing(function):
+    """A variant whose step keeps what a function chooses, of 4,096 rows of 256 numbers and as many labels."""
+
+    def variant():
+        model = nn.Linear(256, 256)
+
+        def step():
+            labels = torch.randint(-100, 1000, (4096,))
+            return function(model(torch.rand(4096, 256)), labels)
+
+        return lambda: step().sum().backward()
+
+    return variant
+
+
+CHOOSE = {
+    "a mask": lambda out, labels: out[labels >= 0],
+    "places": lambda out, labels: out[torch.where(labels >= 0)[0]],
+    "nonzero": lambda out, labels: out[(labels >= 0).nonzero().flatten()],
+    "argwhere": lambda out, labels: out[torch.argwhere(labels)[:, 0]],
+    "a mask and places": lambda out, labels: out[labels >= 0, :4],
+    "masked_select": lambda out, labels: out.masked_select(out.detach() > 0),
+    "unique": lambda out, labels: out[labels.unique() * 0],
+    "unique with places": lambda out, labels: out[labels.unique(return_inverse=True)[1]],
+}
+
+
+@pytest.mark.parametrize("name", CHOOSE)
+@pytest.mark.parametrize("options, share", [({}, 0.5), ({"taken": 0.25}, 0.25), ({"taken": 0}, 0), ({"taken": 1}, 1)])
+def test_an_index_by_value_takes_the_share_that_is_said(name, options, share):
+    shapes = []
+    note = lambda *given: shapes.append((chosen := CHOOSE[name](*given)).shape) or chosen
+    predicted = predict(choosing(note), "T4", steps=1, **options)
+    number = 4096 if name == "unique with places" else 4096 * share * (256 if name == "masked_select" else 1)
+    assert shapes[0][0] == number and not predicted.unknown
+    assert any(f"takes {share:.0%} of what it chooses from by value" in told for told in predicted.assumptions)
+
+
+def test_the_memory_follows_the_share():
+    wide = choosing(lambda out, labels: out[labels >= 0].repeat(1, 64).exp())
+    quarter, half = (predict(wide, "T4", taken=share).owners["activations"] for share in (0.25, 0.5))
+    assert half - quarter == pytest.approx(2 * 4 * 1024 * 256 * 64, rel=0.05)  # of repeat, and of exp
+
+
+def test_what_is_known_is_taken_as_it_is_unless_a_share_is_said():
+    shapes = []
+
+    def choose(out, labels):
+        mask = torch.arange(4096) < 1000
+        shapes.append(out[mask].shape[0])
+        return out
+
+    assert not predict(choosing(choose), "T4", steps=1).assumptions
+    assert "takes 10%" in predict(choosing(choose), "T4", steps=1, taken=0.1).assumptions[0]
+    assert shapes == [1000, 410]
+
+
+def test_the_cpu_waits_for_what_is_counted():
+    segments = lambda function: len(predict(choosing(function), "T4").segments)
+    assert segments(lambda out, labels: out) == 1 < segments(CHOOSE["a mask"])
+
+
+def test_an_operation_from_elsewhere_takes_the_share_of_its_rows():
+    import torchvision
+
+    kept = []
+
+    def choose(out, labels):
+        kept.append(torchvision.ops.nms(out[:, :4].detach(), out[:, 4].detach(), 0.5).shape[0])
+        return out
+
+    predict(choosing(choose), "T4", steps=1, taken=0.25)
+    assert kept == [1024]
+
+
+@pytest.mark.parametrize("taken", [-0.1, 1.1, "half"])
+def test_a_share_that_is_none_is_refused(taken):
+    with pytest.raises(ValueError, match="taken: expected a share from 0 to 1"):
+        predict(linear, "T4", taken=taken)
+
+
+def test_the_share_is_said_on_the_command_line(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("import torch\n\ndef variant():\n    return lambda: (x := torch.rand(8))[x > 0.5].sum()\n")
+    assert main(["predict", f"{script}:variant", "--gpu", "T4", "--taken", "0.25"]) == 0
+    assert "script.py:4 takes 25% of what it chooses from by value" in capsys.readouterr().out
+
+
+# --- what is not on the GPU ---
+
+LAYERS, SIDE = 4, 1024
+LAYER = SIDE * SIDE * 2  # bytes in bfloat16
+
+
+def layers(**options):
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False, **options) for _ in range(LAYERS)))
+
+
+def from_meta():
+    model = layers(device="meta", dtype=torch.bfloat16)
+    for number in range(LAYERS):
+        model[number] = nn.Linear(SIDE, SIDE, bias=False, device="cuda", dtype=torch.bfloat16)
+    return model
+
+
+def in_a_context():
+    with torch.device("meta"):
+        x = torch.ones(SIDE, SIDE) @ torch.ones(SIDE, SIDE)
+        assert x.device.type == "meta"
+    with torch.device("cuda"):
+        return layers(dtype=torch.bfloat16)
+
+
+def loaded():
+    model = layers()
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    return model.bfloat16().cuda()
+
+
+BUILT = {
+    "cast on the CPU": lambda: layers().to(torch.bfloat16).to("cuda"),
+    "moved as it is cast": lambda: layers().to("cuda", torch.bfloat16),
+    "cuda": lambda: layers(dtype=torch.bfloat16).cuda(),
+    "loaded": loaded,
+    "from meta": from_meta,
+    "in a context": in_a_context,
+    "a copy kept": lambda: KEPT.append(model := layers(dtype=torch.bfloat16)) or copy.deepcopy(model).to("cuda"),
+}
+KEPT = []
+
+
+def built(build):
+    model = build()
+    x = torch.zeros(8, SIDE, device="cuda", dtype=torch.bfloat16)
+    return lambda: model(x).mean().backward()
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_what_is_built_elsewhere_takes_nothing_of_the_gpu(name):
+    straight = predict(partial(built, lambda: layers(device="cuda", dtype=torch.bfloat16)), "T4")
+    predicted = predict(partial(built, BUILT[name]), "T4")
+    KEPT.clear()
+    assert predicted.owners == straight.owners and straight.owners["weights"] == LAYERS * LAYER
+    assert predicted.allocated <= predicted.reserved == straight.reserved
+    assert predicted.time().expected == straight.time().expected
+
+
+def test_of_data_on_the_cpu_only_the_batch_is_on_the_gpu():
+    def variant():
+        data = torch.zeros(64, 1024, 1024)
+        return lambda: data[:2].to("cuda").exp_().sum()
+
+    assert predict(variant, "T4").allocated == pytest.approx(2 * 4 * 1024**2, rel=0.01)
+
+
+def chained(device, keep):
+    x = torch.ones(1024, 1024, device=device, requires_grad=True)
+
+    def step():
+        with keep():
+            y = x
+            for _ in range(8):
+                y = y.exp()
+        y.sum().backward()
+
+    return step
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_is_saved_on_the_cpu_is_not_on_the_gpu(device, pinned):
+    save = partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned)
+    plain, saved = (predict(partial(chained, device, keep), "T4").allocated for keep in (nullcontext, save))
+    size = 4 * 1024**2
+    assert plain == pytest.approx(12 * size, rel=0.01)  # x and its gradient, eight results, two gradients of them
+    assert 4 * size < saved < 6.1 * size
+
+
+@pytest.mark.parametrize("move", [lambda x: x.cpu(), lambda x: x.to("cpu"), lambda x: x.detach().to(device="cpu")])
+def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
+    def variant(move):
+        held = [torch.ones(1024, 1024, device="cuda") for _ in range(8)]
+
+        def step():
+            kept = [move(held.pop()) for _ in range(8)]
+            torch.empty(8 * 1024, 1024, device="cuda")
+            held.extend(each.to("cuda") for each in kept)
+
+        return step
+
+    stays, moved = (predict(partial(variant, way), "T4").allocated for way in (lambda x: x, move))
+    assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
+
+
+def test_what_meets_a_tensor_on_the_gpu_is_there_too():
+    def variant():
+        x = torch.ones(1024, 1024, device="cuda")
+        positions = torch.arange(1024.0, device=x.device).repeat(1024, 1)  # a fake tensor's device says CPU
+        return lambda: (x + positions).sum()
+
+    assert predict(variant, "T4").allocated == pytest.approx(3 * 4 * 1024**2, rel=0.01)
+
+
+# --- operations that a GPU does in one call ---
+
+TIME, ROWS, WIDE = 16, 4, 256
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+def recurrent(kind="LSTM", trained=True, **options):
+    model = getattr(nn, kind)(WIDE, WIDE, **options)
+    inputs = torch.zeros(TIME, ROWS, WIDE).transpose(0, 1 if options.get("batch_first") else 0)
+
+    def step():
+        with torch.set_grad_enabled(trained):
+            loss = model(inputs)[0].mean()
+        if trained:
+            loss.backward()
+
+    return step
+
+
+def flops(variant):
+    return sum(kernel.flops * number for kernel, number in kernels(variant).items())
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bias": False}, {"num_layers": 3, "dropout": 0.1}])
+def test_a_network_over_time_counts_its_products(kind, options):
+    forward = TIME * ROWS * 2 * GATES[kind] * 2 * WIDE * WIDE * options.get("num_layers", 1)
+    assert flops(partial(recurrent, kind, trained=False, **options)) == forward
+    assert flops(partial(recurrent, kind, **options)) == 3 * forward
+
+
+def test_directions_and_projections_count_too():
+    token = TIME * ROWS * 2 * 4 * WIDE
+    assert flops(partial(recurrent, trained=False, bidirectional=True)) == 2 * token * 2 * WIDE
+    projected = token * (WIDE + 64) + TIME * ROWS * 2 * 64 * WIDE
+    assert flops(partial(recurrent, trained=False, proj_size=64)) == projected
+    assert flops(partial(recurrent, proj_size=64)) == 3 * projected
+
+
+def test_a_network_over_time_is_one_call_and_keeps_its_gates():
+    predicted = predict(partial(recurrent, num_layers=2), "T4")
+    cells = predict(partial(recurrent, "GRU", num_layers=2), "T4")
+    assert all(segment.calls < 60 for one in (predicted, cells) for segment in one.segments)
+    number = 4 * TIME * ROWS * WIDE
+    assert 2 * 4 * number < predicted.owners["activations"] < 2 * 9 * number
+    assert not predicted.unknown and not predicted.assumptions
+    untrained = predict(partial(recurrent, trained=False, num_layers=2), "T4")
+    assert untrained.owners["activations"] < 3 * number
+
+
+def test_autocast_and_inference_mode_reach_a_network_over_time():
+    def variant():
+        model, inputs = nn.GRU(WIDE, WIDE), torch.zeros(TIME, ROWS, WIDE)
+
+        def step():
+            with torch.autocast("cuda", torch.float16):
+                assert model(inputs)[0].dtype is torch.float16
+            with torch.inference_mode():
+                assert model(inputs)[0].shape == inputs.shape
+
+        return step
+
+    found = {(kernel.name, kernel.format) for kernel in kernels(variant) if kernel.flops}
+    assert found == {(f"gru ({part})", format) for part in ("inputs", "step") for format in ("fp16", "tf32")}
+
+
+def unruled(function):
+    return lambda: lambda: function(torch.rand(2, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.linalg.svd(x),
+        lambda x: torch.linalg.cholesky(x),
+        lambda x: torch.fft.fft(x),
+        lambda x: torch.cdist(x, x, p=1),
+    ],
+)
+def test_an_operation_whose_arithmetic_no_rule_knows_is_named_as_not_known(function):
+    predicted = predict(unruled(function), "T4")
+    assert "not known: how long" in repr(predicted) and predicted.time().expected > 0
+    assert predicted.verdict(replace(T4, memory=predicted.total().high)) == FITS, "its memory is known"
