@@ -413,7 +413,7 @@ def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
         (lambda out: out[out > 0], "the shape of a result depends on values, by aten.nonzero"),
         (lambda out: out.unique(), "the shape of a result depends on values"),
         (lambda out: OUTSIDE(out), "parameters from outside of the variant"),
-        (lambda out: torch.cuda.synchronize(), "calls torch.cuda itself"),
+        (lambda out: torch.cuda.current_blas_handle(), "calls torch.cuda itself"),
     ],
 )
 def test_a_step_that_cannot_be_predicted_is_refused_with_the_reason(read, why):

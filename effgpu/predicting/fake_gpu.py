@@ -33,6 +33,8 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import shapes
 from effgpu.predicting.allocator import Block, round_size
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.hardware import answering_as
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
 from effgpu.units import GiB, MiB
 
@@ -94,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
         self.segments: list[Segment] = []  # of the last step
+        self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,6 +107,14 @@ class Recorder(TorchDispatchMode):
         """The variant is built: count from here on."""
         self.name_owners()
         self.first, self._started = self._events, True
+
+    def note_capability(self) -> None:
+        """The step has asked what the GPU is: another one may take another way."""
+        self.holds_from = max(self.holds_from, self.capability or (0, 0))
+
+    def translator(self) -> "_Translator":
+        """The mode that makes a GPU of the CPU, for `as_gpu`."""
+        return _Translator(self)
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
@@ -278,8 +289,8 @@ class Recorder(TorchDispatchMode):
         """A hook for every parameter and buffer that a module registers."""
         self._modules.add(module)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """A hook before every optimizer's step."""
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
         self.optimizing += 1
         self._optimizers.add(optimizer)
         by_default = self.capability and _defaults_to_foreach(optimizer)
@@ -288,6 +299,19 @@ class Recorder(TorchDispatchMode):
                 group["foreach"] = True
             self._name((parameter.grad for parameter in group["params"]), "gradients")
             self._name(group["params"], "weights")
+        wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
+        return tuple(map(wrap, args)), {name: wrap(value) for name, value in kwargs.items()}
+
+    def _aside(self, closure: Callable) -> Callable:
+        @functools.wraps(closure)
+        def called():
+            optimizing, self.optimizing = self.optimizing, 0
+            try:
+                return closure()
+            finally:
+                self.optimizing = optimizing
+
+        return called
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A hook after every optimizer's step."""
@@ -364,7 +388,8 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         _replaced(recorder),
         FakeTensorMode(allow_non_fake_inputs=True) as recorder.fakes,
         observed_by(recorder),
-        _Translator(recorder),
+        answering_as(recorder.gpu, recorder.note_capability),
+        recorder.translator(),
     ):
         yield
 
@@ -444,7 +469,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             loader.num_workers = workers
 
     def run_backward_here(*args, **kwargs):
-        with _Translator(recorder):  # what checkpointing runs again names a GPU, too
+        with recorder.translator():  # what checkpointing runs again names a GPU, too
             return run_backward(*args, **kwargs)
 
     def has_bf16(including_emulation=True):

@@ -1,0 +1,109 @@
+"""Where a training step ends, and plans. A plan is a generator that yields how many steps may pass.
+
+`drive` pulls a function through a plan, a call a step. In a script, its own loop pushes the plan through `Marks`: a
+step is what lies between two steps of the optimizer that stepped first. So accumulation, several optimizers, a
+GradScaler, closures, a Trainer need no case of their own.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from effgpu.attaching import ticking
+from effgpu.measuring.variants import Step, check_worked
+
+Plan = Generator[int, None, Any]
+TICKS = "effgpu.tick"
+
+
+def drive(plan: Plan, step: Step) -> Any:
+    """Call `step` as often as the plan asks for, and return what the plan returns."""
+    ended, result = False, None
+
+    def advance() -> int:
+        nonlocal ended, result
+        try:
+            return next(plan)
+        except StopIteration as end:  # the plan's own: a step that runs out of data raises one, too
+            ended, result = True, end.value
+            return 0
+
+    while not ended:
+        for _ in range(advance()):
+            check_worked(step())
+    return result
+
+
+class Marks:
+    """Counts a script's steps and moves its plan on. The plan begins after the first step: by then all is built.
+
+    `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
+    that stepped first, or `effgpu.tick` where a script has no optimizer of PyTorch's.
+    """
+
+    def __init__(self, plan: Plan, done: Callable[[Any], None]):
+        self.count, self.source = 0, None
+        self._plan, self._done, self._left = plan, done, 1
+
+    def mark(self, source: object) -> None:
+        """`source` has made a step."""
+        self.source = self.source or source
+        if source is not self.source:
+            return
+        self.count += 1
+        self._left -= 1
+        if self._left:
+            return
+        try:
+            self._left = next(self._plan)
+        except StopIteration as end:
+            self._done(end.value)
+
+    def tick(self, items: object = None, loss: object = None) -> None:
+        """What `effgpu.tick` calls."""
+        self.mark(TICKS)
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """Inside, the steps of optimizers and ticks are marks.
+
+        So are what a GradScaler skips, and calls of a `step` that was put on the instance: PyTorch's hooks see neither.
+        """
+        scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
+        step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
+
+        @functools.wraps(step_unless_overflown)
+        def scaled(self, optimizer, *args, **kwargs):
+            return marked(step_unless_overflown, optimizer)(self, optimizer, *args, **kwargs)
+
+        def marked(step, optimizer):
+            @functools.wraps(step)
+            def marking(*args, **kwargs):
+                before = self.count
+                result = step(*args, **kwargs)
+                if self.count == before:
+                    self.mark(innermost(optimizer))
+                return result
+
+            return marking
+
+        def replace_step(optimizer, name, value):
+            object.__setattr__(optimizer, name, marked(value, optimizer) if name == "step" else value)
+
+        def innermost(optimizer):  # of another library's wrapper, such as accelerate's
+            while isinstance(inner := getattr(optimizer, "optimizer", None), optimizers):
+                optimizer = inner
+            return optimizer
+
+        handle = register_optimizer_step_post_hook(lambda one, *_: self.mark(one))
+        scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
+        try:
+            yield
+        finally:
+            handle.remove()
+            scaler._maybe_opt_step, ticking._script = step_unless_overflown, ticker
+            del optimizers.__setattr__
