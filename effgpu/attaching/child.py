@@ -64,7 +64,7 @@ def main(path: str) -> NoReturn:
         if isinstance(code, str):
             print(code, file=sys.stderr)
     except Refused as why:
-        leave(refused=str(why), line=_line(why))
+        leave(refused=str(why), line=_line(why.__cause__ or why))
     except BaseException as error:
         _show(error)
         leave(1, failed=_describe(error))

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.measuring.torch_internals import (
+    DeviceContext,
     DisableTorchFunction,
     DispatchKey,
     DispatchKeySet,
@@ -26,8 +27,10 @@ from effgpu.measuring.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     _current_graph_task_id,
+    _device_constructors,
     _disable_current_modes,
     _ExcludeDispatchKeyGuard,
+    _get_current_function_mode_stack,
     _len_torch_function_stack,
     _pop_mode_temporarily,
 )
@@ -39,6 +42,7 @@ from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, note
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
+FACTORIES = frozenset(_device_constructors())  # what makes tensors
 _TORCH, _EFFGPU = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -362,14 +366,22 @@ class _Translator(TorchFunctionMode):
             return format(args[0].item(), args[1])
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
-        if func is torch.device:  # a name and an index: the CPU has no index
-            return _on_cpu(func(*args, **kwargs))
+        if func is torch.device or name == "_parse_to":  # the latter reads the arguments of Module.to
+            return func(*args, **kwargs)
+        if func in FACTORIES and kwargs.get("device") is None and (default := default_device()):
+            kwargs = kwargs | {"device": default}
         args = tuple(map(_on_cpu, args))
         kwargs = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
         result = func(*args, **kwargs)
         if name in _PREDICATES and isinstance(result, torch.Tensor):
             self._recorder.truths[result] = _PREDICATES[name]
         return result
+
+
+def default_device() -> torch.device | None:
+    """The device of a `with torch.device(...)` or of torch.set_default_device: a mode further out adds it too late."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _on_cpu(value: object) -> object:

@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from effgpu.measuring.torch_internals import (
-    DeviceContext,
     DisableTorchFunction,
     FakeTensor,
-    _device_constructors,
-    _get_current_function_mode_stack,
     _len_torch_function_stack,
     fake_tensor,
 )
 from effgpu.predicting.allocator import Block
-from effgpu.predicting.fake_gpu import Recorder, _Translator, on_real_tensors
+from effgpu.predicting.fake_gpu import FACTORIES, Recorder, _Translator, default_device, on_real_tensors
 from effgpu.predicting.hardware import FIRST_GPU
 
 HOST = "host"
@@ -32,7 +29,6 @@ LARGE = 100_000  # elements: what a module's __init__ makes with fewer, such as 
 _CPU = torch.device("cpu")
 _device = FakeTensor.device.fget
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
-_FACTORIES = frozenset(_device_constructors())
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.DataDependentOutputException,
@@ -166,17 +162,14 @@ class _Placer(_Translator):
         if type(kwargs.get("device")) is int:
             kwargs = kwargs | {"device": FIRST_GPU}
         named = next(filter(None, map(name_device, (*args, *kwargs.values()))), None)
-        if named is None and func in _FACTORIES and kwargs.get("device") is None:
-            modes = reversed(_get_current_function_mode_stack())
-            named = next((name_device(mode.device) for mode in modes if isinstance(mode, DeviceContext)), None)
-            if named is not None:
-                kwargs = kwargs | {"device": named}
+        if named is None and func in FACTORIES and (named := name_device(default_device())):
+            kwargs = kwargs | {"device": named}
         return args, kwargs, named
 
     def _run_real(self, func, types, args: tuple, kwargs: dict, where: torch.device | None) -> object:
         """A call without a fake tensor, not for the GPU: its result is fake where a module builds something large."""
         on_cpu = where is None or where == _CPU
-        if on_cpu and func in _FACTORIES and func not in _DATA_GIVEN and _builds_module():
+        if on_cpu and func in FACTORIES and func not in _DATA_GIVEN and _builds_module():
             with self._recorder.placing(True):
                 made = super().__torch_function__(func, types, args, kwargs)
             if made.numel() > LARGE:

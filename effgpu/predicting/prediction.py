@@ -33,13 +33,7 @@ STEPS = 2  # the first creates the optimizer's state, the second is like all tha
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
-_ASKS_CUDA = (
-    "no NVIDIA driver",
-    "not compiled with CUDA",
-    "CUDA driver version",
-    "No CUDA GPUs",
-    "has no attribute '_cuda",
-)
+_ASKS_CUDA = ("no NVIDIA driver", "not compiled with CUDA", "CUDA driver version", "No CUDA GPUs", "attribute '_cuda")
 # How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.
 LESS, MORE = 0.06, 0.08
 
@@ -407,6 +401,8 @@ def explain(error: BaseException) -> str | None:
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):
         return f"the step reads values, by {error.func}: such a step cannot be predicted"
+    if "no fake impl registered" in str(error):
+        return f"an operation has no fake implementation, so its result is unknown: {error}"
     unsupported = fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException
     if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
         return f"an operation has no fake implementation, so its result is unknown: {error}"

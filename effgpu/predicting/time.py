@@ -202,7 +202,8 @@ class Time:
     def to_dict(self) -> dict:
         """Seconds, what decides, and for each kind of operation its seconds, FLOPs, bytes and kernels."""
         told = {name: getattr(self, name) for name in ("expected", "low", "high", "bound")}
-        return told | {"kinds": {kind: row._asdict() for kind, row in self.table.items()}}
+        names = ("seconds", "FLOPs", "bytes", "kernels")
+        return told | {"kinds": {kind: dict(zip(names, row)) for kind, row in self.table.items()}}
 
     def __str__(self) -> str:
         return self.times(1)
