@@ -223,6 +223,16 @@ def test_what_a_second_optimizer_does_is_in_the_step_of_the_first(run):
     assert kernels[0] == 3 * 8 - 1 and kernels[1] == kernels[2] == kernels[0] + 8 + 2
 
 
+def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_the_next(run):
+    by_hand = "with torch.no_grad():\n    for weight in model.parameters(): weight -= weight.grad; weight.grad = None"
+    build = BUILD.replace("optimizer = torch.optim.AdamW(model.parameters())", "")
+    code, told, errors = run(loop(build, STEP.replace("optimizer.step()\noptimizer.zero_grad()", by_hand)))
+    assert code == 0 and told["notes"] == [
+        "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
+    ], errors
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 3 * 8 - 1
+
+
 def test_lbfgs_calls_its_closure_within_a_step(run):
     script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=2)")
     _, told, errors = run(script)
@@ -494,9 +504,9 @@ def counting(most):
 def test_a_plan_pulls_a_function_and_is_pushed_by_a_script():
     calls, ends = [], []
     assert drive(counting([1, 0, 2]), lambda: calls.append(1)) == "the end" and len(calls) == 3
-    marks = Marks(counting([1, 2]), ends.append)
+    marks = Marks(ends.append)
     optimizer, other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
-    with marks.made():
+    with marks.pushing(counting([1, 2])):
         for _ in range(4):
             assert not ends
             optimizer.step()
@@ -511,8 +521,8 @@ def test_a_step_that_runs_out_of_data_is_no_end_of_the_plan():
 
 
 def test_steps_that_a_scaler_skips_and_empty_ones_are_marks():
-    marks, weight = Marks(counting([100]), print), torch.zeros(1, requires_grad=True)
-    with marks.made():
+    marks, weight = Marks(print), torch.zeros(1, requires_grad=True)
+    with marks.pushing(counting([100])):
         optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
         for value in (math.inf, 1.0, math.inf):
             scaler.scale(weight * value).sum().backward()
@@ -522,3 +532,76 @@ def test_steps_that_a_scaler_skips_and_empty_ones_are_marks():
         optimizer.step = lambda: None
         optimizer.step()
     assert marks.count == 4 and torch.optim.Optimizer.__setattr__ is object.__setattr__
+
+
+# --- transformers and accelerate ---
+
+TRAINER = """
+import torch
+from transformers import AutoModelForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+assert arguments.device.type == "cuda" and arguments.n_gpu == 1
+model = AutoModelForSequenceClassification.from_pretrained("bert")
+rows = [{"input_ids": [0] * 128, "label": 0}] * 640
+model.save_pretrained("saved")
+Trainer(model, arguments, train_dataset=rows).train()
+"""
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForSequenceClassification
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = AutoModelForSequenceClassification.from_pretrained("bert")
+rows = torch.utils.data.TensorDataset(torch.zeros(640, 128, dtype=torch.long), torch.zeros(640, dtype=torch.long))
+loader = torch.utils.data.DataLoader(rows, 16)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for ids, labels in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(input_ids=ids, labels=labels).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def bert(here):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(num_hidden_layers=2)
+    BertForSequenceClassification(config).save_pretrained(here / "bert")
+
+    def variant(batch, fused):
+        model = BertForSequenceClassification(config).train()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        scaler = torch.amp.GradScaler("cuda")
+
+        def step():
+            for _ in range(32 // batch):
+                ids, labels = torch.zeros(batch, 128, dtype=torch.long), torch.zeros(batch, dtype=torch.long)
+                with torch.autocast("cuda", torch.float16):
+                    loss = model(input_ids=ids, labels=labels).loss
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return step
+
+    return variant
+
+
+@pytest.mark.slow
+def test_a_trainer_and_accelerate_do_as_on_the_gpu(bert, here, capfd):
+    """fp16=True is left out where PyTorch says that there is no GPU."""
+    trainer = (
+        "python train.py --output_dir out --fp16 --max_grad_norm 0 --per_device_train_batch_size 32 --report_to none"
+    )
+    launcher = "accelerate launch --mixed_precision fp16 train.py"
+    for script, command, batch, fused in ((TRAINER, trainer, 32, True), (ACCELERATED, launcher, 16, False)):
+        (here / "train.py").write_text(script)
+        assert main(["predict", "--gpu", "T4", "--json", "-", "--", *command.split()]) == 0
+        told = json.loads(capfd.readouterr().out)
+        alike = predict(partial(bert, batch, fused), "T4")
+        assert told["allocated"] == pytest.approx(alike.allocated, rel=0.01)
+        assert seconds(told) == pytest.approx(alike.time().expected, rel=0.01)
+    assert not list((here / "saved").glob("*.safetensors"))

@@ -27,7 +27,7 @@ class Refused(Exception):
 def main(path: str) -> NoReturn:
     """Run the script of an order, a file that `scripts.run` writes, and leave the answer in the file that it names."""
     order = pickle.loads(Path(path).read_bytes())
-    process, marks = os.getpid(), None
+    process = os.getpid()
 
     def leave(code: int = 0, **answer: object) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -36,7 +36,7 @@ def main(path: str) -> NoReturn:
         if os.getpid() != process:
             answer = {"refused": f"trains in a process of its own: {_TRAIN_HERE}"}
         part = Path(f"{order['answer']}.part")
-        part.write_bytes(pickle.dumps({"steps": marks.count if marks else 0} | answer))
+        part.write_bytes(pickle.dumps({"steps": marks.count} | answer))
         part.replace(order["answer"])
         os._exit(code)
 
@@ -50,14 +50,13 @@ def main(path: str) -> NoReturn:
 
     from effgpu.attaching.steps import Marks
 
+    marks = Marks(lambda result: leave(result=result))
     module, _, name = order["plan"].partition(":")
     planned = getattr(importlib.import_module(module), name)
     started = _count_processes()
     try:
-        with planned(**order["options"]) as plan:
-            marks = Marks(guarded(plan), lambda result: leave(result=result))
-            with marks.made():
-                _run(order)
+        with planned(marks, **order["options"]) as plan, marks.pushing(guarded(plan)):
+            _run(order)
         code = 0
     except SystemExit as end:
         code = end.code

@@ -27,8 +27,9 @@ class ScriptFailed(RuntimeError):
 def run(program: Program, plan: str, **options: object) -> object:
     """What the plan returns that "package.module:function" gives for these options, run under the script's steps.
 
-    The function is a context manager in the script's process. Raises ScriptFailed for an error of the script's, and
-    RuntimeError where the plan cannot be followed: one line that says why, and what to do.
+    The function is a context manager in the script's process, which also gets the script's Marks. Raises ScriptFailed
+    for an error of the script's, and RuntimeError where the plan cannot be followed: one line that says why, and what
+    to do.
     """
     with tempfile.TemporaryDirectory(prefix="effgpu-", ignore_cleanup_errors=True) as folder:
         order, answer, log = (Path(folder) / name for name in ("order", "answer", "log"))

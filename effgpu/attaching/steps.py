@@ -17,7 +17,7 @@ from effgpu.attaching import ticking
 from effgpu.measuring.variants import Step, check_worked
 
 Plan = Generator[int, None, Any]
-TICKS = "effgpu.tick"
+TICKS, BACKWARD = "effgpu.tick", "backward passes"
 
 
 def drive(plan: Plan, step: Step) -> Any:
@@ -42,12 +42,14 @@ class Marks:
     """Counts a script's steps and moves its plan on. The plan begins after the first step: by then all is built.
 
     `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
-    that stepped first, or `effgpu.tick` where a script has no optimizer of PyTorch's.
+    that stepped first, or `effgpu.tick`. Where a script makes no optimizer of PyTorch's, a step goes from one backward
+    pass to the next.
     """
 
-    def __init__(self, plan: Plan, done: Callable[[Any], None]):
+    def __init__(self, done: Callable[[Any], None]):
         self.count, self.source = 0, None
-        self._plan, self._done, self._left = plan, done, 1
+        self._plan: Plan | None = None
+        self._done, self._left = done, 1
 
     def mark(self, source: object) -> None:
         """`source` has made a step."""
@@ -68,13 +70,30 @@ class Marks:
         self.mark(TICKS)
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        """Inside, the steps of optimizers and ticks are marks.
+    def pushing(self, plan: Plan) -> Iterator[None]:
+        """Inside, the steps of optimizers and ticks are marks, which push the plan.
 
         So are what a GradScaler skips, and calls of a `step` that was put on the instance: PyTorch's hooks see neither.
         """
         scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
         step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
+        prepare, run_backward = optimizers.__init__, torch.autograd._engine_run_backward
+        made, inside, self._plan = [], [], plan
+
+        @functools.wraps(prepare)
+        def prepared(self, *args, **kwargs):
+            made.append(True)
+            return prepare(self, *args, **kwargs)
+
+        @functools.wraps(run_backward)
+        def marked_backward(*args, **kwargs):
+            if not made and not inside:
+                self.mark(BACKWARD)
+            inside.append(True)  # checkpointing may run a pass within a pass
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                inside.pop()
 
         @functools.wraps(step_unless_overflown)
         def scaled(self, optimizer, *args, **kwargs):
@@ -101,9 +120,11 @@ class Marks:
 
         handle = register_optimizer_step_post_hook(lambda one, *_: self.mark(one))
         scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
+        optimizers.__init__, torch.autograd._engine_run_backward = prepared, marked_backward
         try:
             yield
         finally:
             handle.remove()
             scaler._maybe_opt_step, ticking._script = step_unless_overflown, ticker
+            optimizers.__init__, torch.autograd._engine_run_backward = prepare, run_backward
             del optimizers.__setattr__

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from effgpu.attaching.child import Refused
-from effgpu.attaching.steps import Plan
+from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.fake_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import Gpu
@@ -20,7 +20,7 @@ _LONG = 5.0  # seconds of forward passes before the first step that are worth a 
 
 
 @contextlib.contextmanager
-def planned(gpus: tuple[Gpu, ...], capability: tuple[int, int], steps: int) -> Iterator[Plan]:
+def planned(marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], steps: int) -> Iterator[Plan]:
     """The plan whose result is the Prediction for these GPUs; inside, the script's GPU has this capability.
 
     Raises Refused for what cannot be walked.
@@ -33,6 +33,8 @@ def planned(gpus: tuple[Gpu, ...], capability: tuple[int, int], steps: int) -> I
         if not recorder.blocks:
             raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
         notes = [f"not written, as its weights have no values: {what}" for what in unwritten]
+        if marks.source is BACKWARD:
+            notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
         if recorder.without_gradients > _LONG:
             took = format_seconds(recorder.without_gradients)
             told = "forward passes without gradients before the first step, such as an evaluation, took"
