@@ -233,6 +233,26 @@ def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_
     assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 3 * 8 - 1
 
 
+EVALUATED = """
+def evaluate():
+    with torch.no_grad():
+        for _ in range(3):
+            if model(torch.randn(64, 1024).to("cuda")).max().item() > 0 or model[0].weight.sum() > 0: print("high")
+evaluate()
+"""
+
+
+def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expected, monkeypatch):
+    script = loop(BUILD + EVALUATED, STEP + "if number == 0: evaluate()\n")
+    code, told, errors = run(script)
+    assert code == 0 and told["unknown"] == told["assumptions"] == [], errors
+    assert seconds(told) == pytest.approx(expected[1], rel=0.01)
+    assert seconds(run(loop(BUILD + EVALUATED, STEP + "evaluate()\n"))[1]) > 1.1 * expected[1]
+    slow = "import time, effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
+    (note,) = run(slow + script)[1]["notes"]
+    assert re.fullmatch(r"forward passes without gradients .* took \d.* here: let the script .*", note)
+
+
 def test_lbfgs_calls_its_closure_within_a_step(run):
     script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=2)")
     _, told, errors = run(script)
@@ -551,7 +571,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 accelerator = Accelerator(gradient_accumulation_steps=2)
-model = AutoModelForSequenceClassification.from_pretrained("bert")
+model = AutoModelForSequenceClassification.from_pretrained("bert").train()
 rows = torch.utils.data.TensorDataset(torch.zeros(640, 128, dtype=torch.long), torch.zeros(640, dtype=torch.long))
 loader = torch.utils.data.DataLoader(rows, 16)
 model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
@@ -570,9 +590,9 @@ def bert(here):
     config = BertConfig(num_hidden_layers=2)
     BertForSequenceClassification(config).save_pretrained(here / "bert")
 
-    def variant(batch, fused):
+    def variant(batch, as_trainer):
         model = BertForSequenceClassification(config).train()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=as_trainer)
         scaler = torch.amp.GradScaler("cuda")
 
         def step():
@@ -581,6 +601,9 @@ def bert(here):
                 with torch.autocast("cuda", torch.float16):
                     loss = model(input_ids=ids, labels=labels).loss
                 scaler.scale(loss).backward()
+            if as_trainer:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -593,15 +616,13 @@ def bert(here):
 @pytest.mark.slow
 def test_a_trainer_and_accelerate_do_as_on_the_gpu(bert, here, capfd):
     """fp16=True is left out where PyTorch says that there is no GPU."""
-    trainer = (
-        "python train.py --output_dir out --fp16 --max_grad_norm 0 --per_device_train_batch_size 32 --report_to none"
-    )
+    trainer = "python train.py --output_dir out --fp16 --per_device_train_batch_size 32 --report_to none"
     launcher = "accelerate launch --mixed_precision fp16 train.py"
-    for script, command, batch, fused in ((TRAINER, trainer, 32, True), (ACCELERATED, launcher, 16, False)):
+    for script, command, batch, as_trainer in ((TRAINER, trainer, 32, True), (ACCELERATED, launcher, 16, False)):
         (here / "train.py").write_text(script)
         assert main(["predict", "--gpu", "T4", "--json", "-", "--", *command.split()]) == 0
         told = json.loads(capfd.readouterr().out)
-        alike = predict(partial(bert, batch, fused), "T4")
+        alike = predict(partial(bert, batch, as_trainer), "T4")
         assert told["allocated"] == pytest.approx(alike.allocated, rel=0.01)
         assert seconds(told) == pytest.approx(alike.time().expected, rel=0.01)
     assert not list((here / "saved").glob("*.safetensors"))

@@ -44,7 +44,7 @@ class ScriptRecorder(Recorder):
         super().__init__(capability)
         self.on_host = False  # whether what is made now is in the host's memory
         self.trouble: Exception | None = None  # the last operation that has no fake result
-        self.without_gradients = 0.0  # seconds of forward passes without gradients before the first step
+        self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
         self._last_without = -math.inf
         self._depth = 0  # of operations on fake tensors that are being looked up
 
@@ -86,7 +86,7 @@ class ScriptRecorder(Recorder):
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
             with on_real_tensors():
                 return func(*args, **kwargs)
-        if not self._started and not self.on_host and not torch.is_grad_enabled():
+        if self._evaluates() and not self.on_host:
             now = time.perf_counter()
             self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
             self._last_without = now
@@ -98,6 +98,18 @@ class ScriptRecorder(Recorder):
             raise
         finally:
             self._depth -= 1
+
+    def _evaluates(self) -> bool:
+        """Whether this is no part of training: without gradients, before the step that counts."""
+        return not (self.segments or self.optimizing or torch.is_grad_enabled())
+
+    def _read(self, func, args, kwargs):
+        before = dict(self.assumptions), dict(self.unknown)
+        try:
+            return super()._read(func, args, kwargs)
+        finally:
+            if self._evaluates():
+                self.assumptions, self.unknown = before
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self.on_host:

@@ -16,7 +16,7 @@ from effgpu.predicting.prediction import conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
 from effgpu.units import format_seconds
 
-_LONG = 5.0  # seconds of forward passes before the first step that are worth a line
+_LONG = 5.0  # seconds of forward passes that are worth a line
 
 
 @contextlib.contextmanager
@@ -37,8 +37,8 @@ def planned(marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], st
             notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
         if recorder.without_gradients > _LONG:
             took = format_seconds(recorder.without_gradients)
-            told = "forward passes without gradients before the first step, such as an evaluation, took"
-            notes.append(f"{told} {took} here: set the number of their batches to 1 to leave them out")
+            told = "forward passes without gradients before the third step, such as an evaluation, took"
+            notes.append(f"{told} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
         return replace(conclude(recorder, gpus), notes=tuple(notes))
 
     with (
