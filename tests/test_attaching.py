@@ -177,8 +177,13 @@ for (batch,) in DataLoader(data, 64, num_workers=2, pin_memory=True, persistent_
     "forked": "import multiprocessing\n"
     + "def work(n):\n    import torch\n    return float(torch.ones(n).sum())\n"
     + "with multiprocessing.get_context('fork').Pool(2) as pool: assert pool.map(work, [1, 2]) == [1, 2]\n"
+    + "import os\nif not (pid := os.fork()): os._exit(3)\n"
+    + "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3\n"
     + PLAIN,
     "ticks": "import effgpu\n" + PLAIN.replace("optimizer.zero_grad()", "optimizer.zero_grad(); effgpu.tick(items=64)"),
+    "spawned": "import torch.multiprocessing\ndef main(rank, device):\n"
+    + textwrap.indent(PLAIN.replace('"cuda"', "device"), "    ")
+    + "\nif __name__ == '__main__': torch.multiprocessing.spawn(main, ('cuda',), nprocs=1, join=True)\n",
     "parallel": PLAIN.replace("optimizer =", "model = torch.nn.DataParallel(model)\noptimizer ="),
 }
 
@@ -234,11 +239,12 @@ def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_
 
 
 EVALUATED = """
+@torch.inference_mode()
 def evaluate():
-    with torch.no_grad():
-        for _ in range(3):
-            if model(torch.randn(64, 1024).to("cuda")).max().item() > 0 or model[0].weight.sum() > 0: print("high")
-evaluate()
+    for _ in range(3):
+        if (high := model(torch.randn(64, 1024).to("cuda")).max()).item() > 0 or model[0].weight.sum() > 0: print("high")
+    return high
+with torch.no_grad(): float(evaluate())
 """
 
 
@@ -296,6 +302,10 @@ model = Model().to("cuda")
 optimizer = torch.optim.AdamW(model.parameters())
 count = torch.tensor(3).to("cuda")
 assert count.item() == 3 and float(count * 2) == 6
+labels = torch.arange(10).to("cuda")
+assert labels.min() >= 0 and labels.max().item() < 10 and (labels < 10).all()
+assert len(labels[labels > 3]) == 6 and labels.tolist() == list(range(10))
+labels += 1
 """
 
 
@@ -358,6 +368,7 @@ REFUSED = {
         "import torch\ntorch.distributed.init_process_group('nccl', world_size=2, rank=0)",
         r"asks for 2 ranks, .* \(.*train.py:2\)",
     ),
+    "spawned ranks": ("import torch\ntorch.multiprocessing.spawn(print, nprocs=2)", "asks for 2 ranks"),
     "a forked child": (CHILD.replace("METHOD", "fork"), "let the first process train"),
     "a spawned child": (CHILD.replace("METHOD", "spawn").replace("process.join()", "process.kill()"), "let the first"),
     "another framework": ("import jax", "uses JAX: only training with PyTorch"),

@@ -46,6 +46,8 @@ class Marks:
     pass to the next.
     """
 
+    connection = None  # to nobody: what `ticking` asks after a fork
+
     def __init__(self, done: Callable[[Any], None]):
         self.count, self.source = 0, None
         self._plan: Plan | None = None

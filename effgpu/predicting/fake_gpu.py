@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
-        if func is aten._local_scalar_dense.default:
+        if func in (aten._local_scalar_dense.default, aten.item.default):  # the latter of what inference mode made
             return self._read(func, args, kwargs)
         if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
             return whole

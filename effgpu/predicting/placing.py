@@ -26,6 +26,7 @@ from effgpu.predicting.hardware import FIRST_GPU
 
 HOST = "host"
 LARGE = 100_000  # elements: what a module's __init__ makes with fewer, such as a schedule that it reads, is real
+_KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
 _CPU = torch.device("cpu")
 _device = FakeTensor.device.fget
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
@@ -72,11 +73,11 @@ class ScriptRecorder(Recorder):
         finally:
             self.on_host = before
 
-    def imitate(self, real: torch.Tensor, on_host: bool) -> FakeTensor:
-        """A fake tensor like a real one. Of a single element, the value is kept: it may be read."""
+    def imitate(self, real: torch.Tensor, on_host: bool, kept: int = 1) -> FakeTensor:
+        """A fake tensor like a real one. Of up to `kept` elements the values are: what follows from them is known."""
         with self.placing(on_host), torch.no_grad(), DisableTorchFunction():
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_CPU)
-        if real.numel() == 1 and not real.requires_grad:
+        if real.numel() <= kept and not real.requires_grad:
             with on_real_tensors():
                 fake.constant = real.detach().clone()
             self.fakes.fake_tensor_converter.add_constant_storage_mapping(fake)
@@ -194,7 +195,7 @@ class _Placer(_Translator):
         if not isinstance(result, torch.Tensor) or result.device.type == "meta":
             return result
         if not isinstance(result, FakeTensor):
-            return self._recorder.imitate(result, where == _CPU)
+            return self._recorder.imitate(result, where == _CPU, _KEPT)
         if self._recorder.is_on_host(result) == (where == _CPU):
             return result
         with self._recorder.placing(where == _CPU):
@@ -260,4 +261,5 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
         return create(cls, data, requires_grad)
 
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
+    yield fake_tensor, "CONSTANT_NUMEL_LIMIT", _KEPT
     yield FakeTensor, "device", property(recorder.device_of)

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import distributed
@@ -10,19 +10,22 @@ from torch import distributed
 from effgpu.attaching.child import Refused
 from effgpu.predicting.hardware import FIRST_GPU
 
+_TOO_MANY = "asks for {} ranks, and one process is predicted: start it with one"
+
 
 def alone() -> Iterator[tuple[object, str, object]]:
     """(owner, name, what stands there) for torch.distributed, and for the modules that spread a model over GPUs."""
     yield torch.nn.DataParallel, "forward", _on_one_gpu
     yield torch.nn.parallel, "DistributedDataParallel", Distributed
     yield torch.nn.parallel.distributed, "DistributedDataParallel", Distributed
+    yield torch.multiprocessing, "spawn", _spawn_here
     if not distributed.is_available():
         return
     start = distributed.init_process_group
 
     def start_alone(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *_, **__):
         if (size := world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            raise Refused(f"asks for {size} ranks, and one process is predicted: start it with one")
+            raise Refused(_TOO_MANY.format(size))
         start("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
     yield distributed, "init_process_group", start_alone
@@ -31,6 +34,12 @@ def alone() -> Iterator[tuple[object, str, object]]:
     yield distributed, "all_gather", lambda tensors, tensor, *_, **__: _copy(tensor, tensors[0])
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         yield distributed, name, lambda result, tensor, *_, **__: _copy(tensor, result)
+
+
+def _spawn_here(function: Callable, args: tuple = (), nprocs: int = 1, *_: object, **__: object) -> None:
+    if nprocs > 1:
+        raise Refused(_TOO_MANY.format(nprocs))
+    function(0, *args)
 
 
 def _copy(tensor: torch.Tensor, result: torch.Tensor) -> None:
