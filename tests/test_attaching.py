@@ -242,7 +242,8 @@ EVALUATED = """
 @torch.inference_mode()
 def evaluate():
     for _ in range(3):
-        if (high := model(torch.randn(64, 1024).to("cuda")).max()).item() > 0 or model[0].weight.sum() > 0: print("high")
+        high = model(torch.randn(64, 1024).to("cuda")).max()
+        if high.item() > 0 or model[0].weight.sum() > 0: print("high")
     return high
 with torch.no_grad(): float(evaluate())
 """
@@ -254,6 +255,8 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     assert code == 0 and told["unknown"] == told["assumptions"] == [], errors
     assert seconds(told) == pytest.approx(expected[1], rel=0.01)
     assert seconds(run(loop(BUILD + EVALUATED, STEP + "evaluate()\n"))[1]) > 1.1 * expected[1]
+    sometimes = "if number % 2: model.eval(); evaluate(); model.train()\n"
+    assert seconds(run(loop(BUILD + EVALUATED, STEP + sometimes))[1]) == pytest.approx(expected[1], rel=0.01)
     slow = "import time, effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
     (note,) = run(slow + script)[1]["notes"]
     assert re.fullmatch(r"forward passes without gradients .* took \d.* here: let the script .*", note)

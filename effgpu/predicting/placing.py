@@ -46,12 +46,18 @@ class ScriptRecorder(Recorder):
         self.on_host = False  # whether what is made now is in the host's memory
         self.trouble: Exception | None = None  # the last operation that has no fake result
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
+        self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
         self._depth = 0  # of operations on fake tensors that are being looked up
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
         return _Placer(self)
+
+    def note_kernels(self) -> None:
+        """Note the kernels of the step that follows, in place of those noted before."""
+        super().note_kernels()
+        self.evaluated = False
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""
@@ -260,6 +266,14 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
             data = recorder.imitate(data.detach(), True)
         return create(cls, data, requires_grad)
 
+    evaluate = torch.nn.Module.eval
+
+    @functools.wraps(evaluate)
+    def note_evaluation(module):
+        recorder.evaluated = True
+        return evaluate(module)
+
+    yield torch.nn.Module, "eval", note_evaluation
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
     yield fake_tensor, "CONSTANT_NUMEL_LIMIT", _KEPT
     yield FakeTensor, "device", property(recorder.device_of)

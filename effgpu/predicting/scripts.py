@@ -16,6 +16,7 @@ from effgpu.predicting.prediction import conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
 from effgpu.units import format_seconds
 
+_MORE = 2  # steps that are counted in place of one with an evaluation in it
 _LONG = 5.0  # seconds of forward passes that are worth a line
 
 
@@ -30,11 +31,19 @@ def planned(marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], st
 
     def plan() -> Plan:
         yield from count(recorder, steps)
+        for _ in range(_MORE):
+            if not recorder.evaluated:
+                break
+            recorder.note_kernels()
+            yield 1
+            recorder.name_owners()
         if not recorder.blocks:
             raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
         notes = [f"not written, as its weights have no values: {what}" for what in unwritten]
         if marks.source is BACKWARD:
             notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
+        if recorder.evaluated:
+            notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
         if recorder.without_gradients > _LONG:
             took = format_seconds(recorder.without_gradients)
             told = "forward passes without gradients before the third step, such as an evaluation, took"
