@@ -388,7 +388,7 @@ REFUSED = {
             "optimizer =",
             "@torch.library.custom_op('mine::double', mutates_args=())\n"
             "def double(x: torch.Tensor) -> torch.Tensor: return 2 * x\noptimizer =",
-        ).replace("torch.randn(64, 1024)", "double(torch.randn(64, 1024).cuda())"),
+        ).replace("loss = model(", "loss = (lambda batch: double(model(batch)))("),
         "mine[:.]+double",
     ),
 }
