@@ -279,12 +279,14 @@ def _predict(chosen: argparse.Namespace) -> int:
     with _refusing(ValueError):
         if any(given is not None for given in epoch.values()):
             check_positive(**epoch)
-    is_variant = len(chosen.words) == 1 and not Path(chosen.words[0]).is_file()
-    target = _load(chosen.words[0])[0] if is_variant else chosen.words
+    only = chosen.words[0] if len(chosen.words) == 1 else " "  # a command in quotes has a space
+    is_variant = " " not in only and not Path(only).is_file()
+    target = _load(only)[0] if is_variant else only.strip() or chosen.words
     try:
         with _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
             if not is_variant:
-                print(_BEFORE_A_SCRIPT.format(shlex.join(chosen.words)), file=sys.stderr)
+                signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
+                print(_BEFORE_A_SCRIPT.format(only.strip() or shlex.join(chosen.words)), file=sys.stderr)
             predicted = prediction.predict(target, chosen.gpu, measured=chosen.measured)
     except _Refused as reason:
         if not isinstance(reason.__cause__, ScriptFailed):

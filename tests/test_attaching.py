@@ -56,7 +56,9 @@ def function():
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
-    return tmp_path
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
 
 
 SERVER = """
@@ -262,6 +264,11 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     assert re.fullmatch(r"forward passes without gradients .* took \d.* here: let the script .*", note)
 
 
+def test_a_closure_is_no_part_of_the_optimizers_work(run):
+    kinds = [run(KINDS[kind])[1]["gpus"][0]["time"]["kinds"] for kind in ("plain", "closure")]
+    assert kinds[0]["optimizer"]["kernels"] == kinds[1]["optimizer"]["kernels"]
+
+
 def test_lbfgs_calls_its_closure_within_a_step(run):
     script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=2)")
     _, told, errors = run(script)
@@ -287,6 +294,12 @@ def test_a_model_that_is_cast_before_it_moves_takes_the_gpus_memory_once(run):
     code, told, errors = run(BUILT_ON_THE_CPU, gpu="A100")
     assert code == 0, errors
     assert told["owners"]["weights"] == 16 * 2 * 4096**2 and told["reserved"]["high"] < 1.3 * told["allocated"]
+
+
+def test_a_model_of_any_size_takes_no_memory_here(run):
+    """Ten billion weights, which nobody has room for: 40 GB, four times with their gradients and AdamW's state."""
+    code, told, errors = run(PLAIN.replace("1024", "100_000").replace("range(8)", "range(1)"))
+    assert code == 3 and told["owners"]["weights"] > 4 * 10**10, errors
 
 
 SMALL = """
@@ -333,11 +346,11 @@ def test_modules_of_a_package_with_their_arguments(run, expected):
 
 
 def test_click_reads_its_arguments(run):
-    main = (
-        "import click\n@click.command()\n@click.option('--rows', default=4)\ndef main(rows):\n    assert rows == 64\n"
-    )
-    code, _, errors = run(main + textwrap.indent(PLAIN, "    ") + "\nmain()", "train.py", "--rows=64")
-    assert code == 0, errors
+    start = "import click\n@click.command()\n@click.option('--rows', default=4)\ndef main(rows):\n"
+    script = start + textwrap.indent("assert rows == 64\n" + PLAIN, "    ") + "\nmain()"
+    for words in (("train.py", "--rows=64"), ("python train.py --rows 64",)):
+        code, _, errors = run(script, *words)
+        assert code == 0, errors
 
 
 RANKED = """

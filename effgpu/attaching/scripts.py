@@ -14,6 +14,7 @@ from effgpu.attaching.commands import Program
 
 _PATIENCE = 15.0  # seconds of silence before a line says that it goes on, and between such lines
 _LAST, _MOST = 20, 200  # lines of a script's output, shown where it fails: so many, or with tracebacks up to so many
+_KILLED = 9  # the number of SIGKILL, which not every system has
 
 
 class ScriptFailed(RuntimeError):
@@ -86,7 +87,7 @@ def _wait(program: Program, order: Path, log: Path) -> int:
 def _tell_end(code: int, output: str) -> str:
     if "No module named effgpu" in output or "No module named 'effgpu" in output:
         return "is run by a Python that has no effgpu: pip install it there"
-    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    if code in (-_KILLED, 128 + _KILLED):
         return "was killed, as the system does when the host's memory runs out"
     return f"ended by itself in the middle (exit code {code})"
 

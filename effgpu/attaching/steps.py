@@ -17,6 +17,7 @@ from effgpu.attaching import ticking
 from effgpu.measuring.variants import Step, check_worked
 
 Plan = Generator[int, None, Any]
+_BACKWARD = "_engine_run_backward"  # of torch.autograd: see torch_internals
 TICKS, BACKWARD = "effgpu.tick", "backward passes"
 
 
@@ -79,7 +80,7 @@ class Marks:
         """
         scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
         step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
-        prepare, run_backward = optimizers.__init__, torch.autograd._engine_run_backward
+        prepare, run_backward = optimizers.__init__, getattr(torch.autograd, _BACKWARD)
         made, inside, self._plan = [], [], plan
 
         @functools.wraps(prepare)
@@ -122,11 +123,13 @@ class Marks:
 
         handle = register_optimizer_step_post_hook(lambda one, *_: self.mark(one))
         scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
-        optimizers.__init__, torch.autograd._engine_run_backward = prepared, marked_backward
+        optimizers.__init__ = prepared
+        setattr(torch.autograd, _BACKWARD, marked_backward)
         try:
             yield
         finally:
             handle.remove()
             scaler._maybe_opt_step, ticking._script = step_unless_overflown, ticker
-            optimizers.__init__, torch.autograd._engine_run_backward = prepare, run_backward
+            optimizers.__init__ = prepare
+            setattr(torch.autograd, _BACKWARD, run_backward)
             del optimizers.__setattr__
