@@ -18,7 +18,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     **dict.fromkeys(("largest", "predict"), "predicting.prediction"),
     "doctor": "diagnosing.doctor",
     "bench": "benching.bench",
-    "tick": "benching.ticking",
+    "tick": "attaching.ticking",
     "TickCallback": "benching.callbacks",
     "plot": "figures",
     **dict.fromkeys(("load", "save"), "results"),
@@ -29,9 +29,9 @@ __all__ = sorted(_MODULES)
 
 if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.ablation import ablate
+    from effgpu.attaching.ticking import tick
     from effgpu.benching.bench import bench
     from effgpu.benching.callbacks import TickCallback
-    from effgpu.benching.ticking import tick
     from effgpu.comparison import compare
     from effgpu.diagnosing.doctor import doctor
     from effgpu.figures import plot

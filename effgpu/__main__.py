@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import shlex
@@ -14,6 +15,8 @@ from pathlib import Path
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
+_BEFORE_A_SCRIPT = """\
+effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
 counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
@@ -23,9 +26,9 @@ Missing: energy, tensor cores, TF32, fp8 and a GPU's fused kernels."""
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit code.
 
-    0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson or a benched command failed. 2: bad
-    arguments or files, a step that cannot be predicted, or no GPU to calibrate. 3: more time or memory than `bench`
-    allows, or than a GPU of `predict` has. 4: it may not fit, or the intervals of `bench` do not tell.
+    0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson, a script or a benched command failed.
+    2: bad arguments or files, a step that cannot be predicted, or no GPU to calibrate. 3: more time or memory than
+    `bench` allows, or than a GPU of `predict` has. 4: it may not fit, or the intervals of `bench` do not tell.
     130: Ctrl-C.
     """
     chosen = _parser().parse_args(arguments)
@@ -83,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
 
     predict_help = "predict whether a training step fits a GPU, and its time, without having one"
     predict = commands.add_parser("predict", help=predict_help)
-    predict.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
+    variant_help = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
+    predict.add_argument("words", nargs="+", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
     gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
     predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
     predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, to tell its time")
@@ -92,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--measured", action="store_true", help=measured_help)
     taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
     predict.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
+    predict.add_argument(
+        "--json", metavar="FILE", help="write the prediction there; - is standard output, without table"
+    )
     predict.set_defaults(command=_predict)
 
     doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
@@ -266,6 +273,7 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _predict(chosen: argparse.Namespace) -> int:
+    from effgpu.attaching.scripts import ScriptFailed
     from effgpu.predicting import prediction
     from effgpu.units import align, check_positive
 
@@ -273,11 +281,25 @@ def _predict(chosen: argparse.Namespace) -> int:
     with _refusing(ValueError):
         if any(given is not None for given in epoch.values()):
             check_positive(**epoch)
-    variant, _ = _load(chosen.variant)
-    with _refusing(TypeError, ValueError, RuntimeError, about=_OURS):
-        predicted = prediction.predict(variant, chosen.gpu, measured=chosen.measured, taken=chosen.taken)
-    print(predicted)
-    if chosen.samples:
+    only = chosen.words[0] if len(chosen.words) == 1 else " "  # a command in quotes has a space
+    is_variant = " " not in only and not Path(only).is_file()
+    target = _load(only)[0] if is_variant else only.strip() or chosen.words
+    try:
+        with _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
+            if not is_variant:
+                signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
+                print(_BEFORE_A_SCRIPT.format(only.strip() or shlex.join(chosen.words)), file=sys.stderr)
+            predicted = prediction.predict(target, chosen.gpu, measured=chosen.measured, taken=chosen.taken)
+    except _Refused as reason:
+        if not isinstance(reason.__cause__, ScriptFailed):
+            raise
+        print(f"{reason.__cause__.output}\neffgpu: error: {reason}", file=sys.stderr)
+        return FAILED
+    if chosen.json:
+        _write_json(predicted.to_dict(), chosen.json)
+    if chosen.json != "-":
+        print(predicted)
+    if chosen.samples and chosen.json != "-":
         steps = math.ceil(chosen.samples / chosen.batch)
         times = [(gpu.name, predicted.time(gpu).times(steps)) for gpu in predicted.gpus if gpu.bandwidth]
         print("", f"an epoch of {chosen.samples:,} samples takes {steps:,} steps", *align(times), sep="\n")
@@ -285,6 +307,15 @@ def _predict(chosen: argparse.Namespace) -> int:
     if prediction.DOES_NOT_FIT in verdicts:
         return EXCEEDED
     return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED
+
+
+def _write_json(value: dict, path: str) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    if path == "-":
+        print(text, end="")
+        return
+    with _refusing(OSError):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
@@ -307,7 +338,7 @@ def _load(asked: str) -> tuple[Callable, dict[str, object]]:
 
     path, _, name = asked.rpartition(":")
     if not path:
-        raise _Refused(f"expected FILE.py:VARIANT, got {asked}")
+        raise _Refused(f"expected a command, as in -- python train.py, or FILE.py:VARIANT; got {asked}")
     path = Path(path)
     if not path.is_file():
         raise _Refused(f"{path}: expected a Python file")

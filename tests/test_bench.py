@@ -20,8 +20,9 @@ import pytest
 import effgpu
 from effgpu import results
 from effgpu.__main__ import main
+from effgpu.attaching import ticking
 from effgpu.benching import bench as commands
-from effgpu.benching import processes, ticking
+from effgpu.benching import processes
 from effgpu.benching.bench import Bench
 from effgpu.measuring import power, timing
 from effgpu.measuring.measurement import Measurement

@@ -22,6 +22,7 @@ from effgpu.predicting import fake_gpu, prediction
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.kernels import PRODUCT
 from effgpu.predicting.prediction import (
     DOES_NOT_FIT,
     FITS,
@@ -411,7 +412,7 @@ def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
     [
         (lambda out: out.long().flatten().bincount(), "the shape of a result depends on values, by aten.bincount"),
         (lambda out: OUTSIDE(out), "parameters from outside of the variant"),
-        (lambda out: torch.cuda.synchronize(), "calls torch.cuda itself"),
+        (lambda out: torch.cuda.current_blas_handle(), "calls torch.cuda itself"),
     ],
 )
 def test_a_step_that_cannot_be_predicted_is_refused_with_the_reason(read, why):
@@ -644,3 +645,37 @@ def test_what_is_predicted_is_what_a_gpu_needs(autocast):
         assert peak_bytes(variant) is not None
     with memory_limit(0.8 * predicted.allocated):
         assert peak_bytes(variant) is None
+
+
+# --- what PyTorch says of the hardware ---
+
+
+def where_available():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert torch.accelerator.current_accelerator().type == "cuda" and torch.cuda.device_count() == 1
+    assert torch.cuda.get_device_properties(0).total_memory == GPUS["T4"].memory
+    assert torch.cuda.get_device_capability() == (7, 5) and not torch.cuda.is_bf16_supported(including_emulation=False)
+    model = nn.Linear(512, 512).to(device)
+    scaler = torch.amp.GradScaler(device.type, enabled=torch.cuda.is_available())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+
+    def step():
+        with torch.autocast(device.type, torch.float16, enabled=torch.cuda.is_available()):
+            loss = model(torch.randn(64, 512).to(device)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.cuda.synchronize()
+
+    return step
+
+
+def test_pytorch_answers_for_the_gpu_that_is_named_and_for_itself_afterwards():
+    before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+    before |= {("accelerator", name): getattr(torch.accelerator, name) for name in dir(torch.accelerator)}
+    predicted = predict(where_available, "T4")
+    products = {kernel.format for part in predicted.segments for kernel in part.kernels if kernel.kind == PRODUCT}
+    assert products == {"fp16"}
+    after = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+    after |= {("accelerator", name): getattr(torch.accelerator, name) for name in dir(torch.accelerator)}
+    assert all(after[name] is was for name, was in before.items())

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from effgpu import units
-from effgpu.benching.processes import Command, Fault, Process, check_out, end_all, read_command
+from effgpu.attaching.commands import Command, read_command
+from effgpu.benching.processes import Fault, Process, check_out, end_all
 from effgpu.comparison import Comparison, check_name, read_fields
 from effgpu.measuring import power, timing
 from effgpu.measuring.device import Device, describe_cpu

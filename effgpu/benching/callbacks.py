@@ -2,7 +2,7 @@
 
 from transformers import TrainerCallback
 
-from effgpu.benching.ticking import tick
+from effgpu.attaching.ticking import tick
 
 
 class TickCallback(TrainerCallback):

@@ -4,21 +4,20 @@ import contextlib
 import os
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
 
-from effgpu.benching.ticking import ADDRESS, Connection
+from effgpu.attaching.commands import Command, read_command
+from effgpu.attaching.ticking import ADDRESS, Connection
 from effgpu.measuring import device
 from effgpu.measuring.measurement import OUT_OF_MEMORY
 
@@ -40,39 +39,6 @@ class Fault(Exception):
     def __init__(self, short: str, message: str, *, crowded: bool = False):
         super().__init__(message)
         self.short, self.crowded = short, crowded
-
-
-@dataclass(frozen=True)
-class Command:
-    """What is run: the arguments, the variables that are set before them, and in which folder."""
-
-    arguments: tuple[str, ...]
-    variables: dict[str, str] = field(default_factory=dict)
-    folder: Path | None = None
-
-    def __str__(self) -> str:
-        return shlex.join(self.arguments)
-
-
-def read_command(
-    given: str | Sequence[str], folder: Path | None = None, variables: Mapping[str, str] | None = None
-) -> Command:
-    """A command as a shell would read it, without the shell: `OMP_NUM_THREADS=1 python train.py --lr 0.1`.
-
-    It runs in `folder`, with `variables` and its own. Raises ValueError for an empty command or a program that is not
-    there.
-    """
-    words, variables = shlex.split(given) if isinstance(given, str) else list(map(str, given)), dict(variables or {})
-    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
-        name, _, variables[name] = words.pop(0).partition("=")
-    if not words:
-        raise ValueError(f"command: expected a program with its arguments, such as 'python train.py', got {given!r}")
-    program = words[0]
-    if folder and os.sep in program:  # the folder's own, else such as .venv/bin/python, which a checkout does not have
-        program = shutil.which(os.path.join(folder, program)) or os.path.abspath(program)
-    if not shutil.which(program):
-        raise ValueError(f"command {shlex.join(words)!r}: there is no program {words[0]!r}")
-    return Command((program, *words[1:]), variables, folder)
 
 
 class Process:

@@ -23,6 +23,8 @@ CHECKED = {
     # to let lessons take turns on a GPU
     "torch._dynamo.callback.callback_handler": "2.14.1",
     "torch.cuda._lazy_call": "2.14.1",
+    # to see a script's steps
+    "torch.amp.GradScaler._maybe_opt_step": "2.14.1",
     # to predict: fake tensors, and what cannot run on them
     "torch._subclasses.fake_tensor": "2.14.1",
     "torch._subclasses.fake_tensor.FakeTensor": "2.14.1",
@@ -33,6 +35,10 @@ CHECKED = {
     "torch.utils._python_dispatch._disable_current_modes": "2.14.1",
     "torch.overrides._len_torch_function_stack": "2.14.1",
     "torch.overrides._pop_mode_temporarily": "2.14.1",
+    "torch.overrides._get_current_function_mode_stack": "2.14.1",
+    "torch.utils._device.DeviceContext": "2.14.1",
+    "torch.utils._device._device_constructors": "2.14.1",
+    "torch.utils._pytree.tree_map_only": "2.14.1",
     "torch._C.DisableTorchFunction": "2.14.1",
     "torch._C.DispatchKey": "2.14.1",
     "torch._C.DispatchKeySet": "2.14.1",

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
+    DeviceContext,
     DisableTorchFunction,
     DispatchKey,
     DispatchKeySet,
@@ -28,20 +29,25 @@ from effgpu.measuring.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     _current_graph_task_id,
+    _device_constructors,
     _disable_current_modes,
     _ExcludeDispatchKeyGuard,
+    _get_current_function_mode_stack,
     _len_torch_function_stack,
     _pop_mode_temporarily,
 )
 from effgpu.predicting import recurrent, shapes
 from effgpu.predicting.allocator import Block, round_size
 from effgpu.predicting.disguise import disguised
+from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
+from effgpu.predicting.hardware import answering_as
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, lacks_rule, note
 from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
+FACTORIES = frozenset(_device_constructors())  # what makes tensors
 _TORCH, _EFFGPU = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -112,6 +118,7 @@ class Recorder(TorchDispatchMode):
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
         self.segments: list[Segment] = []  # of the last step
+        self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,6 +129,14 @@ class Recorder(TorchDispatchMode):
         """The variant is built: count from here on."""
         self.name_owners()
         self.first, self._started = self._events, True
+
+    def note_capability(self) -> None:
+        """The step has asked what the GPU is: another one may take another way."""
+        self.holds_from = max(self.holds_from, self.capability or (0, 0))
+
+    def translator(self) -> "_Translator":
+        """The mode that makes a GPU of the CPU, for `as_gpu`."""
+        return _Translator(self)
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
@@ -151,7 +166,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
-        if func is aten._local_scalar_dense.default:
+        if func in (aten._local_scalar_dense.default, aten.item.default):  # the latter of what inference mode made
             return self._read(func, args, kwargs)
         if self.fakes and func in _COMPARES:
             self._wait()
@@ -475,8 +490,8 @@ class Recorder(TorchDispatchMode):
         """A hook for every parameter and buffer that a module registers."""
         self._modules.add(module)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """A hook before every optimizer's step."""
+    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
         self.optimizing += 1
         self._optimizers.add(optimizer)
         by_default = self.capability and _defaults_to_foreach(optimizer)
@@ -485,6 +500,19 @@ class Recorder(TorchDispatchMode):
                 group["foreach"] = True
             self._name((parameter.grad for parameter in group["params"]), "gradients")
             self._name(group["params"], "weights")
+        wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
+        return tuple(map(wrap, args)), {name: wrap(value) for name, value in kwargs.items()}
+
+    def _aside(self, closure: Callable) -> Callable:
+        @functools.wraps(closure)
+        def called():
+            optimizing, self.optimizing = self.optimizing, 0
+            try:
+                return closure()
+            finally:
+                self.optimizing = optimizing
+
+        return called
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A hook after every optimizer's step."""
@@ -539,8 +567,7 @@ class _Translator(TorchFunctionMode):
         if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
-            self._recorder.names_gpu = True
-            return self._recorder.move(args[0], "gpu")
+            return self._to_gpu(args[0])
         if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
             return func(*args, **kwargs)
         if name == "is_pinned":
@@ -556,24 +583,38 @@ class _Translator(TorchFunctionMode):
             return copied
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
-        if func is torch.device:  # a name and an index: the CPU has no index
-            return _on_cpu(func(*args, **kwargs))
-        if any(map(_names_gpu, (*args, *kwargs.values()))):
-            self._recorder.names_gpu = True
-            args = tuple(map(_on_cpu, args))
-            kwargs = {key: _on_cpu(value) for key, value in kwargs.items()}
-            moves = name == "to" and isinstance(args[0], torch.Tensor)
-            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
-                result = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
-            return self._recorder.move(result, "gpu") if moves else result
-        if "pin_memory" in kwargs:
-            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        result = func(*args, **kwargs)
-        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
-            result = self._recorder.move(result, "host")
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in FACTORIES and kwargs.get("device") is None and (default := default_device()):
+            kwargs = kwargs | {"device": default}
+        result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "pin_memory"})
         if name in _PREDICATES and isinstance(result, torch.Tensor):
             self._recorder.truths[result] = _PREDICATES[name]
         return result
+
+    def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._recorder.names_gpu = True
+        return self._recorder.move(tensor, "gpu")
+
+    def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
+        """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
+        if any(map(_names_gpu, (*args, *kwargs.values()))):
+            self._recorder.names_gpu = True
+            args, kwargs = _all_on_cpu(args, kwargs)
+            moves = name == "to" and isinstance(args[0], torch.Tensor)
+            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
+                result = func(*args, **kwargs)
+            return self._recorder.move(result, "gpu") if moves else result
+        result = func(*args, **kwargs)
+        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
+            result = self._recorder.move(result, "host")
+        return result
+
+
+def default_device() -> torch.device | None:
+    """The device of a `with torch.device(...)` or of torch.set_default_device: a mode further out adds it too late."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _names_gpu(value: object) -> bool:
@@ -584,6 +625,11 @@ def _names_gpu(value: object) -> bool:
 
 def _on_cpu(value: object) -> object:
     return (torch.device("cpu") if isinstance(value, torch.device) else "cpu") if _names_gpu(value) else value
+
+
+def _all_on_cpu(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments, with the CPU in place of the GPU."""
+    return tuple(map(_on_cpu, args)), {key: _on_cpu(value) for key, value in kwargs.items()}
 
 
 class _Fakes(FakeTensorMode):
@@ -617,7 +663,8 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
         disguised(),
         observed_by(recorder),
-        _Translator(recorder),
+        answering_as(recorder.gpu, recorder.note_capability),
+        recorder.translator(),
     ):
         yield
 
@@ -709,7 +756,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             loader.num_workers = workers
 
     def run_backward_here(*args, **kwargs):
-        with _Translator(recorder):  # what checkpointing runs again names a GPU, too
+        with recorder.translator():  # what checkpointing runs again names a GPU, too
             return run_backward(*args, **kwargs)
 
     def has_bf16(including_emulation=True):

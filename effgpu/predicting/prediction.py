@@ -7,16 +7,19 @@ machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py a
 
 import html
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
 
+from effgpu.attaching import scripts
+from effgpu.attaching.commands import Program, read_program
+from effgpu.attaching.steps import Plan, drive
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
-from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
+from effgpu.measuring.variants import Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import COMPILED, UNTIMED, Recorder, as_gpu, observed_by
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
@@ -30,6 +33,7 @@ STEPS = 2  # the first creates the optimizer's state, the second is like all tha
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
+_ASKS_CUDA = ("no NVIDIA driver", "not compiled with CUDA", "CUDA driver version", "No CUDA GPUs", "attribute '_cuda")
 # How much less, and more, a run may need than predicted: with workspaces, no case of docs/predict.md needs more.
 LESS, MORE = 0.06, 0.08
 # How much more of the peak compiled code may need: published are 3 % for vision transformers (torchao), 5 for GPT-2.
@@ -58,8 +62,8 @@ class Prediction:
     be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
     `measured` divides the peak that was measured on this device in the same way, if that was asked for. `segments` are
-    the kernels of the last step, from which `time` follows. `older` is the prediction for GPUs below `holds_from`, on
-    which the step takes other kernels or formats.
+    the kernels of the last step, from which `time` follows. `notes` says what else was seen of a script. `older` is the
+    prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
     """
 
     allocated: int
@@ -74,6 +78,7 @@ class Prediction:
     measured: Mapping[str, int] | None = None
     segments: tuple[Segment, ...] = ()
     older: "Prediction | None" = None
+    notes: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -129,6 +134,22 @@ class Prediction:
         one, gpu = self.for_gpu(gpu)
         return step_time(one.segments, gpu, compiled=one.compiled)
 
+    def to_dict(self) -> dict:
+        """All of it for a program to read: bytes, seconds, and for each GPU its verdict."""
+        gpus = [
+            {
+                "name": gpu.name,
+                "memory": gpu.memory,
+                "needed": vars(self.total(gpu)),
+                "verdict": self.verdict(gpu),
+                "time": self.time(gpu).to_dict() if gpu.bandwidth else None,
+            }
+            for gpu in self.gpus
+        ]
+        told = {"allocated": self.allocated, "owners": dict(self.owners), "reserved": vars(self.reserved_range)}
+        told |= {"workspaces": vars(self.workspaces), "gpus": gpus}
+        return told | {name: list(getattr(self, name)) for name in ("unknown", "assumptions", "notes")}
+
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each GPU."""
         headings = ["GPU", "memory", "needed", "verdict"]
@@ -169,7 +190,7 @@ class Prediction:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
-        return [*notes, _RANGE, *[_COMPILED] * self.compiled]
+        return [*self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled]
 
     def _kinds(self) -> tuple[list[str], list[list[str]]]:
         """What kinds of operation take the time, where one GPU was asked for."""
@@ -191,33 +212,46 @@ class Prediction:
 
 
 def predict(
-    variant: Variant,
+    variant: Variant | str | Sequence[str],
     gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
     *,
     steps: int = STEPS,
     measured: bool = False,
     taken: float | None = None,
 ) -> Prediction:
-    """Predict what a variant's training step takes on a GPU, memory and time, and whether it fits, without a GPU.
+    """Predict what a training step takes on a GPU, memory and time, and whether it fits, without a GPU.
 
-    `variant` is what `compare` takes. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them,
-    or None for all known GPUs. `steps` steps are counted after building. They run on fake tensors, without values.
-    Everything that the variant builds or uses counts as on the GPU. `measured` also runs the variant on this device and
-    says who owned its peak, which takes the memory and the time that the prediction saves. `taken` is the share, from 0
-    to 1, that each boolean index takes, `nonzero` and the like: where it is not given, what is known, or else half.
+    `variant` is what `compare` takes, or the command of a training script, as it is: "train.py --batch 12", "python -m
+    package.train". Such a script runs here, in a process of its own, up to its third step: what lies between two steps
+    of the optimizer that stepped first. What it has on the CPU is real, its data too; what it moves to the GPU has no
+    values, and is written nowhere. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them, or
+    None for all known GPUs. `steps` steps are counted after building, or after a script's first. They run on fake
+    tensors, without values. Everything that the variant builds or uses counts as on the GPU. `measured` also runs the
+    variant on this device and says who owned its peak, which takes the memory and the time that the prediction saves.
+    `taken` is the share, from 0 to 1, that each boolean index takes, `nonzero` and the like: where it is not given,
+    what is known, or else half.
 
-    Raises ValueError for an unknown GPU, or a share that is none. Raises RuntimeError, with the reason, for a step that
-    cannot run without values: a result's shape depends on them, or an operation is not known to fake tensors.
+    Raises ValueError for an unknown GPU, a share that is none, and a command that starts no Python program. Raises
+    RuntimeError, with the reason, for a step that cannot run without values: a result's shape depends on them, or an
+    operation is not known to fake tensors; and for a script whose third step is not seen. ScriptFailed, a RuntimeError,
+    is a script's own error.
     """
     check_positive(Integral, steps=steps)
     if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
         raise ValueError(f"taken: expected a share from 0 to 1, got {taken!r}")
     gpus = _find_gpus(gpu)
+    walked = partial(walk, variant)
+    if isinstance(variant, (str, list, tuple)):
+        if measured:
+            raise ValueError(
+                "measured: expected False for a script: what a step takes on this device, `bench` measures"
+            )
+        walked = partial(_walk_script, read_program(variant))
 
     def walk_on(capability: tuple[int, int]) -> Prediction:
         recorder = Recorder(capability)
         recorder.taken = taken
-        return walk(variant, gpus, recorder, steps)
+        return walked(gpus, recorder, steps)
 
     predicted = walk_on((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
@@ -240,7 +274,57 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
 
     Raises RuntimeError, with the reason, for a step that cannot run without values.
     """
-    _walk_until_checks_pass(variant, recorder, steps)
+    _walk_until_checks_pass(variant, gpus, recorder, steps)
+    return conclude(recorder, gpus)
+
+
+def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int) -> None:
+    """Walk the variant, and again with another guess where an error follows a value that was guessed."""
+    first = None
+    while True:
+        walking_as(recorder, gpus)
+        try:
+            with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
+                # to copy a module asks for its tensors' addresses, and a fake tensor has none
+                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+                return run_variant(variant, partial(drive, count(recorder, steps)))
+        except Exception as error:
+            if why := explain(error):
+                raise RuntimeError(f"predict: {why}") from error
+            if not recorder.guesses and first is None:
+                raise
+            first = first or (error, recorder.guesses)
+            if not recorder.answer_otherwise():
+                read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
+                told = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
+                raise RuntimeError(f"predict: {told}") from first[0]
+        recorder.again()
+
+
+def _walk_script(program: Program, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int) -> Prediction:
+    """As `walk`, for a script, which has a recorder of the same capability in its own process."""
+    options = {"gpus": gpus, "capability": recorder.capability, "steps": steps, "taken": recorder.taken}
+    return scripts.run(program, "effgpu.predicting.scripts:planned", **options)
+
+
+def walking_as(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Recorder:
+    """The recorder, for the hardware of the first of these GPUs that has its capability, if any."""
+    recorder.gpu = next((gpu for gpu in gpus if gpu.capability == recorder.capability), None)
+    return recorder
+
+
+def count(recorder: Recorder, steps: int) -> Plan:
+    """The plan of a prediction, from the moment when all is built: the last step's kernels are noted."""
+    recorder.start()
+    for number in range(steps):
+        if number == steps - 1:
+            recorder.note_kernels()
+        yield 1
+        recorder.name_owners()
+
+
+def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
+    """What was recorded, as the prediction for these GPUs."""
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
@@ -263,28 +347,6 @@ def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int
     )
 
 
-def _walk_until_checks_pass(variant: Variant, recorder: Recorder, steps: int) -> None:
-    """Walk the variant, and again with another guess where an error follows a value that was guessed."""
-    first = None
-    while True:
-        try:
-            with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
-                # to copy a module asks for its tensors' addresses, and a fake tensor has none
-                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-                return run_variant(variant, partial(_run, recorder=recorder, steps=steps))
-        except Exception as error:
-            if why := _explain(error):
-                raise RuntimeError(f"predict: {why}") from error
-            if not recorder.guesses and first is None:
-                raise
-            first = first or (error, recorder.guesses)
-            if not recorder.answer_otherwise():
-                read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
-                told = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
-                raise RuntimeError(f"predict: {told}") from first[0]
-        recorder.again()
-
-
 def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
     """The recorded peak, its bytes by owner, and how much of it stays from step to step."""
     peak, at = find_peak(recorder.on_gpu, recorder.first)
@@ -299,7 +361,7 @@ def _measure_owners(variant: Variant, steps: int) -> dict[str, int]:
     """The measured peak by owner. The recorder sees results of operations; what kernels take inside is "other"."""
     recorder = Recorder(None)
     with gc_frozen(), random_states_kept(), observed_by(recorder):
-        run_variant(variant, partial(_run, recorder=recorder, steps=steps))
+        run_variant(variant, partial(drive, count(recorder, steps)))
     seen, owners, _ = _divide(recorder)
     return owners | {"other": owners["other"] + max(0, trace(variant).peak - seen)}
 
@@ -344,15 +406,6 @@ def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, m
     return Largest(gpu, fits, may_fit, dict(sorted(tried.items())))
 
 
-def _run(step: Step, recorder: Recorder, steps: int) -> None:
-    recorder.start()
-    for number in range(steps):
-        if number == steps - 1:
-            recorder.note_kernels()
-        check_worked(step())
-        recorder.name_owners()
-
-
 def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) -> int:
     """The largest size from 0 to `most` whose surplus is not positive, by bisection from the sizes seen before.
 
@@ -377,18 +430,20 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
     return low
 
 
-def _explain(error: BaseException) -> str | None:
+def explain(error: BaseException) -> str | None:
     """What an error of fake tensors means for the step; None for any other error."""
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):
         return f"the step reads values, by {error.func}: such a step cannot be predicted"
+    if "no fake impl registered" in str(error):
+        return f"an operation has no fake implementation, so its result is unknown: {error}"
     unsupported = fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException
     if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
     if "devices" in str(error) and "cuda" in str(error):
         told = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
         return f"{told}: keep those on the CPU, and let the step move them with .to(device)"
-    if "Found no NVIDIA driver" in str(error) or "Torch not compiled with CUDA" in str(error):
-        return "the step calls torch.cuda itself, and there is no GPU here: leave such calls out where there is none"
+    if any(told in str(error) for told in _ASKS_CUDA):
+        return "the step calls torch.cuda itself, and there is no GPU here: leave out what has no answer without one"
     return None

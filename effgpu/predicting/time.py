@@ -259,6 +259,12 @@ class Time:
         expected, low, high = (units.format_seconds(steps * time) for time in (self.expected, self.low, self.high))
         return f"{expected} [{low}, {high}]"
 
+    def to_dict(self) -> dict:
+        """Seconds, what decides, and for each kind of operation its seconds, FLOPs, bytes and kernels."""
+        told = {name: getattr(self, name) for name in ("expected", "low", "high", "bound")}
+        names = ("seconds", "FLOPs", "bytes", "kernels")
+        return told | {"kinds": {kind: dict(zip(names, row)) for kind, row in self.table.items()}}
+
     def __str__(self) -> str:
         return self.times(1)
 

@@ -1,0 +1,150 @@
+"""The process in which a script runs as `__main__`, under a plan: `python -m effgpu.attaching.child ORDER`.
+
+The process ends when its plan does, in the middle of the script: nothing that a script does at its end runs, and
+`except:` stops nothing. `scripts.py` starts it and reads its answer.
+"""
+
+import contextlib
+import importlib
+import multiprocessing.process
+import os
+import pickle
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
+
+
+class Refused(Exception):
+    """Why a plan cannot go on, in one line, for whoever started it."""
+
+
+def main(path: str) -> NoReturn:
+    """Run the script of an order, a file that `scripts.run` writes, and leave the answer in the file that it names."""
+    order = pickle.loads(Path(path).read_bytes())
+    process = os.getpid()
+
+    def leave(code: int = 0, **answer: object) -> NoReturn:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if os.getpid() != process:
+            answer = {"refused": f"trains in a process of its own: {_TRAIN_HERE}"}
+        part = Path(f"{order['answer']}.part")
+        part.write_bytes(pickle.dumps({"steps": marks.count} | answer))
+        part.replace(order["answer"])
+        os._exit(code)
+
+    def guarded(plan):
+        try:
+            if os.getpid() != process:
+                leave()
+            return (yield from plan)
+        except Refused as why:
+            leave(refused=str(why))
+
+    from effgpu.attaching.steps import Marks
+
+    marks = Marks(lambda result: leave(result=result))
+    module, _, name = order["plan"].partition(":")
+    planned = getattr(importlib.import_module(module), name)
+    started = _count_processes()
+    try:
+        with planned(marks, **order["options"]) as plan, marks.pushing(guarded(plan)):
+            _run(order)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except Refused as why:
+        leave(refused=str(why), line=_line(why.__cause__ or why))
+    except BaseException as error:
+        _show(error)
+        leave(1, failed=_describe(error))
+    code = code if isinstance(code, int) else int(code is not None)
+    if code:
+        leave(code, failed=f"exit code {code}")
+    leave(ended=_explain_end(marks.count, len(started)))
+
+
+_TRAIN_HERE = "let the first process train, as with one process in place of several"
+
+
+def _run(order: dict) -> None:
+    sys.argv = [order["name"], *order["arguments"]]
+    if order["is_module"]:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(order["name"], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(order["name"]).resolve().parent)
+        runpy.run_path(order["name"], run_name="__main__")
+
+
+def _count_processes() -> list[object]:
+    """The processes that `multiprocessing` starts from here on."""
+    started, start = [], multiprocessing.process.BaseProcess.start
+
+    def note(process):
+        started.append(process.name)
+        return start(process)
+
+    multiprocessing.process.BaseProcess.start = note
+    return started
+
+
+def _explain_end(steps: int, processes: int) -> str:
+    for name, told in _OTHERS.items():
+        if not steps and name in sys.modules:
+            return f"uses {told}: only training with PyTorch is understood"
+    if not steps and processes:
+        return f"started processes and made no step itself: {_TRAIN_HERE}"
+    if not steps:
+        return "ended without a step of an optimizer of PyTorch's: let it train, or call effgpu.tick() once per step"
+    made = "a step" if steps == 1 else f"{steps} steps"
+    return f"ended after {made}, and three are needed: give it more of them, or more data"
+
+
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    return (frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename))
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((_OURS, "<frozen"))
+
+
+def _line(error: BaseException) -> str | None:
+    """The innermost line of the script's own folder, or else of no library, that an error came through."""
+    installed = ("site-packages", os.path.dirname(os.__file__))
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in _frames(error)
+        if not any(i in frame.filename for i in installed)
+    ]
+    return lines[-1] if lines else None
+
+
+def _show(error: BaseException) -> None:
+    """Print a traceback as Python would, without the frames of effgpu's."""
+    shown = traceback.TracebackException.from_exception(error)
+    one = shown
+    while one:
+        kept = [frame for frame in one.stack if not _is_ours(frame.filename)]
+        one.stack = traceback.StackSummary.from_list(kept or one.stack)
+        one = one.__cause__ or one.__context__
+    print("".join(shown.format()), end="", file=sys.stderr)
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    from effgpu.attaching import child  # not as __main__: that is the script's name
+
+    child.main(sys.argv[1])

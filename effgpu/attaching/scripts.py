@@ -1,0 +1,99 @@
+"""Runs a script under a plan, in a process of its own, and brings back what the plan returned."""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from effgpu.attaching.commands import Program
+
+_PATIENCE = 15.0  # seconds of silence before a line says that it goes on, and between such lines
+_LAST, _MOST = 20, 200  # lines of a script's output, shown where it fails: so many, or with tracebacks up to so many
+_KILLED = 9  # the number of SIGKILL, which not every system has
+
+
+class ScriptFailed(RuntimeError):
+    """A script ended with an error of its own. `output` is the end of what it printed, its traceback included."""
+
+    def __init__(self, told: str, output: str):
+        super().__init__(told)
+        self.output = output
+
+
+def run(program: Program, plan: str, **options: object) -> object:
+    """What the plan returns that "package.module:function" gives for these options, run under the script's steps.
+
+    The function is a context manager in the script's process, which also gets the script's Marks. Raises ScriptFailed
+    for an error of the script's, and RuntimeError where the plan cannot be followed: one line that says why, and what
+    to do.
+    """
+    with tempfile.TemporaryDirectory(prefix="effgpu-", ignore_cleanup_errors=True) as folder:
+        order, answer, log = (Path(folder) / name for name in ("order", "answer", "log"))
+        asked = {name: getattr(program, name) for name in ("name", "is_module", "arguments")}
+        order.write_bytes(pickle.dumps(asked | {"plan": plan, "options": options, "answer": str(answer)}))
+        code = _wait(program, order, log)
+        output = log.read_text(errors="replace")
+        if not answer.exists():
+            raise ScriptFailed(f"{program} {_tell_end(code, output)}", _shorten(output))
+        told = pickle.loads(answer.read_bytes())
+    if "result" in told:
+        return told["result"]
+    if "failed" in told:
+        at = f"after step {told['steps']}" if told["steps"] else "before its first step"
+        raise ScriptFailed(f"{program} failed {at}: {told['failed']}", _shorten(output))
+    if "refused" in told:
+        line = f" ({told['line']})" if told.get("line") else ""
+        raise RuntimeError(f"{program}: {told['refused']}{line}")
+    raise RuntimeError(f"{program} {told['ended']}")
+
+
+def _wait(program: Program, order: Path, log: Path) -> int:
+    """Start the script's process, wait for its end, and end all that it started. Returns its exit code."""
+    command = [*program.python, "-m", "effgpu.attaching.child", str(order)]
+    group = {"process_group": 0} if os.name == "posix" else {}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | program.command.variables,
+            cwd=program.command.folder,
+            **group,
+        )
+    began = time.monotonic()
+    try:
+        while True:
+            try:
+                return process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                told = (
+                    f"effgpu: {program} has run for {time.monotonic() - began:.0f} s, and not made its third step yet"
+                )
+                print(told, file=sys.stderr)
+    finally:
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def _tell_end(code: int, output: str) -> str:
+    if "No module named effgpu" in output or "No module named 'effgpu" in output:
+        return "is run by a Python that has no effgpu: pip install it there"
+    if code in (-_KILLED, 128 + _KILLED):
+        return "was killed, as the system does when the host's memory runs out"
+    return f"ended by itself in the middle (exit code {code})"
+
+
+def _shorten(output: str) -> str:
+    """The end of the output, with all of its tracebacks up to a length."""
+    lines = output.splitlines()[-_MOST:]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    return "\n".join(lines[min([*starts, max(0, len(lines) - _LAST)]) :])

@@ -1,0 +1,135 @@
+"""Where a training step ends, and plans. A plan is a generator that yields how many steps may pass.
+
+`drive` pulls a function through a plan, a call a step. In a script, its own loop pushes the plan through `Marks`: a
+step is what lies between two steps of the optimizer that stepped first. So accumulation, several optimizers, a
+GradScaler, closures, a Trainer need no case of their own.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from effgpu.attaching import ticking
+from effgpu.measuring.variants import Step, check_worked
+
+Plan = Generator[int, None, Any]
+_BACKWARD = "_engine_run_backward"  # of torch.autograd: see torch_internals
+TICKS, BACKWARD = "effgpu.tick", "backward passes"
+
+
+def drive(plan: Plan, step: Step) -> Any:
+    """Call `step` as often as the plan asks for, and return what the plan returns."""
+    ended, result = False, None
+
+    def advance() -> int:
+        nonlocal ended, result
+        try:
+            return next(plan)
+        except StopIteration as end:  # the plan's own: a step that runs out of data raises one, too
+            ended, result = True, end.value
+            return 0
+
+    while not ended:
+        for _ in range(advance()):
+            check_worked(step())
+    return result
+
+
+class Marks:
+    """Counts a script's steps and moves its plan on. The plan begins after the first step: by then all is built.
+
+    `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
+    that stepped first, or `effgpu.tick`. Where a script makes no optimizer of PyTorch's, a step goes from one backward
+    pass to the next.
+    """
+
+    connection = None  # to nobody: what `ticking` asks after a fork
+
+    def __init__(self, done: Callable[[Any], None]):
+        self.count, self.source = 0, None
+        self._plan: Plan | None = None
+        self._done, self._left = done, 1
+
+    def mark(self, source: object) -> None:
+        """`source` has made a step."""
+        self.source = self.source or source
+        if source is not self.source:
+            return
+        self.count += 1
+        self._left -= 1
+        if self._left:
+            return
+        try:
+            self._left = next(self._plan)
+        except StopIteration as end:
+            self._done(end.value)
+
+    def tick(self, items: object = None, loss: object = None) -> None:
+        """What `effgpu.tick` calls."""
+        self.mark(TICKS)
+
+    @contextlib.contextmanager
+    def pushing(self, plan: Plan) -> Iterator[None]:
+        """Inside, the steps of optimizers and ticks are marks, which push the plan.
+
+        So are what a GradScaler skips, and calls of a `step` that was put on the instance: PyTorch's hooks see neither.
+        """
+        scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
+        step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
+        prepare, run_backward = optimizers.__init__, getattr(torch.autograd, _BACKWARD)
+        made, inside, self._plan = [], [], plan
+
+        @functools.wraps(prepare)
+        def prepared(self, *args, **kwargs):
+            made.append(True)
+            return prepare(self, *args, **kwargs)
+
+        @functools.wraps(run_backward)
+        def marked_backward(*args, **kwargs):
+            if not made and not inside:
+                self.mark(BACKWARD)
+            inside.append(True)  # checkpointing may run a pass within a pass
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        @functools.wraps(step_unless_overflown)
+        def scaled(self, optimizer, *args, **kwargs):
+            return marked(step_unless_overflown, optimizer)(self, optimizer, *args, **kwargs)
+
+        def marked(step, optimizer):
+            @functools.wraps(step)
+            def marking(*args, **kwargs):
+                before = self.count
+                result = step(*args, **kwargs)
+                if self.count == before:
+                    self.mark(innermost(optimizer))
+                return result
+
+            return marking
+
+        def replace_step(optimizer, name, value):
+            object.__setattr__(optimizer, name, marked(value, optimizer) if name == "step" else value)
+
+        def innermost(optimizer):  # of another library's wrapper, such as accelerate's
+            while isinstance(inner := getattr(optimizer, "optimizer", None), optimizers):
+                optimizer = inner
+            return optimizer
+
+        handle = register_optimizer_step_post_hook(lambda one, *_: self.mark(one))
+        scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
+        optimizers.__init__ = prepared
+        setattr(torch.autograd, _BACKWARD, marked_backward)
+        try:
+            yield
+        finally:
+            handle.remove()
+            scaler._maybe_opt_step, ticking._script = step_unless_overflown, ticker
+            optimizers.__init__ = prepare
+            setattr(torch.autograd, _BACKWARD, run_backward)
+            del optimizers.__setattr__

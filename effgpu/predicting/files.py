@@ -1,0 +1,159 @@
+"""What a script reads and writes while it is predicted: weights are known by their shapes, and are written nowhere.
+
+A file of safetensors says in its header which tensors it holds. What torch.load reads is real, as data may be in it,
+but it is mapped into memory, so that weights which nobody looks at are not read.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import torch
+
+from effgpu.measuring.torch_internals import FakeTensor, tree_map_only
+from effgpu.predicting.fake_gpu import on_real_tensors
+from effgpu.predicting.hardware import FIRST_GPU, replaced
+from effgpu.predicting.placing import LARGE, ScriptRecorder, name_device
+
+_DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+# transformers loads in other threads, unless told not to: fake tensors are of one thread
+_SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
+
+
+@contextlib.contextmanager
+def weights_without_values(recorder: ScriptRecorder, note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, fake tensors are not written, and large weights not read. Before a script imports what it saves with.
+
+    `note` gets a line for each file that was left out.
+    """
+    os.environ.update(_SETTINGS)
+    found = [*_torch_files(recorder, note), *(_safetensors(recorder, note) if find_spec("safetensors") else ())]
+    with replaced(iter(found)):
+        yield
+
+
+def _torch_files(recorder: ScriptRecorder, note: Callable[[str], None]) -> Iterator[tuple[object, str, object]]:
+    save, load, generator = torch.save, torch.load, torch.Generator
+
+    @functools.wraps(save)
+    def save_values(obj, f, *args, **kwargs):
+        if _holds_fake(obj):
+            note(f"torch.save to {_name(f)}")
+        else:
+            save(obj, f, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_mapped(f, map_location=None, *args, mmap=None, **kwargs):
+        if mmap is None and isinstance(f, (str, os.PathLike)):
+            with open(f, "rb") as file:
+                mmap = file.read(4) == b"PK\3\4" or None  # torch.save's format since PyTorch 1.6: a zip file
+        to_gpu = name_device(map_location) == FIRST_GPU
+        with on_real_tensors():  # else PyTorch gives fake tensors here
+            loaded = load(f, "cpu" if to_gpu or map_location is None else map_location, *args, mmap=mmap, **kwargs)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(FIRST_GPU), loaded) if to_gpu else loaded
+
+    class Generator(generator):
+        """Random numbers of a GPU are as good as any: none of them is looked at."""
+
+        def __new__(cls, device="cpu"):
+            return super().__new__(cls, "cpu")
+
+    def tell_storages_apart(storage):
+        """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
+        return address(storage) if storage.device.type != "meta" else storage._cdata
+
+    address = torch.UntypedStorage.data_ptr
+    yield torch, "save", save_values
+    yield torch, "load", load_mapped
+    yield torch, "Generator", Generator
+    yield torch.UntypedStorage, "data_ptr", tell_storages_apart
+
+
+def _holds_fake(value: object) -> bool:
+    """Whether there is a fake tensor in what would be pickled. What cannot be pickled holds none."""
+
+    class Found(Exception): ...
+
+    class Search(pickle.Pickler):
+        def persistent_id(self, one):
+            if isinstance(one, FakeTensor):
+                raise Found
+            return "" if isinstance(one, torch.Tensor) else None
+
+    try:
+        Search(io.BytesIO()).dump(value)
+    except Found:
+        return True
+    except Exception:
+        return False
+    return False
+
+
+def _name(file: object) -> str:
+    return str(getattr(file, "name", file) if not isinstance(file, (str, os.PathLike)) else file)
+
+
+def _safetensors(recorder: ScriptRecorder, note: Callable[[str], None]) -> Iterator[tuple[object, str, object]]:
+    import safetensors.torch
+
+    class Slice:
+        """One tensor of a file: its shape and type, and what is read of it."""
+
+        def __init__(self, real):
+            self._real, self.get_shape, self.get_dtype = real, real.get_shape, real.get_dtype
+
+        def __getitem__(self, key):
+            shape, dtype = tuple(self.get_shape()), _DTYPES.get(self.get_dtype())
+            if math.prod(shape) <= LARGE or dtype is None:
+                return self._real[key]
+            with recorder.placed(on_host=True):
+                return torch.empty(shape, dtype=dtype).contiguous()[key]
+
+    class Opened:
+        """What safetensors.safe_open gives, whose large tensors have no values."""
+
+        def __init__(self, filename, framework="pt", device="cpu", **options):
+            self._real, self._device = opened(filename, framework=framework, device="cpu", **options), device
+
+        def __getattr__(self, name):
+            return getattr(self._real, name)
+
+        def __enter__(self):
+            self._real.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self._real.__exit__(*error)
+
+        def get_slice(self, name):
+            return Slice(self._real.get_slice(name))
+
+        def get_tensor(self, name):
+            return self.get_slice(name)[...].to(self._device)
+
+    opened, save = safetensors.safe_open, safetensors.torch.save_file
+
+    @functools.wraps(save)
+    def save_values(tensors, filename, *args, **kwargs):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            note(f"safetensors' save_file to {_name(filename)}")
+        else:
+            save(tensors, filename, *args, **kwargs)
+
+    yield safetensors, "safe_open", Opened
+    yield safetensors.torch, "safe_open", Opened
+    yield safetensors.torch, "save_file", save_values

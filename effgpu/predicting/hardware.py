@@ -1,0 +1,173 @@
+"""What PyTorch says of the hardware while a step is walked: the answers of the GPU that is named, not of this machine.
+
+transformers, accelerate and diffusers ask through torch.cuda and torch.accelerator, too: fp16=True, bf16=True, TF32 and
+`enabled=torch.cuda.is_available()` are what they are there. Streams and events do nothing: kernels take no time here.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+
+from effgpu.predicting.gpus import Gpu
+
+FIRST_GPU = torch.device("cuda", 0)
+_CUDA = "12.8"  # where PyTorch was built without
+_NOTHING = """init _lazy_init set_device synchronize empty_cache ipc_collect set_stream manual_seed manual_seed_all seed
+seed_all set_rng_state set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached
+reset_accumulated_memory_stats set_per_process_memory_fraction set_sync_debug_mode _sleep"""
+_ZERO = """current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved initial_seed
+get_sync_debug_mode utilization _exchange_device _maybe_exchange_device"""
+_ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache reset_peak_memory_stats
+reset_accumulated_memory_stats"""
+_ACCELERATOR_ZERO = """current_device_index current_device_idx memory_allocated max_memory_allocated memory_reserved
+max_memory_reserved"""
+
+
+class Event:
+    """Of torch.cuda: it has always happened, a millisecond after any other."""
+
+    def __init__(self, *_: object, **__: object): ...
+
+    def record(self, *_: object) -> None:
+        """Nothing to do."""
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+class Stream(contextlib.AbstractContextManager):
+    """Of torch.cuda: all runs in order."""
+
+    device, device_index, stream_id, cuda_stream, priority = FIRST_GPU, 0, 0, 0, 0
+
+    def __init__(self, *_: object, **__: object): ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    __hash__ = None
+
+    def wait_stream(self, *_: object) -> None:
+        """Nothing to do."""
+
+    wait_event = synchronize = wait_stream
+
+    def query(self) -> bool:
+        """Whether its work is done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """The event, or a new one."""
+        return event or Event()
+
+
+def _gives(answer: object) -> Callable:
+    """A function of its own each time: torch._dynamo refuses one object under two names."""
+    return lambda *_, **__: answer
+
+
+def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, object]]:
+    """(module, name, what stands there inside). `note` is called where an answer is the named GPU's own."""
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=f"NVIDIA {gpu.name}",
+        total_memory=gpu.memory,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.multiprocessors or 1,
+        max_threads_per_multi_processor=1024 if gpu.capability == (7, 5) else 1536 if minor in (6, 9) else 2048,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=(64 if major < 8 else 99) * 1024,
+        L2_cache_size=gpu.cache,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
+    memory = gpu.memory - gpu.context[1], gpu.memory
+
+    def capability(device=None):
+        note()
+        return gpu.capability
+
+    def describe(device=None):
+        note()
+        return properties
+
+    cuda = {
+        "is_available": _gives(True),
+        "is_initialized": _gives(True),
+        "device_count": _gives(1),
+        "get_device_name": _gives(properties.name),
+        "get_device_capability": capability,
+        "get_device_properties": describe,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "mem_get_info": _gives(memory),
+        "memory_stats": lambda *_, **__: {},
+        "memory_summary": _gives(""),
+        "memory_snapshot": lambda *_, **__: [],
+        "get_per_process_memory_fraction": _gives(1.0),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "default_generators": (torch.default_generator,),
+        "is_current_stream_capturing": _gives(False),
+        "is_tf32_supported": lambda: gpu.capability >= (8, 0),
+        "can_device_access_peer": _gives(False),
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda *_: Stream(),
+        "default_stream": lambda *_: Stream(),
+        "stream": lambda *_: contextlib.nullcontext(),
+        **{name: _gives(None) for name in _NOTHING.split()},
+        **{name: _gives(0) for name in _ZERO.split()},
+    }
+    accelerator = {
+        "is_available": _gives(True),
+        "device_count": _gives(1),
+        "current_accelerator": lambda *_, **__: FIRST_GPU,
+        "current_stream": lambda *_: Stream(),
+        "memory_stats": lambda *_, **__: {},
+        "get_memory_info": _gives(memory),
+        **{name: _gives(None) for name in _ACCELERATOR_NOTHING.split()},
+        **{name: _gives(0) for name in _ACCELERATOR_ZERO.split()},
+    }
+    yield from ((torch.cuda, name, answer) for name, answer in cuda.items())
+    yield from ((torch.accelerator, name, answer) for name, answer in accelerator.items())
+    yield torch.version, "cuda", torch.version.cuda or _CUDA
+    yield torch.backends.cuda, "is_built", _gives(True)
+    yield torch.backends.cudnn, "is_available", _gives(True)
+    yield torch.backends.cudnn, "is_acceptable", _gives(False)  # weights of an LSTM that would be laid out anew
+    yield torch.cuda.nvtx, "range_push", _gives(0)
+    yield torch.cuda.nvtx, "range_pop", _gives(0)
+    optimizer = torch.optim.Optimizer  # which looks whether a CUDA graph is being captured
+    for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        yield optimizer, check, _gives(None)
+
+
+@contextlib.contextmanager
+def replaced(values: Iterator[tuple[object, str, object]]) -> Iterator[None]:
+    """Inside, the attributes of these names have these values; those that are not there are left out."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in values:
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, vars(owner).get(name, getattr(owner, name)))
+                setattr(owner, name, value)
+        yield
+
+
+def answering_as(gpu: Gpu | None, note: Callable[[], None] = lambda: None) -> contextlib.AbstractContextManager:
+    """Inside, PyTorch says that this GPU is the only one here; with None, it says what is true."""
+    return replaced(_answers(gpu, note)) if gpu else contextlib.nullcontext()

@@ -1,0 +1,295 @@
+"""Which tensors of a whole script are real, and which are fake: what is on the CPU is real, what is on the GPU is fake.
+
+So data is read, tokenised and sampled as ever. What a module builds is fake before it moves to the GPU, too: it takes
+no memory and no time, and counts as in the host's memory until it moves.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from effgpu.measuring.torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    _len_torch_function_stack,
+    fake_tensor,
+)
+from effgpu.predicting.allocator import Block
+from effgpu.predicting.fake_gpu import (
+    FACTORIES,
+    Recorder,
+    _all_on_cpu,
+    _Translator,
+    default_device,
+    on_real_tensors,
+)
+from effgpu.predicting.hardware import FIRST_GPU
+
+HOST = "host"
+LARGE = 100_000  # elements: what a module's __init__ makes with fewer, such as a schedule that it reads, is real
+_KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
+_CPU = torch.device("cpu")
+_device = FakeTensor.device.fget
+_DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
+_UNDONE = (
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+    NotImplementedError,
+)
+
+
+class ScriptRecorder(Recorder):
+    """Records what a script does on the GPU. What has no fake tensor in it runs for real, unrecorded."""
+
+    def __init__(self, capability: tuple[int, int] | None):
+        super().__init__(capability)
+        self.on_host = False  # whether what is made now is in the host's memory
+        self.trouble: Exception | None = None  # the last operation that has no fake result
+        self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
+        self.evaluated = False  # whether a module was set to evaluate since the step that counts began
+        self._last_without = -math.inf
+        self._depth = 0  # of operations on fake tensors that are being looked up
+
+    def translator(self) -> "_Placer":
+        """The mode that tells real tensors from fake ones, for `as_gpu`."""
+        return _Placer(self)
+
+    def note_kernels(self) -> None:
+        """Note the kernels of the step that follows, in place of those noted before."""
+        super().note_kernels()
+        self.evaluated = False
+
+    def is_on_host(self, fake: FakeTensor) -> bool:
+        """Whether a fake tensor is in the host's memory."""
+        block = self._blocks.get(fake.untyped_storage()._cdata)
+        return block is not None and block.owner == HOST
+
+    def device_of(self, fake: FakeTensor) -> torch.device:
+        """Where a script finds a fake tensor, and where PyTorch finds it while an operation is looked up."""
+        if self._depth or fake.fake_mode.in_kernel_invocation:
+            return _device(fake)
+        return _CPU if self.is_on_host(fake) else FIRST_GPU
+
+    @contextlib.contextmanager
+    def placed(self, on_host: bool) -> Iterator[None]:
+        """Inside, new fake tensors are in the host's memory, or on the GPU."""
+        before, self.on_host = self.on_host, on_host
+        try:
+            yield
+        finally:
+            self.on_host = before
+
+    def imitate(self, real: torch.Tensor, on_host: bool, kept: int = 1) -> FakeTensor:
+        """A fake tensor like a real one. Of up to `kept` elements the values are: what follows from them is known."""
+        with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_CPU)
+        if real.numel() <= kept and not real.requires_grad:
+            with on_real_tensors():
+                fake.constant = real.detach().clone()
+            self.fakes.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake.requires_grad_(real.requires_grad)
+
+    def _dispatch(self, func, args: tuple, kwargs: dict):
+        if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
+            with on_real_tensors():
+                return func(*args, **kwargs)
+        if self._evaluates() and not self.on_host:
+            now = time.perf_counter()
+            self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
+            self._last_without = now
+        self._depth += 1
+        try:
+            return super()._dispatch(func, args, kwargs)
+        except _UNDONE as error:
+            self.trouble = error
+            raise
+        finally:
+            self._depth -= 1
+
+    def _evaluates(self) -> bool:
+        """Whether this is no part of training: without gradients, before the step that counts."""
+        return not (self.segments or self.optimizing or torch.is_grad_enabled())
+
+    def _read(self, func, args, kwargs):
+        before = dict(self.assumptions), dict(self.unknown)
+        try:
+            return super()._read(func, args, kwargs)
+        finally:
+            if self._evaluates():
+                self.assumptions, self.unknown = before
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if not self.on_host:
+            return super()._add(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks and storage.nbytes():
+            block = self._blocks[storage._cdata] = Block(0, self._events, HOST)
+            weakref.finalize(storage, self._drop, storage._cdata, block)
+
+    def _see_real(self, value: object) -> None:
+        """What is real is on the CPU: a number, or indices."""
+
+
+class _Placer(_Translator):
+    """Calls on real tensors run for real; what names the GPU, or has a fake tensor, runs on fake ones."""
+
+    _recorder: ScriptRecorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._describe(func, args)
+        if func is torch.device or name == "_parse_to":  # the latter reads the arguments of Module.to
+            return func(*args, **kwargs)
+        if name in ("pin_memory", "is_pinned"):
+            return args[0] if name == "pin_memory" else False
+        values = (*args, *kwargs.values())
+        fakes = [value for value in _flat(values) if isinstance(value, FakeTensor)]
+        if name == "data_ptr" and fakes:
+            return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
+        if name == "tolist" and fakes:
+            return self._recorder.read_array(args[0]).tolist()
+        if name == "get_device" and fakes:
+            return -1 if self._recorder.is_on_host(args[0]) else 0
+        args, kwargs, where = self._find_place(func, name, args, kwargs)
+        if where is not None and where.type == "meta" and fakes:
+            return _outline(fakes[0], args, kwargs)
+        if where != FIRST_GPU and not fakes:
+            return self._run_real(func, types, args, kwargs, where)
+        on_host = where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes))
+        with self._recorder.placed(on_host):
+            result = super().__torch_function__(func, types, args, kwargs)
+        return result if where is None else self._move(result, where)
+
+    def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself: `_move` sees to it."""
+        return tensor
+
+    def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
+        """The call on the CPU, where fake tensors are; `placed` says where a script finds its result."""
+        args, kwargs = _all_on_cpu(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _describe(self, func: Callable, args: tuple) -> object:
+        """What a tensor is asked for: a fake one says where it would be."""
+        if isinstance(args[0], FakeTensor):
+            asked = getattr(func, "__self__", None)
+            if asked in (torch.Tensor.is_cuda, torch.Tensor.is_cpu):
+                return (asked is torch.Tensor.is_cpu) == self._recorder.is_on_host(args[0])
+        return func(*args)
+
+    def _find_place(self, func, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict, torch.device | None]:
+        """The device that a call names, and its arguments with the GPU named as one device. None: it names none."""
+        if name in ("cuda", "cpu") and args and isinstance(args[0], torch.Tensor):
+            return args, kwargs, FIRST_GPU if name == "cuda" else _CPU
+        if name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            other = args[1]
+            kwargs, args = kwargs | {"dtype": other.dtype, "device": other.device}, (args[0], *args[2:])
+        if name == "to" and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], FIRST_GPU, *args[2:])
+        if type(kwargs.get("device")) is int:
+            kwargs = kwargs | {"device": FIRST_GPU}
+        named = next(filter(None, map(name_device, (*args, *kwargs.values()))), None)
+        if named is None and func in FACTORIES and (named := name_device(default_device())):
+            kwargs = kwargs | {"device": named}
+        return args, kwargs, named
+
+    def _run_real(self, func, types, args: tuple, kwargs: dict, where: torch.device | None) -> object:
+        """A call without a fake tensor, not for the GPU: its result is fake where a module builds something large."""
+        on_cpu = where is None or where == _CPU
+        if on_cpu and func in FACTORIES and func not in _DATA_GIVEN and _builds_module():
+            with self._recorder.placed(True):
+                made = super().__torch_function__(func, types, args, kwargs)
+            if made.numel() > LARGE:
+                return made
+        with on_real_tensors():
+            return func(*args, **kwargs)
+
+    def _move(self, result: object, where: torch.device) -> object:
+        """The tensor on this device, copied if it is elsewhere."""
+        if not isinstance(result, torch.Tensor) or result.device.type == "meta":
+            return result
+        if not isinstance(result, FakeTensor):
+            return self._recorder.imitate(result, where == _CPU, _KEPT)
+        if self._recorder.is_on_host(result) == (where == _CPU):
+            return result
+        with self._recorder.placed(where == _CPU):
+            return result.clone()
+
+
+def _outline(fake: FakeTensor, args: tuple, kwargs: dict) -> torch.Tensor:
+    """What moving a fake tensor to the device "meta" gives, or making one like it there."""
+    dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), fake.dtype)
+    with on_real_tensors():
+        return torch.empty(tuple(fake.shape), dtype=dtype, device="meta", requires_grad=fake.requires_grad)
+
+
+def name_device(value: object) -> torch.device | None:
+    """The device that a value names: the CPU, "meta", or the GPU, whatever its number; None for anything else."""
+    if isinstance(value, str):
+        if value != "cpu" and value.partition(":")[0] not in ("cuda", "meta"):
+            return None
+        value = value.partition(":")[0]
+        return {"cuda": FIRST_GPU, "cpu": _CPU}.get(value) or torch.device(value)
+    if isinstance(value, torch.device):
+        return FIRST_GPU if value.type == "cuda" else _CPU if value.type == "cpu" else value
+    return None
+
+
+def _flat(values: tuple) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        elif isinstance(value, dict):
+            yield from _flat(tuple(value.values()))
+        else:
+            yield value
+
+
+def _has_fake(values: tuple) -> bool:
+    return any(isinstance(value, FakeTensor) for value in _flat(values))
+
+
+def _has_tensor(values: tuple) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in _flat(values))
+
+
+def _builds_module() -> bool:
+    """Whether a module's __init__ is running."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object]]:
+    """(class, name, what stands there). A parameter is fake from the beginning, as optimizers hold on to it."""
+    create = torch.nn.Parameter.__new__
+
+    @functools.wraps(create)
+    def create_fake(cls, data=None, requires_grad=True):
+        is_real = isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor) and data.device.type != "meta"
+        if is_real and data.layout is torch.strided and _len_torch_function_stack():
+            data = recorder.imitate(data.detach(), True)
+        return create(cls, data, requires_grad)
+
+    evaluate = torch.nn.Module.eval
+
+    @functools.wraps(evaluate)
+    def note_evaluation(module):
+        recorder.evaluated = True
+        return evaluate(module)
+
+    yield torch.nn.Module, "eval", note_evaluation
+    yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
+    yield fake_tensor, "CONSTANT_NUMEL_LIMIT", _KEPT
+    yield FakeTensor, "device", property(recorder.device_of)

@@ -1,0 +1,77 @@
+"""The plan of `predict` in a script's own process: its third step is counted, as a function's second call is."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+from effgpu.attaching.child import Refused
+from effgpu.attaching.steps import BACKWARD, Marks, Plan
+from effgpu.predicting.fake_gpu import as_gpu
+from effgpu.predicting.files import weights_without_values
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.hardware import replaced
+from effgpu.predicting.placing import ScriptRecorder, fakes_in_place
+from effgpu.predicting.prediction import conclude, count, explain, walking_as
+from effgpu.predicting.ranks import alone
+from effgpu.units import format_seconds
+
+_MORE = 2  # steps that are counted in place of one with an evaluation in it
+_LONG = 5.0  # seconds of forward passes that are worth a line
+
+
+@contextlib.contextmanager
+def planned(
+    marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], steps: int, taken: float | None
+) -> Iterator[Plan]:
+    """The plan whose result is the Prediction for these GPUs; inside, the script's GPU has this capability.
+
+    Raises Refused for what cannot be walked.
+    """
+    recorder = walking_as(ScriptRecorder(capability), gpus)
+    recorder.taken = taken
+    unwritten: dict[str, None] = {}
+
+    def plan() -> Plan:
+        yield from count(recorder, steps)
+        for _ in range(_MORE):
+            if not recorder.evaluated:
+                break
+            recorder.note_kernels()
+            yield 1
+            recorder.name_owners()
+        if not recorder.on_gpu:
+            raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
+        notes = [f"not written, as its weights have no values: {what}" for what in unwritten]
+        if marks.source is BACKWARD:
+            notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
+        if recorder.evaluated:
+            notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
+        if recorder.without_gradients > _LONG:
+            took = format_seconds(recorder.without_gradients)
+            told = "forward passes without gradients before the third step, such as an evaluation, took"
+            notes.append(f"{told} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
+        return replace(conclude(recorder, gpus), notes=tuple(notes))
+
+    with (
+        _refusing(recorder),
+        weights_without_values(recorder, lambda what: unwritten.update({what: None})),
+        as_gpu(recorder),
+        replaced(iter([*fakes_in_place(recorder), *alone()])),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield plan()
+
+
+@contextlib.contextmanager
+def _refusing(recorder: ScriptRecorder) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        cause = recorder.trouble if isinstance(error, SystemExit) else error
+        if not isinstance(error, Refused) and cause and (why := explain(cause)):
+            raise Refused(why) from error
+        raise
+    if recorder.trouble and (why := explain(recorder.trouble)):
+        raise Refused(why) from recorder.trouble

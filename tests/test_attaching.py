@@ -1,0 +1,655 @@
+"""Training scripts as they are: each kind is a small script, which is predicted whole through the command line.
+
+Most run in forks of a process that has PyTorch loaded; how a process of their own is started is tested with a few.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from effgpu.__main__ import main
+from effgpu.attaching import scripts
+from effgpu.attaching.commands import read_program
+from effgpu.attaching.steps import Marks, drive
+from effgpu.predicting.prediction import predict
+
+BUILD = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+STEP = """
+loss = model(torch.randn(64, 1024).to("cuda")).square().mean()
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+def loop(build=BUILD, step=STEP, steps=5):
+    return f"{build}\nfor number in range({steps}):\n{textwrap.indent(step, '    ')}"
+
+
+PLAIN = loop()
+
+
+def function():
+    """The step of PLAIN, as a function's."""
+    names = {}
+    exec(BUILD, names)
+    return lambda: exec(STEP, names)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
+
+
+SERVER = """
+import json, os, sys, torch, torch._dynamo, safetensors.torch
+import effgpu.predicting.scripts
+from effgpu.attaching import child
+for line in sys.stdin:
+    asked = json.loads(line)
+    if not (pid := os.fork()):
+        output = os.open(asked["log"], os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(asked["variables"])
+        os.chdir(asked["folder"])
+        child.main(asked["order"])
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A process that has PyTorch loaded, and forks: an import takes longer than all else that is tested."""
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **options) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def forked(monkeypatch, server):
+    """Scripts run in forks of the server."""
+
+    def run_fork(program, order, log):
+        asked = {"order": str(order), "log": str(log), "folder": os.getcwd(), "variables": program.command.variables}
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    monkeypatch.setattr(scripts, "_wait", run_fork)
+
+
+@pytest.fixture
+def run(here, forked, capfd):
+    """A function that predicts a script for a T4: gives the exit code, the JSON and what was printed as errors."""
+
+    def run(script, *arguments, gpu="T4", files=()):
+        (here / "train.py").write_text(textwrap.dedent(script))
+        for name, text in dict(files).items():
+            (here / name).parent.mkdir(exist_ok=True)
+            (here / name).write_text(text)
+        words = arguments or ("python", "train.py")
+        code = main(["predict", "--gpu", gpu, "--json", "-", "--", *words])
+        out, err = capfd.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return run
+
+
+def seconds(told):
+    return told["gpus"][0]["time"]["expected"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Of PLAIN's step, as a function on the same GPU: its peak and its time."""
+    predicted = predict(function, "T4")
+    return predicted.allocated, predicted.time().expected
+
+
+AT_ITS_END = """
+import atexit, sys
+atexit.register(print, "not printed")
+try:
+{loop}
+finally:
+    open("late", "w").write("a file of the script's end")
+"""
+KINDS = {
+    "plain": PLAIN,
+    "asks": PLAIN.replace('"cuda"', 'torch.device("cuda" if torch.cuda.is_available() else "cpu")'),
+    "accelerator": PLAIN.replace('"cuda"', "torch.accelerator.current_accelerator()"),
+    "method": PLAIN.replace('.to("cuda")', ".cuda()"),
+    "number": PLAIN.replace('.to("cuda")', ".to(0)"),
+    "default": "import torch\ntorch.set_default_device('cuda')\n" + PLAIN.replace('.to("cuda")', ""),
+    "context": "import torch\nwith torch.device('cuda'):\n" + textwrap.indent(PLAIN.replace('.to("cuda")', ""), "    "),
+    "in the main": "def main():\n" + textwrap.indent(PLAIN, "    ") + "\nif __name__ == '__main__': main()",
+    "catches all": "try:\n" + textwrap.indent(PLAIN, "    ") + "\nexcept: print('caught')",
+    "at its end": AT_ITS_END.format(loop=textwrap.indent(PLAIN, "    ")),
+    "compiled module": PLAIN.replace("optimizer =", "model = torch.compile(model)\noptimizer ="),
+    "compiled in place": PLAIN.replace("optimizer =", "model.compile()\noptimizer ="),
+    "compiled loss": BUILD
+    + "\n@torch.compile\ndef lose(out): return out.square().mean()\n"
+    + loop("", STEP.replace("loss = model(", "loss = lose(model(").replace(".square().mean()", ")")),
+    "optimizer first": PLAIN.replace('.to("cuda")', "", 1).replace("\nfor", "\nmodel.cuda()\nfor"),
+    "scheduler": PLAIN.replace("\nfor", "\nscheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)\nfor").replace(
+        "optimizer.step()", "optimizer.step(); scheduler.step()"
+    ),
+    "replaced step": PLAIN.replace("\nfor", "\nwhole = optimizer.step\noptimizer.step = lambda: whole()\nfor"),
+    "closure": BUILD
+    + """
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.randn(64, 1024).to("cuda")).square().mean()
+    loss.backward()
+    return loss
+
+for number in range(5):
+    optimizer.step(closure)
+""",
+    "workers": BUILD
+    + """
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(640, 1024))
+for (batch,) in DataLoader(data, 64, num_workers=2, pin_memory=True, persistent_workers=True):
+    model(batch.to("cuda", non_blocking=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "forked": "import multiprocessing\n"
+    + "def work(n):\n    import torch\n    return float(torch.ones(n).sum())\n"
+    + "with multiprocessing.get_context('fork').Pool(2) as pool: assert pool.map(work, [1, 2]) == [1, 2]\n"
+    + "import os\nif not (pid := os.fork()): os._exit(3)\n"
+    + "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3\n"
+    + PLAIN,
+    "ticks": "import effgpu\n" + PLAIN.replace("optimizer.zero_grad()", "optimizer.zero_grad(); effgpu.tick(items=64)"),
+    "spawned": "import torch.multiprocessing\ndef main(rank, device):\n"
+    + textwrap.indent(PLAIN.replace('"cuda"', "device"), "    ")
+    + "\nif __name__ == '__main__': torch.multiprocessing.spawn(main, ('cuda',), nprocs=1, join=True)\n",
+    "parallel": PLAIN.replace("optimizer =", "model = torch.nn.DataParallel(model)\noptimizer ="),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
+    code, told, errors = run(KINDS[kind])
+    assert code == 0 and not told["unknown"], errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.01 if kind != "closure" else 0.1)
+    if "compiled" not in kind:
+        assert seconds(told) == pytest.approx(expected[1], rel=0.01)
+    assert any(each.startswith("compiled code") for each in told["assumptions"]) == ("compiled" in kind)
+    assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+def test_what_a_counter_accumulates_is_one_step(run, expected):
+    update = "if number % 4 == 3:\n    optimizer.step()\n    optimizer.zero_grad()"
+    script = loop(step=STEP.replace("optimizer.step()\noptimizer.zero_grad()", update), steps=20)
+    code, told, _ = run(script)
+    assert code == 0 and told["owners"]["optimizer state"] > 2 * 8 * 4 * 1024**2
+    assert 2 * expected[1] < seconds(told) < 4 * expected[1], "four passes, one update"
+
+
+def test_an_average_by_deep_copy_lies_beside_the_model(run, expected):
+    code, told, _ = run(PLAIN.replace("optimizer =", "import copy\naverage = copy.deepcopy(model)\noptimizer ="))
+    assert code == 0 and told["allocated"] == pytest.approx(expected[0] + 8 * 4 * 1024 * 1025, rel=0.01)
+
+
+def test_a_host_copy_takes_no_memory_of_the_gpu(run, expected):
+    script = PLAIN.replace("optimizer =", "import copy\naverage = copy.deepcopy(model).cpu()\noptimizer =")
+    code, told, _ = run(script.replace("number in", "number in average[0].weight.device.type == 'cpu' and"))
+    assert code == 0 and told["allocated"] == pytest.approx(expected[0], rel=0.01)
+
+
+def test_what_a_second_optimizer_does_is_in_the_step_of_the_first(run):
+    build = "other = torch.nn.Linear(1024, 1, bias=False).cuda()\nsecond = torch.optim.SGD(other.parameters())\n"
+    step = "other(model(torch.randn(64, 1024).cuda()).detach()).mean().backward()\nsecond.step()\nsecond.zero_grad()\n"
+    kernels = [
+        run(loop(BUILD + build, order))[1]["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"]
+        for order in (STEP, STEP + step, step + STEP)
+    ]
+    assert kernels[0] == 3 * 8 - 1 and kernels[1] == kernels[2] == kernels[0] + 8 + 2
+
+
+def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_the_next(run):
+    by_hand = "with torch.no_grad():\n    for weight in model.parameters(): weight -= weight.grad; weight.grad = None"
+    build = BUILD.replace("optimizer = torch.optim.AdamW(model.parameters())", "")
+    code, told, errors = run(loop(build, STEP.replace("optimizer.step()\noptimizer.zero_grad()", by_hand)))
+    assert code == 0 and told["notes"] == [
+        "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
+    ], errors
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 3 * 8 - 1
+
+
+EVALUATED = """
+@torch.inference_mode()
+def evaluate():
+    for _ in range(3):
+        high = model(torch.randn(64, 1024).to("cuda")).max()
+        if high.item() > 0 or model[0].weight.sum() > 0: print("high")
+    return high
+with torch.no_grad(): float(evaluate())
+"""
+
+
+def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expected, monkeypatch):
+    script = loop(BUILD + EVALUATED, STEP + "if number == 0: evaluate()\n")
+    code, told, errors = run(script)
+    assert code == 0 and told["unknown"] == told["assumptions"] == [], errors
+    assert seconds(told) == pytest.approx(expected[1], rel=0.01)
+    assert seconds(run(loop(BUILD + EVALUATED, STEP + "evaluate()\n"))[1]) > 1.1 * expected[1]
+    sometimes = "if number % 2: model.eval(); evaluate(); model.train()\n"
+    assert seconds(run(loop(BUILD + EVALUATED, STEP + sometimes))[1]) == pytest.approx(expected[1], rel=0.01)
+    slow = "import time, effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
+    (note,) = run(slow + script)[1]["notes"]
+    assert re.fullmatch(r"forward passes without gradients .* took \d.* here: let the script .*", note)
+
+
+def test_a_closure_is_no_part_of_the_optimizers_work(run):
+    kinds = [run(KINDS[kind])[1]["gpus"][0]["time"]["kinds"] for kind in ("plain", "closure")]
+    assert kinds[0]["optimizer"]["kernels"] == kinds[1]["optimizer"]["kernels"]
+
+
+def test_lbfgs_calls_its_closure_within_a_step(run):
+    script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=2)")
+    _, told, errors = run(script)
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 2 * (3 * 8 - 1), errors
+
+
+BUILT_ON_THE_CPU = """
+import torch
+layers = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(16)))
+assert all(parameter.device.type == "cpu" for parameter in layers.parameters())
+model = layers.to(torch.bfloat16).to("cuda").requires_grad_(False)
+assert next(model.parameters()).is_cuda and next(model.parameters()).device == torch.device("cuda", 0)
+model[-1].requires_grad_(True)
+optimizer = torch.optim.SGD(model[-1].parameters(), 0.1)
+for number in range(4):
+    model(torch.zeros(8, 4096, device="cuda", dtype=torch.bfloat16)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_model_that_is_cast_before_it_moves_takes_the_gpus_memory_once(run):
+    code, told, errors = run(BUILT_ON_THE_CPU, gpu="A100")
+    assert code == 0, errors
+    assert told["owners"]["weights"] == 16 * 2 * 4096**2 and told["reserved"]["high"] < 1.3 * told["allocated"]
+
+
+def test_a_model_of_any_size_takes_no_memory_here(run):
+    """Ten billion weights, which nobody has room for: 40 GB, four times with their gradients and AdamW's state."""
+    code, told, errors = run(PLAIN.replace("1024", "100_000").replace("range(8)", "range(1)"))
+    assert code == 3 and told["owners"]["weights"] > 4 * 10**10, errors
+
+
+SMALL = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        assert abs(rates[-1] - 0.3) < 1e-6
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+        self.register_buffer("scale", torch.ones(3))
+    def forward(self, batch):
+        assert self.scale.is_cuda and self.scale.get_device() == 0 and batch.get_device() == 0
+        return self.layers(batch) * self.scale[0]
+model = Model().to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+count = torch.tensor(3).to("cuda")
+assert count.item() == 3 and float(count * 2) == 6
+labels = torch.arange(10).to("cuda")
+assert labels.min() >= 0 and labels.max().item() < 10 and (labels < 10).all()
+assert len(labels[labels > 3]) == 6 and labels.tolist() == list(range(10))
+labels += 1
+"""
+
+
+def test_small_values_that_a_model_reads_while_it_is_built_are_real(run):
+    code, told, errors = run(loop(SMALL))
+    assert code == 0 and not told["unknown"], errors
+
+
+# --- packages, launchers, arguments ---
+
+
+def test_modules_of_a_package_with_their_arguments(run, expected):
+    package = "from . import width\nimport argparse\nparser = argparse.ArgumentParser()\n"
+    package += "parser.add_argument('--rows', type=int)\nrows = parser.parse_args().rows\n"
+    files = {
+        "package/__init__.py": "width = 1024",
+        "package/train.py": package + PLAIN.replace("64, 1024", "rows, width"),
+    }
+    code, told, errors = run("", "python", "-m", "package.train", "--rows", "64", files=files)
+    assert code == 0, errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.01)
+
+
+def test_click_reads_its_arguments(run):
+    start = "import click\n@click.command()\n@click.option('--rows', default=4)\ndef main(rows):\n"
+    script = start + textwrap.indent("assert rows == 64\n" + PLAIN, "    ") + "\nmain()"
+    for words in (("train.py", "--rows=64"), ("python train.py --rows 64",)):
+        code, _, errors = run(script, *words)
+        assert code == 0, errors
+
+
+RANKED = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.distributed.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+assert torch.distributed.get_world_size() == 1
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun --standalone --nproc_per_node=1", "python -m torch.distributed.run"])
+def test_torchrun_with_one_process(launcher, run, expected):
+    script = RANKED + PLAIN.replace("optimizer =", "model = DDP(model, device_ids=[0])\noptimizer =")
+    code, told, errors = run(script, *launcher.split(), "train.py")
+    assert code == 0, errors
+    assert told["allocated"] == pytest.approx(expected[0] + 8 * 4 * 1024 * 1025, rel=0.01), "the buckets"
+
+
+# --- what is refused, and what fails ---
+
+CHILD = "import multiprocessing\ndef train():\n" + textwrap.indent(PLAIN, "    ")
+CHILD += "\nif __name__ == '__main__':\n    process = multiprocessing.get_context('METHOD').Process(target=train)\n"
+CHILD += "    process.start(); process.join()\n"
+REFUSED = {
+    "too short": (loop(steps=2), "ended after 2 steps, and three are needed"),
+    "no training": ("import torch", "without a step of an optimizer"),
+    "exits early": (loop(steps=1) + "\nraise SystemExit", "ended after a step"),
+    "on the CPU": (PLAIN.replace('.to("cuda")', ""), "trains on the CPU"),
+    "ranks": (
+        "import torch\ntorch.distributed.init_process_group('nccl', world_size=2, rank=0)",
+        r"asks for 2 ranks, .* \(.*train.py:2\)",
+    ),
+    "spawned ranks": ("import torch\ntorch.multiprocessing.spawn(print, nprocs=2)", "asks for 2 ranks"),
+    "a forked child": (CHILD.replace("METHOD", "fork"), "let the first process train"),
+    "a spawned child": (CHILD.replace("METHOD", "spawn").replace("process.join()", "process.kill()"), "let the first"),
+    "another framework": ("import jax", "uses JAX: only training with PyTorch"),
+    "by values": (
+        PLAIN.replace("loss.backward()", "torch.bincount(loss.long().view(1))\n    loss.backward()"),
+        r"the shape of a result depends on values.*train.py:9\)",
+    ),
+    "by values, caught": (
+        PLAIN.replace("loss.backward()", "try: torch.bincount(loss.long().view(1))\n    except Exception: break"),
+        "the shape of a result depends on values",
+    ),
+    "no fake kernel": (
+        PLAIN.replace(
+            "optimizer =",
+            "@torch.library.custom_op('mine::double', mutates_args=())\n"
+            "def double(x: torch.Tensor) -> torch.Tensor: return 2 * x\noptimizer =",
+        ).replace("loss = model(", "loss = (lambda batch: double(model(batch)))("),
+        "mine[:.]+double",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_predicted_is_refused_in_one_sentence(kind, run):
+    script, why = REFUSED[kind]
+    code, told, errors = run(script, files={"jax.py": ""})
+    before, said, *_ = errors.splitlines()
+    assert (code, told) == (2, None) and before.startswith("effgpu: runs") and errors.count("\n") == 2, errors
+    assert re.search(f"effgpu: error: train.py:? .*{why}", said), errors
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        ("torchrun --nproc-per-node 2 train.py", "--nproc_per_node: one process is predicted.*`python train.py`"),
+        ("accelerate launch --multi_gpu train.py", "--multi_gpu: one process"),
+        ("accelerate launch --num_processes=4 train.py", "--num_processes: one process"),
+        ("accelerate test", "only `accelerate launch`"),
+        ("WORLD_SIZE=2 python train.py", "WORLD_SIZE is 2"),
+        ("python other.py", "other.py: expected a Python file"),
+        ("python -c pass", "got -c"),
+        ("ls -l", "ls: expected a Python program"),
+        ("python2000 train.py", "there is no program 'python2000'"),
+    ],
+)
+def test_a_command_that_starts_no_single_python_program_is_refused(words, why, here, capsys):
+    (here / "train.py").touch()
+    assert main(["predict", "--", *words.split()]) == 2
+    assert re.search(why, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "words, argued",
+    [
+        ("train.py --a 1", ("train.py", False, ("--a", "1"))),
+        ("python -u -W ignore train.py -m x", ("train.py", False, ("-m", "x"))),
+        ("python -m package.train --a", ("package.train", True, ("--a",))),
+        ("torchrun --nnodes 1 --nproc_per_node 1 train.py --a", ("train.py", False, ("--a",))),
+        ("torchrun --standalone -m package.train", ("package.train", True, ())),
+        ("accelerate launch --mixed_precision fp16 --cpu train.py --a", ("train.py", False, ("--a",))),
+    ],
+)
+def test_what_a_command_runs(words, argued, here):
+    (here / "train.py").touch()
+    program = read_program(words)
+    assert (program.name, program.is_module, program.arguments) == argued
+    assert program.python[1:] == (("-u", "-W", "ignore") if "-u" in words else ())
+    assert ("RANK" in program.command.variables) == words.startswith("torchrun")
+    assert ("ACCELERATE_MIXED_PRECISION" in program.command.variables) == ("--mixed_precision" in words)
+
+
+@pytest.mark.parametrize(
+    "script", ["print('so far')\nint('a')", PLAIN.replace("loss.b", "int('a'); loss.b"), "import sys\nsys.exit(3)"]
+)
+def test_a_script_that_fails_shows_its_own_traceback(script, run):
+    code, told, errors = run(script)
+    assert (code, told) == (1, None)
+    assert errors.splitlines()[-1].startswith("effgpu: error: train.py failed before its first step: ")
+    if "int" in script:
+        assert "Traceback" in errors and "ValueError: invalid literal" in errors and "/effgpu/" not in errors
+        assert ("so far" in errors) == ("so far" in script)
+
+
+# --- files ---
+
+SAVES = """
+torch.save({"model": model.state_dict(), "numbers": [1]}, "checkpoint.pt")
+torch.save(optimizer, "optimizer.pt")
+torch.save({"data": torch.ones(3)}, "data.pt")
+assert torch.load("data.pt")["data"].tolist() == [1, 1, 1]
+assert torch.load("data.pt", map_location="cuda")["data"].is_cuda
+from safetensors.torch import load_file, save_file
+save_file(model.state_dict(), "model.safetensors")
+save_file({"data": torch.ones(3)}, "data.safetensors")
+assert load_file("data.safetensors")["data"].tolist() == [1, 1, 1]
+open("log.txt", "a").write("a line")
+"""
+
+
+def test_weights_without_values_are_not_written_and_all_else_is(run, here):
+    (here / "checkpoint.pt").write_text("an earlier one")
+    code, told, errors = run(loop(step=STEP + SAVES))
+    assert code == 0, errors
+    assert (here / "checkpoint.pt").read_text() == "an earlier one"
+    assert {path.name for path in here.iterdir()} == {
+        *("checkpoint.pt", "data.pt", "data.safetensors", "log.txt", "train.py")
+    }
+    files = ("torch.save to checkpoint.pt", "torch.save to optimizer.pt", "safetensors' save_file to model.safetensors")
+    assert told["notes"] == [f"not written, as its weights have no values: {file}" for file in files]
+
+
+def test_weights_are_known_by_the_header_of_their_file(run, here):
+    """The file is as long as the weights, and has none: it is a hole."""
+    shapes = {f"{number}.{name}": [1024] * n for number in range(8) for name, n in (("weight", 2), ("bias", 1))}
+    end = 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        shapes[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + size]}
+    header = json.dumps(shapes).encode()
+    with (here / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    load = "from safetensors.torch import load_file\nmodel.load_state_dict(load_file('model.safetensors'))\noptimizer ="
+    code, told, errors = run(PLAIN.replace("optimizer =", load))
+    assert code == 0 and told["owners"]["weights"] == 8 * 4 * 1024 * 1025, errors
+
+
+# --- a process of its own ---
+
+
+@pytest.mark.usefixtures("here")
+def test_a_process_of_its_own_gives_what_the_function_gives(here, expected, capfd):
+    Path("train.py").write_text("print('printed')\n" + PLAIN)
+    predicted = predict("train.py --unused", "T4")
+    assert predicted.allocated == pytest.approx(expected[0], rel=0.01) and predicted.verdict() == "fits"
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ValueError, match="measured: expected False"):
+        predict("train.py", "T4", measured=True)
+
+
+@pytest.mark.usefixtures("here")
+def test_an_interrupt_ends_the_script(here):
+    Path("train.py").write_text("import time, os\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    command = [sys.executable, "-m", "effgpu", "predict", "--", "python", "train.py"]
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    deadline = time.monotonic() + 60
+    while not (here / "pid").exists() or not (here / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130 and "Traceback" not in process.stderr.read()
+    assert not psutil.pid_exists(int((here / "pid").read_text()))
+
+
+# --- marks and plans ---
+
+
+def counting(most):
+    yield from most
+    return "the end"
+
+
+def test_a_plan_pulls_a_function_and_is_pushed_by_a_script():
+    calls, ends = [], []
+    assert drive(counting([1, 0, 2]), lambda: calls.append(1)) == "the end" and len(calls) == 3
+    marks = Marks(ends.append)
+    optimizer, other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
+    with marks.pushing(counting([1, 2])):
+        for _ in range(4):
+            assert not ends
+            optimizer.step()
+            other.step()
+    optimizer.step()
+    assert ends == ["the end"] and marks.count == 4 and marks.source is optimizer
+
+
+def test_a_step_that_runs_out_of_data_is_no_end_of_the_plan():
+    with pytest.raises(StopIteration):
+        drive(counting([5]), partial(next, iter([None] * 3)))
+
+
+def test_steps_that_a_scaler_skips_and_empty_ones_are_marks():
+    marks, weight = Marks(print), torch.zeros(1, requires_grad=True)
+    with marks.pushing(counting([100])):
+        optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+        for value in (math.inf, 1.0, math.inf):
+            scaler.scale(weight * value).sum().backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizer.step = lambda: None
+        optimizer.step()
+    assert marks.count == 4 and torch.optim.Optimizer.__setattr__ is object.__setattr__
+
+
+# --- transformers and accelerate ---
+
+TRAINER = """
+import torch
+from transformers import AutoModelForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+assert arguments.device.type == "cuda" and arguments.n_gpu == 1
+model = AutoModelForSequenceClassification.from_pretrained("bert")
+rows = [{"input_ids": [0] * 128, "label": 0}] * 640
+model.save_pretrained("saved")
+Trainer(model, arguments, train_dataset=rows).train()
+"""
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForSequenceClassification
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = AutoModelForSequenceClassification.from_pretrained("bert").train()
+rows = torch.utils.data.TensorDataset(torch.zeros(640, 128, dtype=torch.long), torch.zeros(640, dtype=torch.long))
+loader = torch.utils.data.DataLoader(rows, 16)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for ids, labels in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(input_ids=ids, labels=labels).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def bert(here):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(num_hidden_layers=2)
+    BertForSequenceClassification(config).save_pretrained(here / "bert")
+
+    def variant(batch, as_trainer):
+        model = BertForSequenceClassification(config).train()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=as_trainer)
+        scaler = torch.amp.GradScaler("cuda")
+
+        def step():
+            for _ in range(32 // batch):
+                ids, labels = torch.zeros(batch, 128, dtype=torch.long), torch.zeros(batch, dtype=torch.long)
+                with torch.autocast("cuda", torch.float16):
+                    loss = model(input_ids=ids, labels=labels).loss
+                scaler.scale(loss).backward()
+            if as_trainer:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return step
+
+    return variant
+
+
+@pytest.mark.slow
+def test_a_trainer_and_accelerate_do_as_on_the_gpu(bert, here, capfd):
+    """fp16=True is left out where PyTorch says that there is no GPU."""
+    trainer = "python train.py --output_dir out --fp16 --per_device_train_batch_size 32 --report_to none"
+    launcher = "accelerate launch --mixed_precision fp16 train.py"
+    for script, command, batch, as_trainer in ((TRAINER, trainer, 32, True), (ACCELERATED, launcher, 16, False)):
+        (here / "train.py").write_text(script)
+        assert main(["predict", "--gpu", "T4", "--json", "-", "--", *command.split()]) == 0
+        told = json.loads(capfd.readouterr().out)
+        alike = predict(partial(bert, batch, as_trainer), "T4")
+        assert told["allocated"] == pytest.approx(alike.allocated, rel=0.01)
+        assert seconds(told) == pytest.approx(alike.time().expected, rel=0.01)
+    assert not list((here / "saved").glob("*.safetensors"))
