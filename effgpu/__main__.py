@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--at-once", type=int, default=1, metavar="N", help=once_help)
     budget_help = "stop after so long, such as 450s or 10m, and say what was left out"
     run.add_argument("--budget", type=duration, default=math.inf, metavar="TIME", help=budget_help)
-    missing_help = "only lessons that store no outputs of this device, or those of other code"
+    missing_help = "only lessons that store outputs of other code or, on a GPU, of another device"
     run.add_argument("--missing", action="store_true", help=missing_help)
     run.set_defaults(command=_run)
 
@@ -199,10 +199,12 @@ def _run(chosen: argparse.Namespace) -> int:
                 "--at-once: on a CPU, lessons that run at once slow each other down: expected 1 or --seconds"
             )
         if chosen.missing:
-            lessons = [path for path in lessons if runner.is_missing(path, describe().slug)]
+            lessons = [path for path in lessons if runner.is_missing(path, describe())]
             if not lessons:
-                print(f"every lesson stores outputs of its code on {describe().label}")
+                print("every lesson stores outputs of its code")
                 return SUCCEEDED
+        if chosen.inplace and describe().kind == "cpu" and (kept := runner.find_gpus(lessons)):
+            raise ValueError(f"--inplace: {kept[0]} stores a GPU's outputs, which a CPU's would replace: say --missing")
         if chosen.inplace and capped:
             raise ValueError("--inplace stores results, but --seconds or EFFGPU_SECONDS cuts measurements short")
         runner.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})

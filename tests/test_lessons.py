@@ -16,7 +16,8 @@ import torch
 
 from effgpu.comparison import MIME_TYPE
 from effgpu.course.ranks import torchrun
-from effgpu.course.runner import find_origin, is_missing
+from effgpu.course.runner import is_missing
+from effgpu.measuring.device import describe
 
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -144,8 +145,7 @@ def test_the_script_for_several_gpus_trains_the_same_on_two_ranks(tmp_path, monk
 def test_is_committed_executed_with_its_results(path):
     notebook = read(path)
     assert set(notebook.metadata) == {"kernelspec", "language_info", "effgpu"}
-    origin = find_origin(path)
-    assert not is_missing(path, origin.device), "the code has changed since: run it again with --inplace"
+    assert not is_missing(path, describe()), "the code has changed since: run it again with --inplace"
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
     cells = code(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))

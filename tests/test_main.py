@@ -175,6 +175,18 @@ def test_inplace_reaches_the_run(here, monkeypatch):
     assert asked == [[], False, ["notebooks"], True]
 
 
+def test_a_cpus_outputs_do_not_replace_a_gpus(here, monkeypatch, capsys):
+    path = write_lesson(here / "notebooks", "01_one", "1 + 1")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata["effgpu"] = {"device": "nvidia-test", "code": runner.digest(notebook), "seconds": 1}
+    nbformat.write(notebook, path)
+    monkeypatch.setattr(runner, "run", None)
+    assert main(["run", "--inplace"]) == 2
+    assert "01_one stores a GPU's outputs, which a CPU's would replace" in capsys.readouterr().err
+    assert main(["run", "--inplace", "--missing"]) == 0
+    assert capsys.readouterr().out == "every lesson stores outputs of its code\n"
+
+
 def test_a_report_goes_to_report_html_and_does_not_overwrite_the_results(here, capsys, make_measurement):
     path = results.save([Comparison("some", (make_measurement("a"), make_measurement("b")))], "a.json")
     before = path.read_bytes()

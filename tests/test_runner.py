@@ -130,24 +130,24 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
     assert drawing in copy and good.read_text() == copy.replace(drawing, "](../images/a.svg)")
 
 
-def test_outputs_say_which_device_and_which_code_they_are_of(tmp_path, out):
+def test_outputs_say_which_device_and_which_code_they_are_of(tmp_path, out, make_gpu):
     lesson = write_lesson(tmp_path, "01_some", compares("some"))
-    assert runner.find_origin(lesson) is None and runner.is_missing(lesson, CALCULATOR.slug)
+    missing = lambda: [runner.is_missing(lesson, device) for device in (CALCULATOR, make_gpu())]
+    assert runner.find_origin(lesson) is None and missing() == [True, True]
     list(runner.run([lesson], out, inplace=True))
-    assert (
-        runner.find_origin(lesson).device
-        == CALCULATOR.slug
-        == runner.find_origin(out / "notebooks" / lesson.name).device
-    )
-    missing = lambda: [runner.is_missing(lesson, device) for device in (CALCULATOR.slug, "nvidia-h200")]
-    assert missing() == [False, True]
+    stored = [runner.find_origin(path).device for path in (lesson, out / "notebooks" / lesson.name)]
+    assert stored == [CALCULATOR.slug] * 2 and missing() == [False, True]
     notebook = nbformat.read(lesson, as_version=4)
     notebook.cells[0].source += "\nMore prose."
     nbformat.write(notebook, lesson)
-    assert missing() == [False, True]
+    assert missing() == [False, True] and runner.find_gpus([lesson]) == []
+    notebook.metadata["effgpu"]["device"] = make_gpu().slug
+    nbformat.write(notebook, lesson)
+    assert missing() == [False, False], "a CPU has nothing better"
+    assert runner.find_gpus([lesson]) == ["01_some"]
     notebook.cells[1].source += "\n1 + 1"
     nbformat.write(notebook, lesson)
-    assert missing() == [True, True]
+    assert missing() == [True, True] and runner.find_gpus([lesson]) == []
 
 
 def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out):

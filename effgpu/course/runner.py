@@ -24,7 +24,7 @@ from tqdm import tqdm
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
 from effgpu.measuring import gpu_lock
-from effgpu.measuring.device import AT_ONCE, describe
+from effgpu.measuring.device import AT_ONCE, Device, describe
 from effgpu.predicting.full_size import tell_ratio
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
@@ -186,12 +186,21 @@ def digest(notebook) -> str:
     return hashlib.sha256("\n\n".join(cell.source for cell in _code_cells(notebook.cells)).encode()).hexdigest()[:16]
 
 
-def is_missing(path: Path, device: str) -> bool:
-    """Whether a lesson stores no outputs of this device, or those of other code than it has now."""
+def is_missing(path: Path, device: Device) -> bool:
+    """Whether a lesson stores no outputs of the code that it has now; or, on a GPU, none of this one."""
     import nbformat
 
     origin = find_origin(path)
-    return origin is None or (origin.device, origin.code) != (device, digest(nbformat.read(path, as_version=4)))
+    if origin is None or origin.code != digest(nbformat.read(path, as_version=4)):
+        return True
+    return device.kind == "cuda" and origin.device != device.slug
+
+
+def find_gpus(lessons: Iterable[Path]) -> list[str]:
+    """The names of lessons that store a GPU's outputs of the code that they have now."""
+    origins = {path: find_origin(path) for path in lessons}
+    on_gpu = [path for path, origin in origins.items() if origin and not origin.device.startswith("cpu-")]
+    return [path.stem for path in on_gpu if not is_missing(path, Device("", "cpu", None, 1))]
 
 
 def run(
