@@ -50,7 +50,7 @@ class _Layout(NamedTuple):
 class _Shares(NamedTuple):
     """What a generation of GPUs reaches: of the rate of products, and of the bandwidth of a copy."""
 
-    attention: dict[str, float]
+    attention: dict[str, float]  # by layout, and by layout and format where one differs
     across: tuple[float, float, float]  # TF32, by how many of the two matrices do not lie along the depth
     even: float  # operations that walk over memory in order
     uneven: float  # a tensor is broadcast, cast or strided
@@ -93,8 +93,10 @@ HOPPER = USUAL._replace(
         "flash backward": 0.56,
         "flash narrow": 0.51,
         "flash narrow backward": 0.34,
-        "efficient": 0.57,
-        "efficient backward": 0.53,
+        "efficient": 0.45,
+        "efficient backward": 0.33,
+        "efficient fp32": 0.57,
+        "efficient backward fp32": 0.53,
     },
     across=(1.0, 0.83, 0.6),
     norms=0.71,
@@ -148,7 +150,8 @@ def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
     rate, format = gpu.rate(kernel.format), _counted_as(kernel.format, gpu)
     shares = _shares(gpu)
     if kernel.kind == ATTENTION:
-        return kernel.flops / (rate * shares.attention[kernel.layout])
+        share = shares.attention.get(f"{kernel.layout} {format}", shares.attention[kernel.layout])
+        return kernel.flops / (rate * share)
     if not kernel.product or kernel.layout.startswith("depthwise"):
         return 0.0
     if kernel.kind == CONVOLUTION:
