@@ -255,7 +255,9 @@ class Comparison:
         if clocks := [m.sm_clock for m in self if m.sm_clock]:
             reasons = ", ".join(sorted({reason for m in self for reason in m.throttled}))
             told.append(
-                f"SM clock {min(clocks)} to {max(clocks)} MHz" + f", held down by {reasons}" * bool(reasons) + "."
+                f"SM clock {' to '.join(dict.fromkeys(map(str, (min(clocks), max(clocks)))))} MHz"
+                + f", at times held down by {reasons}" * bool(reasons)
+                + "."
             )
         told += [f"{name}={value} was set." for name, value in self.device.variables.items()]
         told += filter(None, [self.how_timed()])

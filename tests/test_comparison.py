@@ -216,7 +216,7 @@ def test_what_holds_the_clock_down_is_told(make_measurement, make_gpu):
     rows = slow, make_measurement("b", device=make_gpu()), make_measurement("c", device=make_gpu(), sm_clock=1980)
     told = Comparison("clock", rows).caption()
     assert told.startswith("NVIDIA Test, torch 2.15.0 cuda 13.0.")
-    assert "SM clock 1755 to 1980 MHz, held down by power cap." in told
+    assert "SM clock 1755 to 1980 MHz, at times held down by power cap." in told
     other = Comparison("clock", (make_measurement("a"),)).caption()
     assert other == "Test CPU (CPU, 2 cores), torch 2.15.0; a CPU's times, not a GPU's."
 

@@ -35,6 +35,7 @@ from effgpu.course.corpus import check_int
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
 from effgpu.measuring.timing import time_for, time_steps
+from effgpu.predicting.hardware import as_it_is
 
 CPU_SIZES = {
     "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
@@ -291,8 +292,8 @@ def _choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.devi
     for size, value in given.items():
         if value is not None:
             check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
-    # Asked for by name: for `effgpu.predict`, a CPU stands for the GPU, but the sizes are the GPU's.
-    on_gpu = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
+    with as_it_is():  # for `effgpu.predict`, PyTorch answers as the GPU that is named, but the sizes fit the one here
+        on_gpu = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
     fitting = (GPU_SIZES if on_gpu else CPU_SIZES)[name]
     device = find_device() if device is None else torch.device(device)
     sizes = {size: fitting.get(size) if value is None else value for size, value in given.items()}
@@ -316,7 +317,7 @@ def _measure_batch(name: str) -> int:
     """The batch that fits the current GPU."""
     from effgpu.predicting.fake_gpu import on_real_tensors
 
-    with gpu_lock.taken(), on_real_tensors():
+    with gpu_lock.taken(), on_real_tensors(), as_it_is():
         device, kept = describe(), _read_batches()
         key = f"{name} {GPU_SIZES[name]} on {device.name} with torch {device.versions['torch']}"
         if key in kept:

@@ -168,6 +168,22 @@ def replaced(values: Iterator[tuple[object, str, object]]) -> Iterator[None]:
         yield
 
 
-def answering_as(gpu: Gpu | None, note: Callable[[], None] = lambda: None) -> contextlib.AbstractContextManager:
+_true: list[tuple[object, str, object]] = []  # what stands behind the answers that are in force
+
+
+@contextlib.contextmanager
+def answering_as(gpu: Gpu | None, note: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Inside, PyTorch says that this GPU is the only one here; with None, it says what is true."""
-    return replaced(_answers(gpu, note)) if gpu else contextlib.nullcontext()
+    answers = [each for each in _answers(gpu, note) if hasattr(*each[:2])] if gpu else []
+    behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name, _ in answers]
+    before, _true[:] = list(_true), [*_true, *behind]
+    try:
+        with replaced(iter(answers)):
+            yield
+    finally:
+        _true[:] = before
+
+
+def as_it_is() -> contextlib.AbstractContextManager:
+    """Inside, also within `answering_as`, PyTorch says what is true of this machine."""
+    return replaced(reversed(_true))
