@@ -257,10 +257,13 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
+    notes = ["smaller model" if on_cpu else "measured"] if comparison.full_size else []
     if comparison.full_size:
-        title += " on this CPU (smaller model)" if on_cpu else " on this GPU (measured)"
-    outlined = quantity == "memory" and any(m.peak_reserved for m in comparison)
-    ax.set_title(title + " (dotted: reserved)" * outlined)
+        title += " on this CPU" if on_cpu else " on this GPU"
+    if quantity == "memory" and any(m.peak_reserved for m in comparison):
+        notes = ["dotted: reserved"]  # both would be too long
+    title += f" ({notes[0]})" if notes else ""
+    ax.set_title(title)
 
 
 def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) -> float:
@@ -315,7 +318,7 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
             _draw_interval(ax, row, (low + high) / 2, low, high)
             _write(ax, max(needed.allocated, high), row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     gpu = units.with_article(comparison.full_size_gpus[0])
-    ax.plot([], [], "|-", color=DIM, label="all that the process may take")
+    ax.plot([], [], "|-", color=DIM, label="range (memory: the whole process)")
     ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
