@@ -22,6 +22,7 @@ from effgpu.predicting import fake_gpu, prediction
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.kernels import PRODUCT
 from effgpu.predicting.prediction import (
     DOES_NOT_FIT,
@@ -666,6 +667,9 @@ def where_available():
         scaler.step(optimizer)
         scaler.update()
         torch.cuda.synchronize()
+        torch.randn(8, device=device).record_stream(torch.cuda.Stream())
+        with as_it_is():
+            assert not torch.cuda.is_available(), "here is none"
 
     return step
 

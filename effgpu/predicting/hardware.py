@@ -150,6 +150,7 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
     yield torch.backends.cuda, "is_built", _gives(True)
     yield torch.backends.cudnn, "is_available", _gives(True)
     yield torch.backends.cudnn, "is_acceptable", _gives(False)  # weights of an LSTM that would be laid out anew
+    yield torch.Tensor, "record_stream", _gives(None)  # which takes no other stream than PyTorch's own
     yield torch.cuda.nvtx, "range_push", _gives(0)
     yield torch.cuda.nvtx, "range_pop", _gives(0)
     optimizer = torch.optim.Optimizer  # which looks whether a CUDA graph is being captured
