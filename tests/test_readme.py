@@ -51,7 +51,14 @@ SYMPTOMS = {
 }
 NEEDS_A_GPU = ("03", "20")  # what a CPU measures says nothing of these techniques
 BADGE = "[![Colab][colab]]"
-PAGES = [README, MAP, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
+PAGES = [
+    README,
+    MAP,
+    ROOT / "AGENTS.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "tests" / "README.md",
+]
 
 
 @cache
