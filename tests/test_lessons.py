@@ -145,6 +145,7 @@ def test_the_script_for_several_gpus_trains_the_same_on_two_ranks(tmp_path, monk
 def test_is_committed_executed_with_its_results(path):
     notebook = read(path)
     assert set(notebook.metadata) == {"kernelspec", "language_info", "effgpu"}
+    assert path.stat().st_size < 175_000, "store its pictures in a palette, as effgpu run does"
     assert not is_missing(path, describe()), "the code has changed since: run it again with --inplace"
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
     cells = code(notebook)

@@ -178,7 +178,7 @@ def test_inplace_reaches_the_run(here, monkeypatch):
 def test_a_cpus_outputs_do_not_replace_a_gpus(here, monkeypatch, capsys):
     path = write_lesson(here / "notebooks", "01_one", "1 + 1")
     notebook = nbformat.read(path, as_version=4)
-    notebook.metadata["effgpu"] = {"device": "nvidia-test", "code": runner.digest(notebook), "seconds": 1}
+    notebook.metadata["effgpu"] = {"device": "nvidia-test", "code": runner.digest(notebook)}
     nbformat.write(notebook, path)
     monkeypatch.setattr(runner, "run", None)
     assert main(["run", "--inplace"]) == 2

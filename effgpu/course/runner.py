@@ -166,11 +166,10 @@ def prepare(out: Path, *others: Path) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a lesson's outputs are from: the device's slug, a digest of the code cells, the seconds that it took."""
+    """Where a lesson's outputs are from: the device's slug, and a digest of the code cells."""
 
     device: str
     code: str
-    seconds: float
 
 
 def find_origin(path: Path) -> Origin | None:
@@ -210,9 +209,8 @@ def run(
 
     Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten.
     Lessons that run at once take turns on the GPU (gpu_lock.py). After `budget` seconds those that still run are
-    stopped. One that took longer than what is left, when its stored outputs were made, is not begun. Both fail as
-    OUT_OF_TIME. Ctrl-C stops the running kernels, yields the results of their lessons so far, and raises
-    KeyboardInterrupt.
+    stopped, and no other is begun: these fail as OUT_OF_TIME. Ctrl-C stops the running kernels, yields the results of
+    their lessons so far, and raises KeyboardInterrupt.
     """
     end, width = time.monotonic() + budget, max(len(path.stem) for path in lessons)
     waiting, running, shares = list(lessons), {}, dict.fromkeys(lessons, 0.0)
@@ -229,8 +227,8 @@ def run(
     ):
         while waiting or running:
             while waiting and len(running) < at_once:
-                path, left = waiting.pop(0), end - time.monotonic()
-                if left <= _expected_seconds(path):
+                path = waiting.pop(0)
+                if time.monotonic() >= end:
                     yield Outcome(path.stem, path.stem, failure=OUT_OF_TIME)
                     continue
                 lesson = _run_lesson(path, out / "notebooks", inplace, partial(show, path))
@@ -291,12 +289,6 @@ async def _stop(tasks: Iterable[asyncio.Task], why: str) -> list[Outcome]:
     return [replace(each, failure=why) if each.failure == INTERRUPTED else each for each in outcomes]
 
 
-def _expected_seconds(path: Path) -> float:
-    """What the run took that made a lesson's outputs; 0 where that is not known."""
-    origin = find_origin(path)
-    return origin.seconds if origin else 0.0
-
-
 async def _run_lesson(path: Path, folder: Path, inplace: bool, progress: Callable[[float], None]) -> Outcome:
     import nbformat
 
@@ -315,8 +307,7 @@ async def _run_lesson(path: Path, folder: Path, inplace: bool, progress: Callabl
     _lighten_pictures(notebook)
     outcome = replace(_outcome(path.stem, notebook), seconds=time.monotonic() - began)
     device = outcome.comparisons[0].device if outcome.comparisons else describe()
-    origin = Origin(device.slug, digest(notebook), round(outcome.seconds))
-    notebook.metadata["effgpu"] = asdict(origin)
+    notebook.metadata["effgpu"] = asdict(Origin(device.slug, digest(notebook)))
     try:
         _write(notebook, path, folder, inplace=inplace and not outcome.failure)
     except OSError as error:  # for example a full disk
@@ -465,7 +456,7 @@ def _lighten_pictures(notebook) -> None:
 
 
 def lighten(png: str) -> str:
-    """A PNG in base64 in a palette of 128 colours, if that is smaller; as it is if it is no PNG."""
+    """A PNG in base64 in a palette of few colours, if that is smaller; as it is if it is no PNG."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -88,13 +88,12 @@ USUAL = _Shares(
 # Hopper: our own survey of an H100, its rows with an even number (tests/benchmarks/survey_h100.json). Its tensor cores
 # take TF32 along the depth alone, and images only with their channels last: what lies otherwise is copied first.
 HOPPER = USUAL._replace(
-    attention={
+    attention=USUAL.attention
+    | {
         "flash": 0.74,
         "flash backward": 0.56,
         "flash narrow": 0.51,
         "flash narrow backward": 0.34,
-        "efficient": 0.45,
-        "efficient backward": 0.33,
         "efficient fp32": 0.57,
         "efficient backward fp32": 0.53,
     },
