@@ -3,7 +3,9 @@
 import ast
 import json
 import math
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +177,17 @@ def test_the_page_has_a_place_for_what_was_measured():
     assert predictions.replace_part(replaced, "measured by us", measured.NONE).count(measured.NONE) == 1
     with pytest.raises(ValueError, match="expected <!-- other: begin -->"):
         predictions.replace_part(page, "other", "a table")
+
+
+# --- Hopper's shares, held against the rows that did not take part in fitting them ---
+
+
+def test_single_operations_of_an_h100_take_what_its_survey_measured():
+    """Attention in fp32 is no TF32, whatever the switch says, and TF32 is slower across its matrices."""
+    gpu, stored = read_table(TABLE)["H100"], json.loads(Path(survey.__file__).with_name("survey_h100.json").read_text())
+    most = {("mm_weight_gradient", "tf32"): 0.15, ("attention_both_passes", "fp32"): 0.2, ("mm", "fp32"): 0.05}
+    chosen = [row for row in stored["rows"] if (row["op"], row["format"]) in most]
+    found = survey.read({"about": stored["about"], "rows": chosen}, gpu)
+    for key, bound in most.items():
+        errors = [abs(row.error(gpu)) for row in found if (row.op, row.format) == key and not row.is_short]
+        assert len(errors) >= 2 and statistics.median(errors) < bound, key
