@@ -3,6 +3,8 @@
 import base64
 import html
 import re
+import shlex
+import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -241,6 +243,16 @@ def test_numbers_on_published_runs_are_those_of_the_page():
     for group in ("transformers", "convolutional networks"):
         count, error = re.search(rf"\| {group} \| (\d+) \| ([\d.]+)% \|", page).groups()
         assert re.search(rf"{re.escape(error)}\s%\s+in\s+{count}\s+(published\s+runs\s+)?of\s+{group}", readme)
+
+
+def test_readmes_prediction_is_what_its_script_gives(tmp_path):
+    script = re.search(r"```python\n(import argparse.*?)```", (ROOT / "docs" / "scripts.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "train.py").write_text(script)
+    shown = re.search(r"```\n\$ effgpu (predict .*?)\n(.*?)```", README.read_text(), re.DOTALL)
+    command = [sys.executable, "-m", "effgpu", *shlex.split(shown[1])]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout.splitlines()
+    lines = [line for line in shown[2].splitlines() if line.strip() != "..."]
+    assert len(lines) > 5 and set(lines) <= {line.rstrip() for line in told}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
