@@ -11,7 +11,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q
 
-.PHONY: help run test test-all lab lint floor predictions readme address clean
+.PHONY: help run test test-all lab lint floor predictions renew readme address clean
 
 help:  ## what `make` can do
 	@sed -n 's/^\([a-z-]*\):.*## /make \1: /p' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ readme: $(INSTALLED)  ## README's lines on the lessons and its picture, and the 
 
 predictions: $(INSTALLED)  ## docs/predict.md: predicted peaks and times of published runs beside the published ones
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m benchmarks.predictions
+
+renew: $(INSTALLED)  ## predict anew in the lessons that store what a GPU measured, after a change of the rules
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m benchmarks.renew
 
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }

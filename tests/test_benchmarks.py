@@ -3,17 +3,19 @@
 import ast
 import json
 import math
+import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
-from benchmarks import measured, predictions, survey
+from benchmarks import measured, predictions, renew, survey
 
 from effgpu import results
-from effgpu.comparison import Comparison
-from effgpu.course.runner import LESSONS
+from effgpu.comparison import MIME_TYPE, Comparison
+from effgpu.course.runner import LESSONS, find_lessons, find_origin
 from effgpu.predicting.full_size import predict_here
 from effgpu.predicting.gpus import TABLE, read_table
 from effgpu.predicting.time import step_time
@@ -111,7 +113,7 @@ def stored(tmp_path, make_gpu, make_measurement):
         device = replace(make_gpu(H100), name=H100)
         statements = measured.find_statements(LESSONS / f"{name}.ipynb", name)
         with measured.sized_for_gpu(batch):
-            here = predict_here(measured.find_variants(statements, LESSONS), H100)
+            here = predict_here(measured.find_variants(statements, LESSONS)[0], H100)
         rows = [
             make_measurement(label, slower * told.seconds[0], device=device, peak_allocated=told.allocated)
             for label, told in here.items()
@@ -166,7 +168,7 @@ def test_of_a_lesson_only_what_its_comparison_needs_is_run(tmp_path):
     statements = measured.find_statements(tmp_path / "toy.ipynb", "toy")
     code = "\n".join(map(ast.unparse, statements))
     assert len(statements) == 9 and not any(left_out in code for left_out in ("check", "sizes", "matplotlib"))
-    assert list(measured.find_variants(statements, tmp_path)) == ["a", "b"]
+    assert list(measured.find_variants(statements, tmp_path)[0]) == ["a", "b"]
     assert measured.find_statements(tmp_path / "toy.ipynb", "another") == []
 
 
@@ -191,3 +193,35 @@ def test_single_operations_of_an_h100_take_what_its_survey_measured():
     for key, bound in most.items():
         errors = [abs(row.error(gpu)) for row in found if (row.op, row.format) == key and not row.is_short]
         assert len(errors) >= 2 and statistics.median(errors) < bound, key
+
+
+# --- what lessons store of a GPU ---
+
+
+def stored_by_gpus():
+    return [path for path in find_lessons() if not find_origin(path).device.startswith("cpu")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", stored_by_gpus(), ids=lambda path: path.stem)
+def test_what_a_lesson_stores_as_predicted_is_what_is_predicted_today(path, tmp_path):
+    copy = shutil.copy(path, tmp_path)
+    assert not renew.renew(Path(copy)), "make renew"
+
+
+def test_renewing_changes_what_was_predicted_and_nothing_that_was_measured(tmp_path, monkeypatch):
+    path = Path(shutil.copy(LESSONS / "11_no_grad_validation.ipynb", tmp_path))
+    (before,) = _comparisons(path)
+    slow = replace(read_table(TABLE)["H100"], bandwidth=1e11)
+    monkeypatch.setattr(renew, "predict_here", lambda variants, name: predict_here(variants, slow))
+    assert renew.renew(path)
+    (after,) = _comparisons(path)
+    assert after.measurements == before.measurements and after.device == before.device
+    for label, here in after.here.items():
+        assert here.seconds[0] > 1.5 * before.here[label].seconds[0]
+    assert nbformat.read(path, as_version=4).metadata == nbformat.read(LESSONS / path.name, as_version=4).metadata
+
+
+def _comparisons(path):
+    data = [o.get("data", {}) for cell in nbformat.read(path, 4).cells for o in cell.get("outputs", [])]
+    return [results.comparison_from_dict(each[MIME_TYPE]) for each in data if MIME_TYPE in each]

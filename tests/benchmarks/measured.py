@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import dis
+import itertools
 import json
 import math
 import sys
@@ -53,27 +54,30 @@ def find_statements(path: Path, name: str) -> list[ast.stmt]:
     A statement is needed if it gives a name, or a part of a name, that a needed statement or function uses.
     """
     statements, found = [], None
-    for statement in ast.parse(_read_code(path)).body:
+    for statement in itertools.chain(*read_cells(path)):
         statements.append(statement)
         if any(_is_comparison(node, name) for node in ast.walk(statement)):
             found = statement
             break
-    if found is None:
-        return []
-    needed, kept = _names(found)[0], {found}
-    while more := [each for each in statements if each not in kept and _names(each)[1] & needed]:
+    return [] if found is None else with_what_they_need(statements[:-1], [found])
+
+
+def with_what_they_need(statements: list[ast.stmt], last: list[ast.stmt]) -> list[ast.stmt]:
+    """The last statements, and of those before them what gives a name, or a part of one, that they need."""
+    needed, kept = set().union(*(names(each)[0] for each in last)), set()
+    while more := [each for each in statements if each not in kept and names(each)[1] & needed]:
         kept.update(more)
-        needed |= set().union(*(_names(each)[0] for each in more))
-    return [each for each in statements if each in kept]
+        needed |= set().union(*(names(each)[0] for each in more))
+    return [*(each for each in statements if each in kept), *last]
 
 
-def _read_code(path: Path) -> str:
-    """The code cells of a notebook, with IPython's commands as calls of Python."""
+def read_cells(path: Path) -> list[list[ast.stmt]]:
+    """The statements of each code cell of a notebook, with IPython's commands as calls of Python."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    return "\n".join(map(TransformerManager().transform_cell, sources))
+    return [ast.parse(TransformerManager().transform_cell(source)).body for source in sources]
 
 
 def _is_comparison(node: ast.AST, name: str) -> bool:
@@ -84,7 +88,7 @@ def _is_comparison(node: ast.AST, name: str) -> bool:
     )
 
 
-def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
+def names(statement: ast.stmt) -> tuple[set[str], set[str]]:
     """The names that a statement uses, in its functions, too, and those that it gives or changes."""
     uses, gives = set(), set()
     codes = [compile(ast.Module([statement], []), "lesson", "exec")]
@@ -104,14 +108,14 @@ def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
     return uses, gives
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """What is asked for on a GPU comes to the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in (kwargs or {}).items()})
 
 
-class _WithGpu(ast.NodeTransformer):
+class WithGpu(ast.NodeTransformer):
     """A lesson that asks whether there is a GPU is told so."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
@@ -120,21 +124,21 @@ class _WithGpu(ast.NodeTransformer):
 
 
 class _Found(Exception):
-    """The variants of a comparison."""
+    """The variants of a comparison, and its options."""
 
 
-def find_variants(statements: list[ast.stmt], folder: Path) -> dict[str, Variant]:
-    """The variants of a comparison, by label, from the statements that it needs."""
+def find_variants(statements: list[ast.stmt], folder: Path) -> tuple[dict[str, Variant], dict[str, object]]:
+    """The variants of a comparison, by label, and its options, from the statements that it needs."""
 
     def compare(variants, settings=None, **options):
-        raise _Found(_apply(variants, settings))
+        raise _Found(_apply(variants, settings), options)
 
-    module = ast.fix_missing_locations(_WithGpu().visit(ast.Module(statements, [])))
-    with patch.object(effgpu, "compare", compare), contextlib.chdir(folder), _OnCpu():
+    module = ast.fix_missing_locations(WithGpu().visit(ast.Module(statements, [])))
+    with patch.object(effgpu, "compare", compare), contextlib.chdir(folder), OnCpu():
         try:
             exec(compile(module, "lesson", "exec"), {"__name__": "lesson"})
         except _Found as found:
-            return found.args[0]
+            return found.args
     raise RuntimeError("expected statements that compare, got some that do not")
 
 
@@ -152,28 +156,40 @@ def walk(comparison: Comparison, batches: list[int], folder: Path = LESSONS) -> 
 
     `batches` are those of comparisons before, tried first. The one that is found is put in front.
     """
+    path, batch = find_batch(comparison, batches, folder)
+    if batch is None:
+        return {}
+    gpu = find_gpu(comparison.device.name)
+    with sized_for_gpu(batch):
+        variants, _ = find_variants(find_statements(path, comparison.name), folder)
+        return {label: predict(variants[label], gpu) for label in comparison.here if label in variants}
+
+
+def find_batch(comparison: Comparison, batches: list[int], folder: Path = LESSONS) -> tuple[Path | None, int | None]:
+    """The lesson of a stored comparison, and the batch that it was measured with; None where there is none.
+
+    `batches` are those of comparisons before, tried first. The one that is found is put in front.
+    """
     named = sorted(folder.glob("*.ipynb"), key=lambda path: not comparison.name.startswith(path.stem))
     path = next((path for path in named if find_statements(path, comparison.name)), None)
     if path is None or not comparison.here:
-        return {}
+        return path, None
     gpu, first = find_gpu(comparison.device.name), next(iter(comparison.here))
     wanted, tried = comparison.here[first].allocated, []
     for batch in dict.fromkeys([*batches, *workloads.BATCHES]):
         with sized_for_gpu(batch):
-            variants = find_variants(find_statements(path, comparison.name), folder)
+            variants, _ = find_variants(find_statements(path, comparison.name), folder)
             if first not in variants:
-                return {}
+                return path, None
             off = predict(variants[first], gpu).for_gpu(gpu)[0].allocated / wanted - 1
         tried.append((abs(off), batch))
         if abs(off) < SAME_MEMORY or (off > 0 and batch not in batches):
             break
     off, batch = min(tried)
     if off > ALIKE:
-        return {}
+        return path, None
     batches[:] = dict.fromkeys([batch, *batches])
-    with sized_for_gpu(batch):
-        variants = find_variants(find_statements(path, comparison.name), folder)
-        return {label: predict(variants[label], gpu) for label in comparison.here if label in variants}
+    return path, batch
 
 
 # --- what was measured beside what was predicted ---
