@@ -21,7 +21,7 @@ from effgpu.diagnosing import doctor as module
 from effgpu.diagnosing.diagnosis import COPYING, LAUNCHING, LOADING, OPTIMIZER, PRECISION, TF32, Diagnosis, Finding
 from effgpu.diagnosing.doctor import change_tensors, emptied, padding_share
 from effgpu.diagnosing.replay import Scene, in_16_bits, walk_step
-from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call
+from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Watch, call
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.prediction import predict
@@ -93,7 +93,7 @@ def test_it_names_the_disease_first_and_the_line(diagnose, disease):
     launching = LAUNCHING in {one.name for one in found.findings}
     assert launching == (expected in (LAUNCHING, OPTIMIZER)), "to blame where nothing else makes the CPU late"
     assert bool(first.lines) == (expected in (COPYING, OPTIMIZER, diagnosis.VALIDATION, diagnosis.WAITS))
-    for file, line in first.lines[:1]:
+    for file, line, _ in first.lines[:1]:
         code = path.read_text().splitlines()[line - 1]
         assert file == str(path) and (code.strip() == "scaler.step(optimizer)" or code not in patients.HEALTHY)
         assert f"{path.name}:{line}: " in str(found)
@@ -321,10 +321,6 @@ def test_of_a_step_that_takes_one_size_the_largest_batch_is_not_known():
         return lambda rows: step(rows.view(8, 64))
 
     assert effgpu.doctor(variant, [ROWS]).batches is None
-
-
-def test_a_cell_is_called_a_cell():
-    assert str(Site("/tmp/ipykernel_7/2972.py", 3)) == "cell:3"
 
 
 def test_a_batch_stays_what_it_is_when_its_tensors_change():

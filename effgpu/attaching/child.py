@@ -119,13 +119,10 @@ def _is_ours(file: str) -> bool:
 
 
 def _line(error: BaseException) -> str | None:
-    """The innermost line of the script's own folder, or else of no library, that an error came through."""
-    installed = ("site-packages", os.path.dirname(os.__file__))
-    lines = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in _frames(error)
-        if not any(i in frame.filename for i in installed)
-    ]
+    """The innermost line of the reader's that an error came through."""
+    from effgpu.attaching.sites import READER, whose
+
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in _frames(error) if whose(frame.filename) is READER]
     return lines[-1] if lines else None
 
 

@@ -4,7 +4,7 @@ import html
 from dataclasses import dataclass
 
 from effgpu import units
-from effgpu.diagnosing.watch import Site
+from effgpu.attaching.sites import Site
 from effgpu.predicting.prediction import FITS, Largest, Prediction
 
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (SPREAD_OF_RATIOS in

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from effgpu import units
+from effgpu.attaching.sites import Site
 from effgpu.diagnosing.diagnosis import (
     COMPILING,
     COPYING,
@@ -29,7 +30,7 @@ from effgpu.diagnosing.diagnosis import (
     Finding,
 )
 from effgpu.diagnosing.replay import Range, Scene, Walk, as_tf32, in_16_bits, saved, walk_step
-from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, UntilRead, Watch, call, tensors_in
+from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, UntilRead, Watch, call, tensors_in
 from effgpu.measuring.device import (
     describe,
     find_device,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Site, Watch, call, find_site
+from effgpu.attaching.sites import Site, find_site
+from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Watch, call
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.allocator import find_peak
 from effgpu.predicting.fake_gpu import Recorder
@@ -202,7 +203,7 @@ class _Witness(Recorder):
 
     def _add_kernels(self, kernels, calls):
         super()._add_kernels(kernels, calls)
-        site = find_site(outermost=True) if kernels else None
+        site = find_site(outermost=True, until=call.__code__) if kernels else None
         self._watch.events.append(Event(KERNEL, site, tuple(kernels), calls, optimizing=bool(self.optimizing)))
 
     def _add(self, tensor: torch.Tensor) -> None:

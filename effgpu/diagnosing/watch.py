@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import linecache
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.measuring.torch_internals import TorchDispatchMode
-from effgpu.predicting.fake_gpu import name_file
 from effgpu.predicting.kernels import Kernel
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
@@ -23,8 +21,7 @@ _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "uniqu
 _TO_HOST = ("cpu", "numpy", "__array__", "tolist")
 _READING = {*_TO_HOST, "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique"}
 _SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a wait (CUDA C++ Programming Guide)
-_TORCH, _EFFGPU = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
-_PYTHON = sysconfig.get_path("stdlib")
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 
 
@@ -35,17 +32,6 @@ def tensors_in(batch: object) -> list[torch.Tensor]:
     if isinstance(batch, tuple | list):
         return [tensor for item in batch for tensor in tensors_in(item)]
     return [batch] if isinstance(batch, torch.Tensor) else []
-
-
-class Site(NamedTuple):
-    """A line of the reader's code."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        told = f"{name_file(self.file)}:{self.line}: {linecache.getline(self.file, self.line).strip()}"
-        return told.removesuffix(": ")
 
 
 class Event(NamedTuple):
@@ -72,28 +58,7 @@ def call(step, batch: tuple) -> object:
     return step(*batch)
 
 
-def find_site(*, outermost: bool = False, asked: bool = False) -> Site | None:
-    """The line outside of PyTorch and effgpu that is running: the innermost, or that of the step itself.
-
-    None where there is none, as in autograd's threads; with `asked` also where PyTorch reads a value for itself.
-    """
-    frame, found = sys._getframe(1), None
-    while frame is not None and frame.f_code is not call.__code__:
-        file = frame.f_code.co_filename
-        if _is_readers(file):
-            found = Site(file, frame.f_lineno)
-            if not outermost:
-                break
-        elif asked and file.startswith(_TORCH) and any(part in file for part in _OWN_READS):
-            return None
-        frame = frame.f_back
-    return found
-
-
-@functools.cache
-def _is_readers(file: str) -> bool:
-    python = file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file
-    return not (python or file.startswith((_TORCH, _EFFGPU)))
+_find = functools.partial(find_site, until=call.__code__)
 
 
 class Watch:
@@ -138,7 +103,7 @@ class Watch:
     def read(self) -> None:
         """Note that the CPU reads a value of the GPU's. Nobody is to blame for what PyTorch reads for itself."""
         if not self.optimizing:  # what an optimizer reads is its count of steps, which is on the CPU
-            site = find_site(asked=True)
+            site = None if asked_by_torch(_OWN_READS) else _find()
             self.events.append(Event(READ if site else KERNEL, site, waits=True))
 
     def move(self, name: str, tensor: torch.Tensor, args: tuple, kwargs: dict) -> None:
@@ -146,11 +111,11 @@ class Watch:
         size = tensor.numel() * tensor.element_size()
         if name in _TO_HOST or (tensor.is_cuda and _goes_to(args, kwargs) == "cpu"):
             if id(tensor) not in self._batch and tensor not in self._on_host and (tensor.dim() or name != "tolist"):
-                self.events.append(Event(READ, find_site(), bytes=size, waits=True))
+                self.events.append(Event(READ, _find(), bytes=size, waits=True))
         elif id(tensor) in self._batch and not tensor.is_cuda and (name == "cuda" or _goes_to(args, kwargs)):
             pinned = self._pinned or tensor.is_pinned()
             waits = not (pinned and (kwargs.get("non_blocking") or True in args)) and (pinned or size > _SMALL_COPY)
-            self.events.append(Event(COPY, find_site(), bytes=size, waits=waits, pinned=pinned))
+            self.events.append(Event(COPY, _find(), bytes=size, waits=waits, pinned=pinned))
 
     def _begin_optimizing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.optimizing += 1
@@ -160,7 +125,7 @@ class Watch:
         self.optimizing -= 1
 
     def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Site | None]:
-        site, storage = find_site(outermost=True), tensor.untyped_storage()
+        site, storage = _find(outermost=True), tensor.untyped_storage()
         root = tensor if tensor._base is None else tensor._base
         if site and not (root.is_leaf and root.requires_grad):
             for graphs in (self.kept, self.unused):
@@ -199,7 +164,7 @@ class UntilRead(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         asks = self.at is None and getattr(func, "__name__", "") in _READING
-        if asks and not sys._getframe(1).f_code.co_filename.startswith(f"{_TORCH}optim/"):
+        if asks and not sys._getframe(1).f_code.co_filename.startswith(_OPTIMIZERS):
             self.at = self._clock()
         return func(*args, **kwargs or {})
 

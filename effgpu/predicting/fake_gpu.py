@@ -13,12 +13,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.attaching import sites
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
     DeviceContext,
@@ -48,7 +48,6 @@ from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
 FACTORIES = frozenset(_device_constructors())  # what makes tensors
-_TORCH, _EFFGPU = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _HALF = (torch.float16, torch.bfloat16)
 
 # at/autocast_mode.h, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: what
@@ -982,19 +981,9 @@ def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
     return any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in kinds)
 
 
-def name_file(path: str) -> str:
-    """The name of a file of code, as a reader knows it: a notebook's cell lies in a file with a number for its name."""
-    return "cell" if "ipykernel" in path else Path(path).name
-
-
 def _reader() -> str | None:
-    """The line outside of PyTorch that reads a value; None where PyTorch reads it for itself, without effect."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _EFFGPU)) or "course" in Path(file).parts:  # the course stands for a reader
-            return f"{name_file(file)}:{frame.f_lineno}"
-        if any(part in Path(file).as_posix() for part in _READS_WITHOUT_EFFECT):
-            return None
-        frame = frame.f_back
-    return "the step"
+    """The line that reads a value; None where PyTorch reads it for itself, without effect."""
+    if sites.asked_by_torch(_READS_WITHOUT_EFFECT):
+        return None
+    site = sites.find_site()
+    return site.where if site else "the step"

@@ -1,0 +1,106 @@
+"""Whose code is running: the line of the reader's own files, not one of PyTorch's, a library's or effgpu's."""
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+_TORCH, _EFFGPU = (str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_COURSE = f"{_EFFGPU}course{os.sep}"  # stands for a reader
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = "site-packages", "dist-packages"
+_TYPED = "<stdin>", "<string>"
+READER, LIBRARY, TORCH, OTHER = "reader", "library", "torch", "other"
+
+
+class Site(NamedTuple):
+    """A line of the reader's code. `inside` is the line of the library that it called, where that one asked."""
+
+    file: str
+    line: int
+    inside: str = ""
+
+    @property
+    def where(self) -> str:
+        """The file's name and the line's number, with the library's."""
+        return f"{name_file(self.file)}:{self.line}" + f" (in {self.inside})" * bool(self.inside)
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{self.where}: {code}" if code else self.where
+
+
+def find_site(*, outermost: bool = False, until: CodeType | None = None) -> Site | None:
+    """The reader's line that is running: the innermost, or with `outermost` the one furthest out.
+
+    Lines further out than those of the code `until` are not looked at. Where no line is the reader's, that of the
+    innermost library stands for it. None where there is neither, as in autograd's threads.
+    """
+    frame, found, library = sys._getframe(1), None, None
+    while frame is not None:
+        owner = whose(frame.f_code.co_filename)
+        if owner is READER:
+            inside = library.where if library and not outermost else ""
+            found = Site(frame.f_code.co_filename, frame.f_lineno, inside)
+            if not outermost:
+                break
+        elif owner is LIBRARY:
+            library = library or Site(frame.f_code.co_filename, frame.f_lineno)
+        if frame.f_code is until:
+            break
+        frame = frame.f_back
+    return found or library
+
+
+def asked_by_torch(parts: Sequence[str]) -> bool:
+    """Whether a file of PyTorch with one of these names in its path runs further in than all that is not PyTorch's."""
+    frame = sys._getframe(1)
+    while frame is not None and (owner := whose(frame.f_code.co_filename)) in (TORCH, OTHER):
+        file = frame.f_code.co_filename
+        if owner is TORCH and any(part in Path(file).as_posix() for part in parts):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def readers_frames() -> list[FrameType]:
+    """The frames of the reader's code that are running, the innermost first."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        if whose(frame.f_code.co_filename) is READER:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+@functools.cache
+def whose(file: str) -> str:
+    """Whose code a file holds: the reader's, a library's that is installed, PyTorch's, or another one's."""
+    if file.startswith(_TORCH):
+        return TORCH
+    if file.startswith(_EFFGPU):
+        return READER if file.startswith(_COURSE) else OTHER
+    if any(part in _INSTALLED for part in Path(file).parts):
+        return LIBRARY
+    if file.startswith(_PYTHON) or (file.startswith("<") and file not in _TYPED):
+        return OTHER
+    return READER
+
+
+def name_file(path: str) -> str:
+    """The name of a file of code, as a reader knows it: a notebook's cell lies in a file with a number for its name.
+
+    An installed library's is shown from the library's folder on.
+    """
+    parts = Path(path).parts
+    installed = next((number for number, part in enumerate(parts) if part in _INSTALLED), None)
+    if installed is not None:
+        return "/".join(parts[installed + 1 :])
+    return "cell" if "ipykernel" in path else Path(path).name
