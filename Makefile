@@ -11,7 +11,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests notebooks $(NBVAL) -n $(AT_ONCE) -q
 
-.PHONY: help run test test-all lab lint floor predictions renew readme address clean
+.PHONY: help run test test-all test-real lab lint floor predictions renew readme address clean
 
 help:  ## what `make` can do
 	@sed -n 's/^\([a-z-]*\):.*## /make \1: /p' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(INSTALLED)  ## alone, what needs a GPU; then unit tests, and every noteb
 test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in one kernel, with its solutions
 	$(if $(GPU),$(BIN)/python -m pytest tests -m gpu -q)
 	$(TEST) -m "not gpu"
+
+test-real: $(INSTALLED)  ## with a network: the pretrained weights and public data of the lessons, 2 GB
+	EFFGPU_REAL=1 $(BIN)/python -m pytest tests -m real -q
 
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks  # which serves their pictures, in images/, too

@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+        if item.get_closest_marker("real") and not os.environ.get("EFFGPU_REAL"):
+            item.add_marker(pytest.mark.skip(reason="downloads; left to `make test-real`"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
+from collections import Counter
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import chain
 
 import pytest
 import torch
@@ -91,18 +94,20 @@ def test_the_callers_random_state_and_default_device_stay(make, sizes):
 
 
 def test_a_text_is_its_words_as_tokens_cut_or_padded_and_a_larger_count_appends():
-    words = workloads._count_words()[:6]
-    assert "\n" in words and "self" in workloads._count_words()[:20]
+    words = Counter(
+        chain.from_iterable(re.findall(corpus.TOKEN, text) for text in corpus.draw_texts(5000, "train", 0)[0])
+    )
+    known = [word for word, _ in words.most_common(6)]
+    assert "\n" in known and words["self"] >= words.most_common(20)[-1][1]
     texts, labels = workloads.load_texts(40, length=100, vocabulary=8)
     drawn, expected = corpus.draw_texts(40, "train", 0)
     assert labels.tolist() == expected
     for tokens, text in zip(texts.tolist(), drawn):
-        found = [
-            words.index(word) + 2 if word in words else workloads.UNKNOWN for word in workloads._TOKEN.findall(text)
-        ]
-        assert tokens == (found + [workloads.PADDING] * 100)[:100]
+        found = re.findall(corpus.TOKEN, text)
+        found = [known.index(word) + 2 if word in known else corpus.UNKNOWN for word in found]
+        assert tokens == (found + [corpus.PADDING] * 100)[:100]
     assert torch.equal(workloads.load_texts(60, length=5, vocabulary=8)[0][:40], texts[:, :5])
-    assert (workloads.load_texts(500)[0] == workloads.UNKNOWN).float().mean() < 0.05
+    assert (workloads.load_texts(500)[0] == corpus.UNKNOWN).float().mean() < 0.05
 
 
 def test_held_out_texts_are_named_far_better_than_by_chance():
@@ -154,7 +159,7 @@ def own_batches(tmp_path, monkeypatch):
     """No batch has been kept on this machine, or remembered in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(workloads, "_measure_batch", cache(workloads._measure_batch.__wrapped__))
-    monkeypatch.setattr(workloads, "_seeded", lambda seed, device: nullcontext())
+    monkeypatch.setattr(workloads, "seeded", lambda seed, device: nullcontext())
 
 
 def test_near_a_border_every_process_has_the_batch_that_the_first_one_chose(simulate_gpu, own_batches, monkeypatch):

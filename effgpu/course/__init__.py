@@ -1,7 +1,10 @@
 """The course: its data, its running example, and the commands that run the lessons and report what they measured."""
 
 import logging
+import os
 import warnings
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when a DataLoader forks
 
 # Libraries of the lessons complain about each other, or about themselves. A reader can do nothing about these messages:
 warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm.auto, in a notebook without ipywidgets

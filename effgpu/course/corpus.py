@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:  # imported where it is used: it takes a second
+if TYPE_CHECKING:  # imported where they are used: they take seconds
     from datasets import Dataset
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 # The classes of the texts. Every CPython from 3.11 on ships the source of these packages.
 PACKAGES = (
@@ -28,6 +30,10 @@ PACKAGES = (
 TRAIN_SHARE = 0.8  # of the lines of each file, from its top
 LOG_LINES, SPREAD_LINES = math.log(7), 0.9  # mean and standard deviation of the logarithm of a window's lines
 MOST_LINES = 120  # of a window
+
+PADDING, UNKNOWN = 0, 1  # tokens
+TOKEN = r"[A-Za-z]+|\d|\n|[^A-Za-z\d\s]"  # a word, a digit, the end of a line, or a sign
+VOCABULARY_TEXTS = 5_000  # that a tokenizer is trained on
 
 # Fonts that every matplotlib from 3.9 on ships. Its other fonts draw symbols, boxes or nothing.
 FONTS = (
@@ -69,6 +75,46 @@ def draw_texts(count: int, split: str, seed: int) -> tuple[list[str], list[int]]
     labels = random.Random(f"labels {split} {seed}").choices(range(len(parts)), k=count)
     draw = random.Random(f"windows {split} {seed}")
     return [_cut_window(*parts[label], draw) for label in labels], labels
+
+
+@cache
+def train_tokenizer(vocabulary: int) -> "Tokenizer":
+    """Train a tokenizer of the library `tokenizers` on texts of the train split. It knows so many tokens.
+
+    A token is a word, a digit, the end of a line or a sign: the most frequent have the lowest numbers. Token 0 is
+    padding, token 1 stands for what is not known. Raises TypeError or ValueError for a bad argument.
+    """
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from tokenizers.trainers import WordLevelTrainer
+
+    check_int("vocabulary", vocabulary, least=3)
+    tokenizer = Tokenizer(WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split(Regex(TOKEN), behavior="removed", invert=True)  # what is between the tokens goes
+    trainer = WordLevelTrainer(vocab_size=vocabulary, special_tokens=["[PAD]", "[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(draw_texts(VOCABULARY_TEXTS, "train", 0)[0], trainer)
+    return tokenizer
+
+
+def load_tokenizer(vocabulary: int = 4096) -> "PreTrainedTokenizerFast":
+    """Return `train_tokenizer` as transformers has it, for texts of at most 512 tokens.
+
+    It puts the token [CLS] before each text, which DistilBERT answers from. `len` of it is `vocabulary`.
+
+    >>> load_tokenizer()("import os", truncation=True)["input_ids"]
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    check_int("vocabulary", vocabulary, least=4)
+    tokenizer = Tokenizer.from_str(train_tokenizer(vocabulary - 1).to_str())
+    tokenizer.add_special_tokens(["[CLS]"])
+    start = [("[CLS]", tokenizer.token_to_id("[CLS]"))]
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=start)
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
 
 
 def _cut_window(lines: list[str], ends: list[int], starts: list[int], draw: random.Random) -> str:

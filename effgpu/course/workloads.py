@@ -17,11 +17,8 @@ import contextlib
 import json
 import math
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -55,10 +52,6 @@ MEMORY_SHARE = 1 / 3  # of the GPU
 BATCHES = [2**power for power in range(1, 13)]  # 2 to 4096
 TIMED_STEPS = 5
 WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
-
-PADDING, UNKNOWN = 0, 1  # tokens
-VOCABULARY_TEXTS = 5_000  # windows of source that the vocabulary is counted on
-_TOKEN = re.compile(r"[A-Za-z]+|\d|\n|[^A-Za-z\d\s]")  # a word, a digit, the end of a line, or a sign
 
 
 class Transformer(nn.Module):
@@ -163,10 +156,10 @@ def text_classifier(
     >>> loss = cross_entropy(model(texts), labels)
     """
     given = dict(batch=batch, length=length, layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    device, sizes = _choose_sizes("text_classifier", device, given, seed)
+    device, sizes = choose_sizes("text_classifier", device, given, seed)
     batch = sizes.pop("batch")
     texts, labels = load_texts(batch, length=sizes["length"], vocabulary=sizes["vocabulary"], seed=seed, device=device)
-    with _seeded(seed, device):
+    with seeded(seed, device):
         return Transformer(len(corpus.PACKAGES), **sizes, dropout=dropout), texts, labels
 
 
@@ -191,10 +184,10 @@ def language_model(
     >>> loss = cross_entropy(model(texts).flatten(0, 1), labels.flatten())
     """
     given = dict(batch=batch, length=length, layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    device, sizes = _choose_sizes("language_model", device, given, seed)
+    device, sizes = choose_sizes("language_model", device, given, seed)
     rows = _fill_rows(sizes.pop("batch"), sizes["length"] + 1, sizes["vocabulary"], seed)
     tokens = torch.tensor(rows, device=device)  # [batch, length + 1]
-    with _seeded(seed, device):
+    with seeded(seed, device):
         model = Transformer(sizes["vocabulary"], **sizes, dropout=dropout, causal=True)
     return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -210,10 +203,10 @@ def image_classifier(
     >>> model, images, labels = image_classifier()
     >>> loss = cross_entropy(model(images), labels)
     """
-    device, sizes = _choose_sizes("image_classifier", device, dict(batch=batch, size=size), seed)
+    device, sizes = choose_sizes("image_classifier", device, dict(batch=batch, size=size), seed)
     pixels, labels = _draw_images(sizes["batch"], sizes["size"], seed)
     images = torch.tensor(pixels, device=device).unsqueeze(1).expand(-1, 3, -1, -1).contiguous() / 255
-    with _seeded(seed, device):
+    with seeded(seed, device):
         return _resnet(), images, torch.tensor(labels, device=device)
 
 
@@ -252,15 +245,14 @@ def load_texts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return texts as tokens, int64 [count, length], and the package each is from, int64 [count], on the device.
 
-    The texts are those of `corpus.draw_texts`, cut or padded with 0 at the end. A token is a word, a digit, the end of
-    a line or a sign: the most frequent of the train split. Token 1 stands for all others. Raises TypeError or
-    ValueError for a bad argument.
+    The texts are those of `corpus.draw_texts`, the tokens those of `corpus.train_tokenizer`, cut or padded with 0 at
+    the end. Raises TypeError or ValueError for a bad argument.
     """
     check_int("length", length, 1)
     check_int("vocabulary", vocabulary, 3)
     device = find_device() if device is None else torch.device(device)
     texts, labels = _tokenise(count, split, vocabulary, seed)
-    rows = [text[:length] + [PADDING] * (length - len(text)) for text in texts]
+    rows = [text[:length] + [corpus.PADDING] * (length - len(text)) for text in texts]
     return torch.tensor(rows, device=device), torch.tensor(labels, device=device)
 
 
@@ -286,7 +278,7 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
     return chosen
 
 
-def _choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.device, dict[str, int]]:
+def choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.device, dict[str, int]]:
     """The device, and the sizes as given or, where they are None, as they fit it. Raises TypeError or ValueError."""
     check_int("seed", seed)
     for size, value in given.items():
@@ -323,7 +315,7 @@ def _measure_batch(name: str) -> int:
         if key in kept:
             return kept[key]
         try:
-            with _seeded(0, find_device()):
+            with seeded(0, find_device()):
                 chosen = choose_batch(lambda batch: _measure_step(name, batch), device.memory)
         finally:
             release_memory()
@@ -374,7 +366,7 @@ def _resnet() -> nn.Module:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Make tensors on `device`, from random generators that start at `seed`, and put the generators back."""
     gpus = []
     if device.type == "cuda":
@@ -386,17 +378,9 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @cache
-def _count_words() -> list[str]:
-    """The words of the train split, the most frequent first."""
-    texts, _ = corpus.draw_texts(VOCABULARY_TEXTS, "train", 0)
-    return [word for word, _ in Counter(chain.from_iterable(map(_TOKEN.findall, texts))).most_common()]
-
-
-@cache
 def _tokenise(count: int, split: str, vocabulary: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    tokens = {word: token for token, word in enumerate(_count_words()[: vocabulary - 2], start=2)}
     texts, labels = corpus.draw_texts(count, split, seed)
-    return [[tokens.get(word, UNKNOWN) for word in _TOKEN.findall(text)] for text in texts], labels
+    return [each.ids for each in corpus.train_tokenizer(vocabulary).encode_batch(texts)], labels
 
 
 @cache
@@ -405,7 +389,7 @@ def _fill_rows(count: int, length: int, vocabulary: int, seed: int) -> list[list
     texts = count * length // 50 + 1  # a text has about 95 tokens
     stream: list[int] = []
     while len(stream) < count * length:
-        stream = [token for text in _tokenise(texts, "train", vocabulary, seed)[0] for token in [*text, PADDING]]
+        stream = [token for text in _tokenise(texts, "train", vocabulary, seed)[0] for token in [*text, corpus.PADDING]]
         texts *= 2
     return [stream[start : start + length] for start in range(0, count * length, length)]
 
