@@ -4,6 +4,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
+__version__ = "0.4.0"  # which pyproject.toml reads
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's log lines, unless set before torch starts
 
 _OPTIONAL = ("matplotlib", "transformers")  # installed where they are used: see pyproject.toml

@@ -13,10 +13,21 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from numbers import Integral
 from pathlib import Path
 
+from effgpu import __version__
+
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
 _BEFORE_A_SCRIPT = """\
 effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
+_QUESTIONS = {  # an example of each command, and what it answers
+    "effgpu predict --gpu T4 -- python train.py": "Will my script fit a GPU, and how long will a step take there?",
+    "effgpu doctor train.py:variant --loader loader": "What holds my training back, and what would each change save?",
+    "effgpu bench 'python train.py' 'python train.py --bf16'": "Is a change faster, and by how much?",
+    "effgpu run": "What does each technique of the course bring on this machine?",
+    "effgpu report one.json other.json": "How do machines compare?",
+    "effgpu info": "What does this machine support?",
+    "effgpu calibrate": "How fast is this GPU, for all predictions of it from now on?",
+}
 _WITHOUT_GPU = """
 No GPU that CUDA can use. Every lesson still runs on this CPU. Saved bytes and FLOPs are the same on all CPUs. Memory is
 counted, with what this CPU's kernels take. Times are this CPU's, and stored results of GPUs are drawn beside them.
@@ -60,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="effgpu", description="Measure what a training technique does to time, memory and energy."
     )
-    commands = parser.add_subparsers(required=True)
+    parser.add_argument("--version", action="version", version=f"effgpu {__version__}")
+    parser.set_defaults(command=_answers)
+    commands = parser.add_subparsers()
 
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
@@ -155,6 +168,14 @@ def duration(text: str) -> float:
     if not 0 < float(number) < math.inf:
         raise ValueError
     return float(number) * minutes
+
+
+def _answers(chosen: argparse.Namespace) -> int:
+    """What `effgpu` alone prints: the questions, each with the command that answers it."""
+    for command, question in _QUESTIONS.items():
+        print(f"{question}\n    {command}\n")
+    print("effgpu COMMAND --help says what else it takes.")
+    return SUCCEEDED
 
 
 def _info(chosen: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import psutil
 import pytest
 from test_runner import FAILING, compares, write_lesson
 
+import effgpu
 from effgpu import results
-from effgpu.__main__ import main
+from effgpu.__main__ import _parser, main
 from effgpu.comparison import Comparison
 from effgpu.course import runner
 from effgpu.measuring import device, timing
@@ -27,6 +29,7 @@ pathlib.Path("pids.part").write_text(f"{os.getpid()} {worker.pid}")
 os.rename("pids.part", "pids")
 time.sleep(600)"""
 HEAVY = ("transformers", "datasets", "matplotlib")
+HEAVIER = ("torch", *HEAVY)
 RUN = [sys.executable, "-m", "effgpu", "run"]
 
 
@@ -43,7 +46,9 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("arguments, unwanted", [(["--help"], ("torch", *HEAVY)), (["info"], HEAVY)])
+@pytest.mark.parametrize(
+    "arguments, unwanted", [([], ("torch", *HEAVY)), (["--help"], ("torch", *HEAVY)), (["info"], HEAVY)]
+)
 def test_what_is_asked_for_at_once_loads_nothing_heavy(arguments, unwanted):
     script = (
         "import sys\nfrom effgpu.__main__ import main\n"
@@ -52,6 +57,22 @@ def test_what_is_asked_for_at_once_loads_nothing_heavy(arguments, unwanted):
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert answer.stdout.splitlines()[-1] == "loaded []", answer.stderr
+
+
+def test_alone_it_tells_the_questions_each_with_a_command_that_it_takes(capsys):
+    assert main([]) == 0
+    *pairs, last = capsys.readouterr().out.strip().split("\n\n")
+    questions, commands = zip(*(pair.split("\n    ") for pair in pairs))
+    assert all(question.endswith("?") for question in questions) and "--help" in last
+    parsed = [_parser().parse_args(shlex.split(command)[1:]) for command in commands]
+    known = next(action.choices for action in _parser()._actions if isinstance(action.choices, dict))
+    assert {one.command for one in parsed} == {each.get_default("command") for each in known.values()}
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0 and capsys.readouterr().out == f"effgpu {effgpu.__version__}\n"
 
 
 ABACUS = Device("Abacus", "cpu", 2**30, 3, versions={"torch": "2.8.0"})

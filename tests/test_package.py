@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib import metadata
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_lessons import make_environment
 
 import effgpu
 
@@ -57,7 +59,7 @@ def test_rooms_import_one_way(module):
     room = module.split(".")[0]
     assert room in ROOMS, "a new room takes its place in the order"
     for package, _, other in (name.partition(".") for name in imported(module)):
-        above = package != "effgpu" or other.split(".")[0] in ROOMS[: ROOMS.index(room) + 1]
+        above = package != "effgpu" or other.split(".")[0] in ["__version__", *ROOMS[: ROOMS.index(room) + 1]]
         assert above, f"{module} imports {other}, which is in no room above it"
 
 
@@ -129,6 +131,13 @@ assert [one.label for one in effgpu.compare({{"a": variant, "b": variant}})] == 
     ]
 
 
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(
+        r"^## \[(.+)\] - (?:Unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert versions[0] == effgpu.__version__ and len(set(versions)) == len(versions) >= 4
+
+
 def test_the_conda_environment_installs_what_pip_declares():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     python, *pip = environment["dependencies"]
@@ -152,3 +161,46 @@ def test_a_wheel_has_the_whole_package_with_its_data(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("effgpu/")}
     assert shipped == expected
+
+
+TRAINING = """
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(100):
+    model(torch.ones(8, 512).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_what_is_built_installs_and_predicts_where_there_is_only_pytorch(tmp_path):
+    """Built as `python -m build` does: the sources into an archive, and the wheel from that."""
+    copy, dist = tmp_path / "copy", tmp_path / "dist"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "site", "*.egg-info", "__pycache__"))
+    archive = f"from setuptools import build_meta; print(build_meta.build_sdist({str(dist)!r}))"
+    built = subprocess.run([sys.executable, "-c", archive], cwd=copy, check=True, capture_output=True, text=True)
+    archive = dist / built.stdout.split()[-1]
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", dist, archive]
+    subprocess.run(wheel, check=True, capture_output=True)
+    (wheel,) = dist.glob("*.whl")
+    shipped = zipfile.ZipFile(wheel).namelist()
+    references = [path.relative_to(ROOT).as_posix() for path in (PACKAGE / "reference").glob("*.json")]
+    assert {"effgpu/predicting/gpus.csv", *references} <= set(shipped) and references
+    assert {name.split("/")[0] for name in shipped} == {"effgpu", f"effgpu-{effgpu.__version__}.dist-info"}
+    with tarfile.open(archive) as packed:
+        shipped = {name.split("/")[1] for name in packed.getnames() if "/" in name}
+    assert {"pyproject.toml", "README.md", "LICENSE", "effgpu"} <= shipped and not {"tests", "notebooks"} & shipped
+
+    python = make_environment(tmp_path / "venv", tmp_path / "friends")
+    for name in EXTRAS:
+        (tmp_path / "friends" / name.replace("-", "_")).unlink(missing_ok=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
+    (tmp_path / "train.py").write_text(TRAINING)
+    alone = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": ""}, "capture_output": True, "text": True}
+    told = lambda *words: subprocess.run([python.parent / "effgpu", *words], check=True, **alone).stdout
+    assert told("--version") == f"effgpu {effgpu.__version__}\n"
+    assert "effgpu predict --gpu T4" in told()
+    predicted = told("predict", "--gpu", "T4", "--", "python", "train.py")
+    assert re.search(r"optimizer state +2\.00 MiB", predicted) and re.search(r"^T4 .* fits ", predicted, re.MULTILINE)

@@ -57,6 +57,7 @@ PAGES = [
     README,
     MAP,
     ROOT / "AGENTS.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "tests" / "README.md",
