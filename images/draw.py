@@ -968,6 +968,38 @@ def doctor():
     return ax.figure
 
 
+def roofline():
+    """The rate that an operation can reach, over its FLOPs per byte. Up to the balance it rises along a slope: bytes
+    decide, and additions and norms lie there. From the balance on it is flat: FLOPs decide, and large products lie just
+    below this roof. Under it, the time of a step in four parts: the limit, slow products, bytes, and waits for the
+    CPU."""
+    ax = card(356, "Two limits, and a step")
+    left, balance, right, roof, floor = 30, 190, 338, 78, 214
+    ax.fill_between((left, balance), (floor - 6, roof), floor, color="#FBEBCB", lw=0)
+    ax.fill_between((balance, right), (roof, roof), floor, color="#CFE6F5", lw=0)
+    line(ax, (left, balance, right), (floor - 6, roof, roof), INK, 2.4)
+    line(ax, (balance, balance), (roof, floor), dashed=True)
+    arrow(ax, (left, floor), (right + 8, floor))
+    arrow(ax, (left, floor), (left, 56))
+    text(ax, left + 8, 60, "FLOP/s reached", ha="left", color=GREY)
+    text(ax, balance, floor + 14, "FLOPs per byte", color=GREY)
+    text(ax, balance, 62, "balance")
+    text(ax, 136, floor - 14, "bytes decide")
+    text(ax, 264, floor - 14, "FLOPs decide")
+    for x, y, color, words in ((60, 192, ORANGE, "add"), (104, 160, ORANGE, "norm")):
+        dot(ax, x, y, 5, color)
+        text(ax, x + 10, y, words, ha="left")
+    dot(ax, 286, 90, 5, BLUE)
+    text(ax, 286, 108, "large product")
+    heading(ax, 18, 258, "the time of a step")
+    x = 18
+    for wide, color, words in ((88, GREEN, "limit"), (56, BLUE, "slow"), (120, ORANGE, "bytes"), (60, PALE, "waits")):
+        box(ax, x, 272, wide, 30, color, words)
+        x += wide
+    text(ax, 18, 322, "MFU = the limit's share of the whole", ha="left")
+    return ax.figure
+
+
 def course():
     """The road of every claim: predict the gain, prove that the technique is active, prove that the result is the same,
     measure both in turns; then the verdict against the baseline: faster, slower, same or inconclusive."""
@@ -1028,6 +1060,7 @@ def main(folder=Path(__file__).parent):
         table_of_2022,
         lora,
         doctor,
+        roofline,
         course,
     ):
         about = {"Title": " ".join(drawing.__doc__.split()), "Date": None, "Creator": None}

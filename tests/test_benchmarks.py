@@ -13,7 +13,7 @@ import pytest
 import torch
 from benchmarks import measured, predictions, renew, survey
 
-from effgpu import results
+from effgpu import course, results
 from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.course.runner import LESSONS, find_lessons, find_origin
 from effgpu.predicting.full_size import predict_here
@@ -186,7 +186,7 @@ def test_the_page_has_a_place_for_what_was_measured():
 
 def test_single_operations_of_an_h100_take_what_its_survey_measured():
     """Attention in fp32 is no TF32, whatever the switch says, and TF32 is slower across its matrices."""
-    gpu, stored = read_table(TABLE)["H100"], json.loads(Path(survey.__file__).with_name("survey_h100.json").read_text())
+    gpu, stored = read_table(TABLE)["H100"], json.loads(Path(course.__file__).with_name("survey_h100.json").read_text())
     most = {("mm_weight_gradient", "tf32"): 0.15, ("attention_both_passes", "fp32"): 0.2, ("mm", "fp32"): 0.05}
     chosen = [row for row in stored["rows"] if (row["op"], row["format"]) in most]
     found = survey.read({"about": stored["about"], "rows": chosen}, gpu)

@@ -46,6 +46,7 @@ MUTATIONS = {
     "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
     "24_table_of_2022": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
     "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[1:])  # new"),
+    "29_limit": ("gradient @ weight  # the", "pass  # the"),
 }
 
 

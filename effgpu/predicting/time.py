@@ -85,7 +85,7 @@ USUAL = _Shares(
         "nhwc": _Layout(1.0, 0.95, 0.95, 0.1, 0.72, 0.67, 0.71, 0.53, 0.72),
     },
 )
-# Hopper: our own survey of an H100, its rows with an even number (tests/benchmarks/survey_h100.json). Its tensor cores
+# Hopper: our own survey of an H100, its rows with an even number (effgpu/course/survey_h100.json). Its tensor cores
 # take TF32 along the depth alone, and images only with their channels last: what lies otherwise is copied first.
 HOPPER = USUAL._replace(
     attention=USUAL.attention
