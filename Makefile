@@ -1,11 +1,17 @@
-# The set-up is one rule, $(INSTALLED); every other target stands on it and a second call does not repeat it.
+# The set-up is one rule, $(INSTALLED); every other target but the site stands on it and a second call does not repeat it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := effgpu tests images notebooks
+SOURCES := effgpu tests images notebooks docs
+# What the site shows, and what its pages link to.
+PAGES := $(wildcard *.md docs/*.md docs/*.css notebooks/*.ipynb notebooks/*.md images/*.svg images/*.png) tests/README.md LICENSE
+PAGES += tests/patients.py effgpu/predicting/gpus.csv
 ADDRESS := $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 600
+# The lessons that were asked for first.
+ASKED_FOR := 02 03 06 07 08 10 11 15
+SIMULATED := simulated-T4 simulated-H100
 GPU := $(shell nvidia-smi -L 2>/dev/null)
 # Two lessons at once may not fit on one GPU.
 AT_ONCE := $(if $(GPU),1,2)
@@ -30,6 +36,11 @@ test-all: $(INSTALLED)  ## the same, and every lesson done wrong, run twice in o
 test-real: $(INSTALLED)  ## with a network: the pretrained weights and public data of the lessons, 2 GB
 	EFFGPU_REAL=1 $(BIN)/python -m pytest tests -m real -q
 
+simulated: $(SIMULATED)  ## eight lessons on a simulated T4 and a simulated H100, cut short; with -j2 both at once
+
+$(SIMULATED): simulated-%: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/simulated_gpu $* $(BIN)/effgpu run $(ASKED_FOR) --seconds 0.1 --out out/simulated/$*
+
 lab: $(INSTALLED)  ## JupyterLab on the lessons
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks  # which serves their pictures, in images/, too
 
@@ -53,16 +64,26 @@ predictions: $(INSTALLED)  ## docs/predict.md: predicted peaks and times of publ
 renew: $(INSTALLED)  ## predict anew in the lessons that store what a GPU measured, after a change of the rules
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m benchmarks.renew
 
+site: .venv-site/.installed  ## out/site: the lessons as they are stored, the map and the docs, as pages
+	@rm -rf out/pages && mkdir -p out/pages && tar cf - $(PAGES) | tar xf - -C out/pages
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --strict
+
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }
-	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml README.md docs/*.md notebooks/*.ipynb
+	perl -pi -e 's|\Q$(ADDRESS)\E|$(REPO)|g' pyproject.toml mkdocs.yml README.md docs/*.md notebooks/*.ipynb
 	perl -pi -e 's|\]\(\.\./images/|](https://raw.githubusercontent.com/$(REPO)/main/images/|g' notebooks/*.ipynb
 
 clean:  ## remove what was installed; results in out/ stay
-	rm -rf $(VENV) .venv-floor
+	rm -rf $(VENV) .venv-floor .venv-site
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[dev]"
+	touch $@
+
+.venv-site/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --upgrade pip
+	.venv-site/bin/python -m pip install --quiet --group site
 	touch $@

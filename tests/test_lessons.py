@@ -212,7 +212,13 @@ def test_address_points_everything_at_the_published_copy(tmp_path):
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "*.egg-info"))
     subprocess.run(["make", "address", "REPO=some-one/course.x"], cwd=copy, check=True, capture_output=True)
     lessons = sorted((copy / "notebooks").glob("*.ipynb"))
-    for path in [copy / "README.md", copy / "pyproject.toml", *lessons, *(copy / "docs").glob("*.md")]:
+    for path in [
+        copy / "README.md",
+        copy / "pyproject.toml",
+        copy / "mkdocs.yml",
+        *lessons,
+        *(copy / "docs").glob("*.md"),
+    ]:
         assert ADDRESS[2] not in path.read_text() and ("docs" in path.parts or "some-one/course.x" in path.read_text())
     for path in lessons:
         check_first_screen(path)

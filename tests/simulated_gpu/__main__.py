@@ -8,6 +8,7 @@ are the CPU's and mean nothing. GPU is a name that `effgpu predict` knows; resul
 needs a C compiler, and a PyTorch for CUDA 13 with the headers that come with it.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -29,10 +30,12 @@ def build() -> None:
     (nvidia,) = find_spec("nvidia").submodule_search_locations
     headers = next(Path(nvidia).rglob("cuda_runtime_api.h")).parent
     options = ["-shared", "-fPIC", "-O1", f"-I{HERE}", f"-I{headers}"]
-    subprocess.run(["cc", *options, HERE / "driver.c", "-o", library], check=True)
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-        (BUILT / name).unlink(missing_ok=True)
-        (BUILT / name).symlink_to(library.name)
+        with contextlib.suppress(FileExistsError):
+            (BUILT / name).symlink_to(library.name)
+    part = BUILT / f"{os.getpid()}.so"  # another process may build, too
+    subprocess.run(["cc", *options, HERE / "driver.c", "-o", part], check=True)
+    part.replace(library)
 
 
 def main(name: str, command: list[str]) -> None:

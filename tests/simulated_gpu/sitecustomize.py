@@ -3,18 +3,32 @@
 SIMULATED_GPU_LAYERS=6 gives their transformers as many layers as on a GPU.
 """
 
+import math
 import os
 
 if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
     from dataclasses import replace
 
     from kernels import install
+    from torchvision.transforms import v2
 
     from effgpu.course import workloads
     from effgpu.measuring import measurement
     from effgpu.predicting import gpus
 
+    class SmallCrop(v2.RandomResizedCrop):
+        """As small as on a CPU."""
+
+        def __init__(self, size, *others, **named):
+            super().__init__(min(size, 32), *others, **named)
+
+    def image_classifier(batch=None, size=None, **named):
+        small = workloads.CPU_SIZES["image_classifier"]
+        return large(min(batch or math.inf, small["batch"]), min(size or math.inf, small["size"]), **named)
+
     install()
+    v2.RandomResizedCrop = SmallCrop
+    large, workloads.image_classifier = workloads.image_classifier, image_classifier
     given = {"width": 96, "heads": 12}  # as many heads as on a GPU: what fits a CPU's 4 only shows itself
     if layers := os.environ.get("SIMULATED_GPU_LAYERS"):
         given["layers"] = int(layers)
