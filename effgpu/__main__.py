@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seconds", type=float, metavar="S", help=seconds_help)
     once_help = "lessons that run at once, and take turns on the GPU; default: 1"
     run.add_argument("--at-once", type=int, default=1, metavar="N", help=once_help)
-    budget_help = "stop after so long, such as 450s or 10m, and say what was left out"
+    budget_help = "share out so long, such as 450s or 10m, then stop and say what was left out"
     run.add_argument("--budget", type=duration, default=math.inf, metavar="TIME", help=budget_help)
     missing_help = "only lessons that store outputs of other code or, on a GPU, of another device"
     run.add_argument("--missing", action="store_true", help=missing_help)
@@ -261,12 +261,13 @@ def _write_page(outcomes: list, out: Path) -> Path:
 def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
     from effgpu.course.runner import OUT_OF_TIME
 
-    left_out = [outcome.name for outcome in outcomes if outcome.failure == OUT_OF_TIME]
-    outcomes = [outcome for outcome in outcomes if outcome.name not in left_out]
+    left_out = [outcome for outcome in outcomes if outcome.failure == OUT_OF_TIME]
+    outcomes = [outcome for outcome in outcomes if outcome not in left_out]
     failed = {outcome.name: outcome.failure for outcome in outcomes if outcome.failure}
     summary = f"{len(outcomes) - len(failed)} of {asked} lessons ran without an error"
     if left_out:
-        print(f"left out, as the time was over: {', '.join(left_out)}")
+        stopped = {each.name: f" (stopped after {each.seconds:.0f} s)" * (each.seconds > 0) for each in left_out}
+        print(f"left out, as the time was over: {', '.join(map(''.join, stopped.items()))}")
     try:
         summary += f": {_write_page(outcomes, out)}"
     except OSError as error:  # for example a full disk

@@ -196,6 +196,23 @@ def test_inplace_reaches_the_run(here, monkeypatch):
     assert asked == [[], False, ["notebooks"], True]
 
 
+def test_a_run_says_what_its_budget_left_out(here, monkeypatch, capsys):
+    names = ("01_done", "02_slow", "03_never")
+    for name in names:
+        write_lesson(here / "notebooks", name, "1 + 1")
+    seconds = {"02_slow": 70.4}
+    late = [
+        runner.Outcome(name, name, failure=runner.OUT_OF_TIME, seconds=seconds.get(name, 0.0)) for name in names[1:]
+    ]
+    asked = []
+    outcomes = [runner.Outcome("01_done", "One"), *late]
+    monkeypatch.setattr(runner, "run", lambda lessons, out, budget, **_: asked.append(budget) or outcomes)
+    assert main(["run", "--budget", "1.5m"]) == 0 and asked == [90]
+    told = capsys.readouterr().out.splitlines()
+    assert "left out, as the time was over: 02_slow (stopped after 70 s), 03_never" in told
+    assert told[-1].startswith("1 of 3 lessons ran without an error")
+
+
 def test_a_cpus_outputs_do_not_replace_a_gpus(here, monkeypatch, capsys):
     path = write_lesson(here / "notebooks", "01_one", "1 + 1")
     notebook = nbformat.read(path, as_version=4)

@@ -1,5 +1,6 @@
 """Tiny notebooks run in real kernels."""
 
+import asyncio
 import base64
 import io
 import itertools
@@ -177,6 +178,32 @@ def test_what_does_not_fit_into_the_budget_is_left_out_and_named(tmp_path, out):
     outcomes = {outcome.name: outcome.failure for outcome in runner.run(lessons, out, budget=8)}
     assert outcomes == {"1": None} | dict.fromkeys("23", runner.OUT_OF_TIME)
     assert 8 <= time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("slow", "left_out"),
+    [({"a": 1.2}, ""), ({"a": 60, "c": 60}, "ac")],
+    ids=["begun again when the others are done", "left out, and no other with them"],
+)
+def test_a_slow_lesson_leaves_the_others_their_share_of_the_budget(slow, left_out, out, monkeypatch):
+    """The lesson `a` goes first. Each of the ten has 0.4 s, and up to twice that while others wait."""
+    begun = []
+
+    async def run_lesson(path, folder, inplace, progress):
+        begun.append(path.name)
+        began, failure = time.monotonic(), None
+        try:
+            await asyncio.sleep(slow.get(path.name, 0.02))
+        except asyncio.CancelledError:
+            failure = runner.INTERRUPTED
+        return runner.Outcome(path.name, path.name, failure=failure, seconds=time.monotonic() - began)
+
+    monkeypatch.setattr(runner, "_run_lesson", run_lesson)
+    outcomes = list(runner.run([Path(name) for name in "abcdefghij"], out, budget=4))
+    assert {each.name for each in outcomes if each.failure} == set(left_out)
+    assert all(each.failure == runner.OUT_OF_TIME and 0.5 < each.seconds < 4 for each in outcomes if each.failure)
+    assert begun[:10] == list("abcdefghij") and begun[10] == "a"
+    assert sorted(each.name for each in outcomes) == list("abcdefghij"), "each once"
 
 
 def test_pictures_are_stored_light_and_look_the_same():

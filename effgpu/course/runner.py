@@ -209,12 +209,17 @@ def run(
     """Run lessons, so many at once, with a progress bar, and yield each outcome. A failure does not stop the rest.
 
     Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten.
-    Lessons that run at once take turns on the GPU (gpu_lock.py). After `budget` seconds those that still run are
-    stopped, and no other is begun: these fail as OUT_OF_TIME. Ctrl-C stops the running kernels, yields the results of
-    their lessons so far, and raises KeyboardInterrupt.
+    Lessons that run at once take turns on the GPU (gpu_lock.py). Ctrl-C stops the running kernels, yields the results
+    of their lessons so far, and raises KeyboardInterrupt.
+
+    All have `budget` seconds together. One that takes twice its share of what is left is stopped while others wait, and
+    begun again after them if there is then more time. After the budget those that still run are stopped, and no other
+    is begun: these fail as OUT_OF_TIME.
     """
     end, width = time.monotonic() + budget, max(len(path.stem) for path in lessons)
     waiting, running, shares = list(lessons), {}, dict.fromkeys(lessons, 0.0)
+    latest: dict[asyncio.Task, float] = {}  # when each is stopped, if others wait
+    tried: dict[Path, float] = {}  # seconds of those that were stopped
 
     def show(path: Path, share: float) -> None:
         shares[path] = share
@@ -228,25 +233,33 @@ def run(
     ):
         while waiting or running:
             while waiting and len(running) < at_once:
-                path = waiting.pop(0)
-                if time.monotonic() >= end:
-                    yield Outcome(path.stem, path.stem, failure=OUT_OF_TIME)
+                path, now = waiting.pop(0), time.monotonic()
+                if end - now <= tried.get(path, 0.0):
+                    yield Outcome(path.stem, path.stem, failure=OUT_OF_TIME, seconds=tried.get(path, 0.0))
                     continue
-                lesson = _run_lesson(path, out / "notebooks", inplace, partial(show, path))
-                running[loop.get_loop().create_task(lesson)] = path
+                task = loop.get_loop().create_task(_run_lesson(path, out / "notebooks", inplace, partial(show, path)))
+                running[task] = path
+                latest[task] = now + 2 * (end - now) * at_once / (len(waiting) + len(running))
             if not running:
                 break
             names = ", ".join(path.stem for path in running.values())
             bar.set_description_str(f"{len(lessons) - len(waiting)}/{len(lessons)} {names:{width}}", refresh=False)
+            until = min(end, *map(latest.get, running)) if waiting else end
             try:
-                done = loop.run(_first_of(running, end - time.monotonic()))
-                outcomes = [task.result() for task in done] if done else loop.run(_stop(running, OUT_OF_TIME))
+                done = loop.run(_first_of(running, until - time.monotonic()))
+                done = done or {task for task in running if latest[task] <= until or until == end}
+                outcomes = loop.run(_stop(done, OUT_OF_TIME))
             except KeyboardInterrupt:
                 yield from loop.run(_stop(running, INTERRUPTED))
                 raise
-            for task in done or list(running):
-                shares[running.pop(task)] = 1.0
-            yield from outcomes
+            for task, outcome in zip(done, outcomes):
+                path = running.pop(task)
+                if outcome.failure == OUT_OF_TIME and until < end:
+                    shares[path], tried[path] = 0.0, outcome.seconds
+                    waiting.append(path)
+                else:
+                    shares[path] = 1.0
+                    yield outcome
 
 
 def run_lesson(
