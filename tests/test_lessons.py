@@ -16,7 +16,7 @@ import torch
 
 from effgpu.comparison import MIME_TYPE
 from effgpu.course.ranks import torchrun
-from effgpu.course.runner import is_missing, lighten
+from effgpu.course.runner import is_missing
 from effgpu.measuring.device import describe
 
 ROOT = Path(__file__).parent.parent
@@ -145,7 +145,7 @@ def test_the_script_for_several_gpus_trains_the_same_on_two_ranks(tmp_path, monk
 def test_is_committed_executed_with_its_results(path):
     notebook = read(path)
     assert set(notebook.metadata) == {"kernelspec", "language_info", "effgpu"}
-    assert path.stat().st_size < 150_000, "fewer or smaller pictures: README counts on a light repository"
+    assert path.stat().st_size < 150_000, "smaller pictures, or fewer: see CONTRIBUTING.md"
     assert not is_missing(path, describe()), "the code has changed since: run it again with --inplace"
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
     cells = code(notebook)
@@ -155,8 +155,7 @@ def test_is_committed_executed_with_its_results(path):
     told = json.dumps([{k: v for k, v in output.items() if k != "data"} for output in outputs])
     assert not re.search(r"(/(home|root|tmp|work|Users)/)|Warning|\\r|\[W\d{4} ", told)
     data = [output.get("data", {}) for output in outputs]
-    pictures = [each["image/png"] for each in data if "image/png" in each]
-    assert pictures and pictures == [lighten(each) for each in pictures], "store its pictures as effgpu run does"
+    assert any("image/png" in each for each in data)
     assert not [each for each in data if each.get("text/plain", "").startswith("tensor(")], "numbers of a tensor"
     device = text_of(cells[1])
     assert device.startswith("measured on ")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from test_lessons import LESSONS, ROOT, each_lesson, prose, read
-from test_readme import PAGES, QUESTIONS, anchors, lessons
+from test_readme import PAGES, anchors
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -29,13 +29,9 @@ def leaves(nav) -> dict[str, str]:
     return found
 
 
-def test_the_site_has_every_page_and_its_lessons_by_the_question_that_they_answer():
+def test_the_site_has_every_page():
     expected = {path.relative_to(ROOT).as_posix() for path in [*PAGES, *LESSONS]}
     assert set(leaves(SITE["nav"])) == expected
-    (nav,) = (entry["Lessons"] for entry in SITE["nav"] if "Lessons" in entry)
-    found = {question: list(leaves(pages).values()) for entry in nav for question, pages in entry.items()}
-    told = lambda number: f"{number} {lessons()[number].title.partition(':')[0]}"
-    assert found == {question: [told(number) for number in numbers] for question, numbers in QUESTIONS.items()}
 
 
 @each_lesson

@@ -13,18 +13,18 @@ from functools import cache
 import nbformat
 import pytest
 import torch
-from conftest import predicted_sizes
 from test_lessons import ADDRESS, ROOT
 
-from effgpu.comparison import Comparison
 from effgpu.course.runner import Outcome, read_lessons
 from effgpu.diagnosing.doctor import doctor
 from effgpu.predicting.gpus import find_gpu
 from effgpu.results import stored
-from effgpu.units import NOT_MEASURED, GiB, format_bytes, with_article
+from effgpu.units import NOT_MEASURED, format_bytes, with_article
 
 README = ROOT / "README.md"
 LESSONS = re.compile(r"(?<=from the committed notebooks -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
+SITE = ROOT / "mkdocs.yml"
+NAVIGATION = re.compile(r"(?<=by `make readme`\n).*?(?=  - Tools:)", re.DOTALL)
 SHOWN = re.compile(r"(?<=by `make readme` from lesson 07 -->\n).*?(?=<!-- /picture -->)", re.DOTALL)
 PICTURE = ROOT / "images" / "result.png"
 ALT = "Memory of one training step: a tall mountain of activations, and with checkpointing a row of small teeth."
@@ -52,7 +52,7 @@ SYMPTOMS = {
     "Blog posts contradict each other": ("00", "16", "24"),
     "The trained model answers too slowly": ("19", "18"),
 }
-NEEDS_A_GPU = ("03", "20")  # what a CPU measures says nothing of these techniques
+NEEDS = {"03": "Needs a GPU.", "20": "Needs two GPUs."}  # elsewhere it only predicts
 BADGE = "[![Colab][colab]]"
 PAGES = [
     README,
@@ -72,9 +72,9 @@ def lessons() -> dict[str, Outcome]:
 
 
 def lists() -> str:
-    """A list for each question, with a line for each lesson: the badge, what it does, and its headline."""
-    parts = ["\n".join([f"**{question}**\n", *map(line, numbers), ""]) for question, numbers in QUESTIONS.items()]
-    return "\n".join([*parts, f"CPU: {cpus()}\n"])
+    """A list for each question, with a line for each lesson: the badge, and what it does."""
+    each = [[f"**{question}**\n", *map(line, numbers), ""] for question, numbers in QUESTIONS.items()]
+    return "\n".join("\n".join(lines) for lines in each)
 
 
 def line(number: str) -> str:
@@ -82,27 +82,18 @@ def line(number: str) -> str:
     page = f"https://colab.research.google.com/github/{ADDRESS[2]}/blob/main/notebooks/{lesson.name}.ipynb"
     title, _, subtitle = lesson.title.partition(":")
     about = lesson.about or f"{subtitle.strip()[:1].upper()}{subtitle.strip()[1:]}."
-    told = re.sub(r" (?=%|×|GiB|MiB)|(?<=×) ", "\N{NO-BREAK SPACE}", headline(lesson))
-    return f"- {BADGE}({page}) [{title}](notebooks/{lesson.name}.ipynb): {about}{f' *{told}*' * bool(told)}"
+    needs = f" *{NEEDS[number]}*" if number in NEEDS else ""
+    return f"- {BADGE}({page}) [{title}](notebooks/{lesson.name}.ipynb): {about}{needs}"
 
 
-def headline(lesson: Outcome) -> str:
-    """The headline in words with its device: a GPU's where one is stored, else the notebook's, if a CPU can tell.
+def navigation() -> str:
+    """The same lists for the site's navigation, in mkdocs.yml."""
+    entry = lambda number: f'          - "{number} {title(number)}": notebooks/{lessons()[number].name}.ipynb\n'
+    return "".join(f'      - "{question}":\n{"".join(map(entry, numbers))}' for question, numbers in QUESTIONS.items())
 
-    In place of what a small model takes on a CPU stands what the lesson predicts for a GPU, at full size.
-    """
-    outcomes = [lesson, *(replace(lesson, comparisons=(each,)) for each in stored(lesson.name))]
-    told = [outcome.headline for outcome in outcomes if outcome.headline]
-    on_gpu = [each for each in told if each.comparison.device.kind == "cuda"]
-    if lesson.name[:2] in NEEDS_A_GPU and not on_gpu:
-        return "Needs a GPU."
-    if not told:
-        return ""
-    best = (on_gpu or told)[0]
-    measured = re.sub(r" \[[^]]*\]| \(±[^)]*\)", "", best.tell())  # without the interval
-    if on_gpu:
-        return f"{best.label}: {measured} on {with_article(short(best.comparison.device.label))} (measured)"
-    return f"{best.label}: {best.full_size or f'{measured} on a CPU'}"
+
+def title(number: str) -> str:
+    return lessons()[number].title.partition(":")[0]
 
 
 def short(name: str) -> str:
@@ -113,15 +104,9 @@ def short(name: str) -> str:
         return name
 
 
-def cpus() -> str:
-    """The CPUs that the committed notebooks were executed on."""
-    devices = [comparison.device for lesson in lessons().values() for comparison in lesson.comparisons]
-    return " and ".join(sorted({f"{d.name}, {d.cores} cores" for d in devices if d.kind == "cpu"})) or "none"
-
-
 def map_of_the_course() -> str:
     """notebooks/README.md: a lesson for each symptom, and what is predicted to pay on which GPU."""
-    link = lambda number: f"[{number} {lessons()[number].title.partition(':')[0]}]({lessons()[number].name}.ipynb)"
+    link = lambda number: f"[{number} {title(number)}]({lessons()[number].name}.ipynb)"
     sized = {number: lesson for number, lesson in lessons().items() if lesson.headline and lesson.headline.full_size}
     gpus = list(dict.fromkeys(gpu for lesson in sized.values() for gpu in lesson.main.full_size_gpus))
     rows = [
@@ -202,12 +187,24 @@ def picture() -> tuple[bytes, str]:
     (cell,) = (cell for cell in notebook.cells if cell.source.startswith('effgpu.plot({"plain": before, '))
     png = next(output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {}))
     image = f'<img src="{PICTURE.relative_to(ROOT).as_posix()}" width="560" alt="{html.escape(ALT)}">'
-    return base64.b64decode(png), f'<p align="center">{image}</p>\n'
+    device = short(lessons()["07"].main.device.label)
+    caption = f"One training step, as lesson 07 measured it on {with_article(device)}: plain, and with checkpointing."
+    return base64.b64decode(png), f'<p align="center">{image}<br><em>{caption}</em></p>\n'
 
 
 def test_lines_on_the_lessons_are_what_the_notebooks_hold():
     assert LESSONS.search(README.read_text())[0] == lists(), "make readme brings it up to date"
     assert sorted(sum(QUESTIONS.values(), ())) == sorted(lessons()), "every lesson answers one question"
+
+
+def test_the_site_has_the_same_lists():
+    assert NAVIGATION.search(SITE.read_text())[0] == navigation(), "make readme brings it up to date"
+
+
+def test_the_lists_begin_soon_and_leave_numbers_to_the_map():
+    before, lists, _ = re.split("<!-- /?lessons.*-->", README.read_text())
+    assert len(before.splitlines()) < 75, "two screens"
+    assert not re.search(r"\d ×|%", re.sub(r"\]\(.*?\)", "", lists))
 
 
 def test_the_map_is_what_the_notebooks_hold():
@@ -222,19 +219,6 @@ def test_picture_is_the_notebooks():
     png, lines = picture()
     assert PICTURE.read_bytes() == png, "make readme brings it up to date"
     assert SHOWN.search(README.read_text())[0] == lines
-
-
-def test_a_headline_is_of_a_gpu_where_a_result_of_one_is_there(make_measurement, make_gpu, monkeypatch):
-    def make(**fields):
-        rows = make_measurement("plain", 1.0, **fields), make_measurement("new", 2.0, peak_allocated=500, **fields)
-        full_size = predicted_sizes(20 * GiB, 5 * GiB, labels=("plain", "new"))
-        return Outcome("20_some", "Title: of a lesson", (Comparison("20_some", rows, full_size=full_size),))
-
-    on_gpu, found, told = make(device=make_gpu()), [], "new: −50 % memory, 2.00 × slower on an NVIDIA Test (measured)"
-    monkeypatch.setattr(sys.modules[__name__], "stored", lambda name: found)
-    assert (headline(on_gpu), headline(make())) == (told, "Needs a GPU.")
-    found += on_gpu.comparisons
-    assert headline(make()) == told
 
 
 def test_numbers_on_published_runs_are_those_of_the_page():
@@ -309,4 +293,5 @@ if __name__ == "__main__":
     png, lines = picture()
     PICTURE.write_bytes(png)
     MAP.write_text(map_of_the_course())
+    SITE.write_text(NAVIGATION.sub(lambda _: navigation(), SITE.read_text()))
     README.write_text(SHOWN.sub(lambda _: lines, LESSONS.sub(lambda _: lists(), README.read_text())))
