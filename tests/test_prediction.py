@@ -15,7 +15,6 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
-from effgpu.course import workloads
 from effgpu.measuring.device import find_device
 from effgpu.measuring.torch_internals import _pop_mode_temporarily
 from effgpu.predicting import fake_gpu, prediction
@@ -209,8 +208,8 @@ def attending():
 
 
 def autocast_loss(model, x):
-    """As the course casts, in bfloat16 where the GPU has it."""
-    with workloads.autocast():
+    """In bfloat16 where the GPU has it, else in fp32."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_bf16_supported(including_emulation=False)):
         return model(x).square().mean()
 
 

@@ -223,15 +223,15 @@ def choose_16_bits() -> torch.dtype:
 
 
 def autocast() -> torch.autocast:
-    """Return a context for the forward pass, as people train: bfloat16 on a GPU that has it, else no change.
+    """Return a context for the forward pass, as people train on a GPU: in 16 bits. Without a GPU it changes nothing.
 
-    A T4 has no bfloat16. Its float16 needs a gradient scaler, which lesson 08 adds.
+    The format is that of `choose_16_bits`. With float16, a real training also needs the gradient scaler of lesson 08.
 
     >>> with autocast():
     >>>     loss = cross_entropy(model(texts), labels)
     """
-    on = torch.cuda.is_bf16_supported(including_emulation=False)  # without a GPU only where `predict` predicts for one
-    return torch.autocast(find_device().type, torch.bfloat16, enabled=on)
+    on = torch.cuda.is_bf16_supported()  # without a GPU only where `predict` predicts for one
+    return torch.autocast(find_device().type, choose_16_bits(), enabled=on)
 
 
 def load_texts(
