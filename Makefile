@@ -66,7 +66,7 @@ renew: $(INSTALLED)  ## predict anew in the lessons that store what a GPU measur
 
 site: .venv-site/.installed  ## out/site: the lessons as they are stored, the map and the docs, as pages
 	@rm -rf out/pages && mkdir -p out/pages && tar cf - $(PAGES) | tar xf - -C out/pages
-	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict  # not --quiet, with which it overlooks warnings
 
 address:  ## point every badge, Colab cell and picture at a published copy: make address REPO=you/effgpu
 	@echo "$(REPO)" | grep -Eq '^[A-Za-z0-9_-]+/[A-Za-z0-9._-]+$$' || { echo "usage: make address REPO=you/effgpu"; exit 2; }
