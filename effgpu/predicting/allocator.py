@@ -24,7 +24,7 @@ ROUND_LARGE = 2 * MiB  # kRoundLarge: rounded up to this
 class Block:
     """A storage: its rounded size, the events at which it was allocated and freed, whose it is, and where.
 
-    `place` is "gpu" or "host", or "" where the step does not say.
+    `place` is "gpu", "host" or "paged", or "" where the step does not say.
     """
 
     size: int

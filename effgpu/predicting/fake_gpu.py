@@ -36,13 +36,14 @@ from effgpu.measuring.torch_internals import (
     _len_torch_function_stack,
     _pop_mode_temporarily,
 )
-from effgpu.predicting import recurrent, shapes
-from effgpu.predicting.allocator import Block, round_size
+from effgpu.predicting import imports, quantized, recurrent, shapes
+from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
 from effgpu.predicting.hardware import answering_as
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, lacks_rule, note
+from effgpu.predicting.parameters import making_fakes
 from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
 
@@ -75,6 +76,7 @@ _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy} 
 # whose results have shapes that depend on values
 _BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
 
+PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
 UNTIMED = "how long"  # begins what is not known of the time alone
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 _READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
@@ -170,14 +172,17 @@ class Recorder(TorchDispatchMode):
         if self.fakes and func in _COMPARES:
             self._wait()
             return self._guess(False, _reader())
+        if self.fakes and func.namespace == quantized.LIBRARY and (made := self._quantized(func)):
+            with self:
+                return made(*args, **kwargs)
         if self.fakes and func.overloadpacket in _BY_VALUES:
             func, args, kwargs, result = self._choose(func, args, kwargs)
             if result is not None:
                 return result
         if func.namespace != "aten":
             self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
-        if torch.is_inference_mode_enabled() and (whole := self._take_apart(func, args, kwargs)) is not NotImplemented:
-            return whole
+        if self.fakes and _is_composite(func):
+            return self._take_apart(func, args, kwargs)
         if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
@@ -232,13 +237,27 @@ class Recorder(TorchDispatchMode):
         if self.segments:
             self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
 
-    def _take_apart(self, func, args, kwargs):
-        """The result of an operation that is made of others, which are noted in its place; else NotImplemented.
+    def _quantized(self, func) -> Callable | None:
+        """What an operation of bitsandbytes' is made of, if it is."""
+        return quantized.parts(self._note_8_bits).get(func._schema.name)
 
-        Autograd takes such operations apart, but inference mode leaves it out. So does torch/utils/flop_counter.py.
+    def _note_8_bits(self, kernel: Kernel) -> None:
+        self._multiplied = True
+        if self.segments:
+            self.assumptions["products in 8 bits take as long as in fp16"] = None
+            self._add_kernels([kernel], 1)
+
+    def page(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in memory that moves to the host where the GPU is full, by itself: PyTorch does not count it."""
+        with self.placing(PAGED), DisableTorchFunction():
+            return torch.zeros(shape, dtype=dtype, device="cpu")
+
+    def _take_apart(self, func, args, kwargs):
+        """The result of an operation that is made of others, which are noted in its place.
+
+        Autograd takes such operations apart, but inference mode leaves it out, and so does what a library calls in the
+        place of an operation. So does torch/utils/flop_counter.py.
         """
-        if not self.fakes:
-            return NotImplemented
         with self:
             if self.capability and func is aten.scaled_dot_product_attention.default:
                 return _attention(self, *args, **kwargs)
@@ -305,6 +324,11 @@ class Recorder(TorchDispatchMode):
         """Whether a block takes memory of the GPU."""
         return block.place == "gpu" or (not block.place and not self.names_gpu)
 
+    @property
+    def paged(self) -> int:
+        """The most bytes of what lies on the GPU only as far as there is room."""
+        return find_peak([block for block in self.blocks if block.place == PAGED])[0]
+
     def _meet(self, func, args: tuple, kwargs: dict) -> str:
         """Where the results of an operation lie: on the GPU with what it takes, which brings all of that there."""
         given = [t for t in tensors_of((args, kwargs)) if not isinstance(t, FakeTensor) or t.constant is None]
@@ -315,7 +339,7 @@ class Recorder(TorchDispatchMode):
             return self._placing
         if func.overloadpacket not in _CROSSES and not self._moving:
             for tensor, block in blocks:
-                if block is not None and block.place != "gpu" and tensor.dim():
+                if block is not None and block.place not in ("gpu", PAGED) and tensor.dim():
                     if block.place == "host":  # copied there by a name that is not seen: tensor.to(other.device)
                         self._events += 1
                         block.born = self._events
@@ -543,6 +567,11 @@ class Recorder(TorchDispatchMode):
                     block.owner = owner
 
 
+@functools.cache
+def _is_composite(func) -> bool:
+    return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
 def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
@@ -663,6 +692,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         disguised(),
         observed_by(recorder),
         answering_as(recorder.gpu, recorder.note_capability),
+        imports.changed({quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page)}),
         recorder.translator(),
     ):
         yield
@@ -763,6 +793,8 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             recorder.holds_from = (8, 0)
         return including_emulation or recorder.capability >= (8, 0)
 
+    make_subclass = torch.Tensor._make_subclass
+
     def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
         torch.autograd.graph.saved_tensors_hooks.__init__(hooks, recorder.send, recorder.fetch)
 
@@ -775,6 +807,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
         (eval_frame, "_callback_from_stance", run_uncompiled),
         (torch.nn.Module, "_apply", _apply),
+        (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, make_subclass))),
         (DataLoader, "_get_iterator", load_here),
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),

@@ -36,6 +36,7 @@ LARGE = 100_000  # elements: what a module's __init__ makes with fewer, such as 
 _KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
 _CPU = torch.device("cpu")
 _device = FakeTensor.device.fget
+_FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
@@ -100,7 +101,7 @@ class ScriptRecorder(Recorder):
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
             with on_real_tensors():
                 return func(*args, **kwargs)
-        if self._evaluates() and not self.on_host:
+        if func.overloadpacket in _FORWARD and self._evaluates():
             now = time.perf_counter()
             self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
             self._last_without = now
@@ -275,12 +276,23 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
     """(class, name, what stands there). A parameter is fake from the beginning, as optimizers hold on to it."""
     create = torch.nn.Parameter.__new__
 
+    def is_real(data: object) -> bool:
+        tensor = isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor) and data.device.type != "meta"
+        return tensor and data.layout is torch.strided and _len_torch_function_stack() > 0
+
     @functools.wraps(create)
     def create_fake(cls, data=None, requires_grad=True):
-        is_real = isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor) and data.device.type != "meta"
-        if is_real and data.layout is torch.strided and _len_torch_function_stack():
+        if is_real(data):
             data = recorder.imitate(data.detach(), True)
         return create(cls, data, requires_grad)
+
+    make_subclass = torch.Tensor._make_subclass
+
+    @functools.wraps(make_subclass)
+    def make_fake(kind, data, *args, **options):
+        if issubclass(kind, torch.nn.Parameter) and is_real(data):
+            data = recorder.imitate(data.detach(), True)
+        return make_subclass(kind, data, *args, **options)
 
     evaluate = torch.nn.Module.eval
 
@@ -291,5 +303,6 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
 
     yield torch.nn.Module, "eval", note_evaluation
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
+    yield torch.Tensor, "_make_subclass", staticmethod(make_fake)
     yield fake_tensor, "CONSTANT_NUMEL_LIMIT", _KEPT
     yield FakeTensor, "device", property(recorder.device_of)

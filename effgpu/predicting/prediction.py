@@ -63,7 +63,8 @@ class Prediction:
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
     `measured` divides the peak that was measured on this device in the same way, if that was asked for. `segments` are
     the kernels of the last step, from which `time` follows. `notes` says what else was seen of a script. `older` is the
-    prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
+    prediction for GPUs below `holds_from`, on which the step takes other kernels or formats. `paged` are the bytes of
+    an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of the peak.
     """
 
     allocated: int
@@ -79,6 +80,7 @@ class Prediction:
     segments: tuple[Segment, ...] = ()
     older: "Prediction | None" = None
     notes: tuple[str, ...] = ()
+    paged: int = 0
 
     @property
     def compiled(self) -> bool:
@@ -96,7 +98,7 @@ class Prediction:
         return self.older if self.older and gpu.capability < self.holds_from else self, gpu
 
     def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
-        """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context.
+        """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context, and what is paged.
 
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
@@ -104,9 +106,12 @@ class Prediction:
         is_known = not one._may_need_more and gpu.capability >= one.holds_from
         passing = 0 if not is_known else (one.allocated - one.resting) * (1 - COMPILED_LESS * one.compiled)
         low = int((one.resting + passing) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
-        more = MORE + COMPILED_MORE * one.compiled
-        high = int(one.reserved_range.high * (1 + more)) + one.workspaces.high + gpu.context[1]
-        return Range(low, high)
+        return Range(low, one._most(gpu) + one.paged)
+
+    def _most(self, gpu: Gpu) -> int:
+        """The most bytes that cannot leave the GPU."""
+        more = MORE + COMPILED_MORE * self.compiled
+        return int(self.reserved_range.high * (1 + more)) + self.workspaces.high + gpu.context[1]
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
         """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
@@ -122,9 +127,12 @@ class Prediction:
         return FITS if one.enough(gpu) <= gpu.memory else MAY_NOT_FIT
 
     def enough(self, gpu: "str | float | Gpu | None" = None) -> int:
-        """The bytes that the step fits: the high end of `total`, and twice that where something is not known."""
+        """The bytes that the step fits: the high end of `total`, and twice that where something is not known.
+
+        What is paged needs no room.
+        """
         one, gpu = self.for_gpu(gpu)
-        return one.total(gpu).high * (2 if one._may_need_more else 1)
+        return one._most(gpu) * (2 if one._may_need_more else 1)
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
@@ -147,7 +155,7 @@ class Prediction:
             for gpu in self.gpus
         ]
         told = {"allocated": self.allocated, "owners": dict(self.owners), "reserved": vars(self.reserved_range)}
-        told |= {"workspaces": vars(self.workspaces), "gpus": gpus}
+        told |= {"workspaces": vars(self.workspaces), "paged": self.paged, "gpus": gpus}
         return told | {name: list(getattr(self, name)) for name in ("unknown", "assumptions", "notes")}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -177,6 +185,7 @@ class Prediction:
             *owners,
             ("predicted reserved", str(self.reserved_range)),
             ("workspaces of cuBLAS and cuDNN", str(self.workspaces)),
+            *([("paged, on the GPU or the host", format_bytes(self.paged))] if self.paged else []),
         ]
 
     @property
@@ -332,6 +341,9 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         least = ".".join(map(str, recorder.holds_from))
         told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.assumptions[told] = None
+    if paged := recorder.paged:
+        told = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
+        recorder.assumptions[f"{told}: the time that it takes to move is not counted"] = None
     peak, owners, resting = _divide(recorder)
     return Prediction(
         peak,
@@ -344,6 +356,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         resting,
         recorder.holds_from,
         segments=tuple(recorder.segments),
+        paged=paged,
     )
 
 

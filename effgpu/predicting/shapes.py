@@ -76,7 +76,7 @@ def _views() -> frozenset:
 def _outline(value: object, mode: FakeTensorMode) -> object:
     """What a result depends on. Raises TypeError or RuntimeError for a tensor that has more: values, another layout."""
     if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor or value.fake_mode is not mode or value.constant is not None:
+        if not isinstance(value, FakeTensor) or value.fake_mode is not mode or value.constant is not None:
             raise TypeError
         return _Outline(value.shape, value.stride(), value.dtype, value.fake_device)
     if isinstance(value, (list, tuple)):
