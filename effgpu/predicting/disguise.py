@@ -7,14 +7,12 @@ a mask where it would have let attention be causal. The step that is predicted i
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from effgpu.measuring.torch_internals import FakeTensor, detect_fake_mode, fake_tensor, is_fake
-
-_INSIDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+from effgpu.predicting.imports import exchanged, is_insider
 
 
 class _NoTensor(torch.Tensor):
@@ -36,11 +34,7 @@ _MODULES = ("torch._subclasses", fake_tensor.__name__, detect_fake_mode.__module
 
 def _for_whom_asks(name: str) -> property:
     real, other = _THEIRS[name]
-    return property(lambda module: real if _is_insider(sys._getframe(1).f_code.co_filename) else other)
-
-
-def _is_insider(file: str) -> bool:
-    return file.startswith(_INSIDERS) and "course" not in Path(file).parts
+    return property(lambda module: real if is_insider(sys._getframe(1).f_code.co_filename) else other)
 
 
 @contextlib.contextmanager
@@ -50,24 +44,9 @@ def disguised() -> Iterator[None]:
     for module in modules:
         names = {name: _for_whom_asks(name) for name in _THEIRS if name in vars(module)}
         module.__class__ = type("TwoFaced", (ModuleType,), names)
-    _exchange(dict(_THEIRS.values()))
     try:
-        yield
+        with exchanged(_THEIRS):
+            yield
     finally:
-        _exchange({other: real for real, other in _THEIRS.values()})  # also in what was imported meanwhile
         for module in modules:
             module.__class__ = ModuleType
-
-
-def _exchange(others: dict[object, object]) -> None:
-    """Give modules that have imported a name something else for it."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if isinstance(module, ModuleType) and not _is_insider(names.get("__file__") or ""):
-            for name in _THEIRS:
-                if (value := names.get(name)) is not None and (other := _look_up(others, value)) is not None:
-                    names[name] = other
-
-
-def _look_up(others: dict[object, object], value: object) -> object | None:
-    return next((other for known, other in others.items() if known is value), None)

@@ -41,7 +41,7 @@ from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
-from effgpu.predicting.hardware import answering_as
+from effgpu.predicting.hardware import FIRST_GPU, answering_as
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, lacks_rule, note
 from effgpu.predicting.parameters import making_fakes
 from effgpu.predicting.values import Values
@@ -49,6 +49,8 @@ from effgpu.units import GiB, MiB
 
 aten = torch.ops.aten
 FACTORIES = frozenset(_device_constructors())  # what makes tensors
+LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
+_CPU = torch.device("cpu")
 _HALF = (torch.float16, torch.bfloat16)
 
 # at/autocast_mode.h, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: what
@@ -108,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self.guesses: list[Guess] = []
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
+        self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
         self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
         self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
@@ -445,6 +448,24 @@ class Recorder(TorchDispatchMode):
     def _made_of(self) -> tuple:
         return (self.capability,)
 
+    def placed(self, on_host: bool) -> contextlib.AbstractContextManager:
+        """Inside, new fake tensors are where a step puts them."""
+        return contextlib.nullcontext()
+
+    def imitate(self, real: torch.Tensor, on_host: bool, kept: int = 1) -> FakeTensor:
+        """A fake tensor like a real one. Of up to `kept` elements the values are: what follows from them is known."""
+        with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_CPU)
+        if real.numel() <= kept and not real.requires_grad:
+            with on_real_tensors():
+                fake.constant = real.detach().clone()
+            self.fakes.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake.requires_grad_(real.requires_grad)
+
+    def take_in(self, real: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor that was read from a file."""
+        return self.imitate(real, True, LARGE)
+
     def choose_from(self, number: int, known: int | None = None) -> int:
         """How many of so many elements an operation takes that depends on values, which is said if it is not known."""
         if known is not None and self.taken is None:
@@ -626,6 +647,7 @@ class _Translator(TorchFunctionMode):
 
     def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
         """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
+        args, kwargs = name_by_number(name, args, kwargs)
         if any(map(_names_gpu, (*args, *kwargs.values()))):
             self._recorder.names_gpu = True
             args, kwargs = _all_on_cpu(args, kwargs)
@@ -643,6 +665,27 @@ def default_device() -> torch.device | None:
     """The device of a `with torch.device(...)` or of torch.set_default_device: a mode further out adds it too late."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def name_by_number(name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a call, with the GPU as a device where they have its number."""
+    if name == "to" and len(args) > 1 and type(args[1]) is int:
+        args = (args[0], FIRST_GPU, *args[2:])
+    if type(kwargs.get("device")) is int:
+        kwargs = kwargs | {"device": FIRST_GPU}
+    return args, kwargs
+
+
+def name_device(value: object) -> torch.device | None:
+    """The device that a value names: the CPU, "meta", or the GPU, whatever its number; None for anything else."""
+    if isinstance(value, str):
+        if value != "cpu" and value.partition(":")[0] not in ("cuda", "meta"):
+            return None
+        value = value.partition(":")[0]
+        return {"cuda": FIRST_GPU, "cpu": _CPU}.get(value) or torch.device(value)
+    if isinstance(value, torch.device):
+        return FIRST_GPU if value.type == "cuda" else _CPU if value.type == "cpu" else value
+    return None
 
 
 def _names_gpu(value: object) -> bool:
@@ -753,6 +796,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     from effgpu.measuring.torch_internals import (
         FakeImplCtx,
         OptimizedModule,
+        _make_subclass,
         _SingleProcessDataLoaderIter,
         eval_frame,
     )
@@ -793,8 +837,6 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             recorder.holds_from = (8, 0)
         return including_emulation or recorder.capability >= (8, 0)
 
-    make_subclass = torch.Tensor._make_subclass
-
     def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
         torch.autograd.graph.saved_tensors_hooks.__init__(hooks, recorder.send, recorder.fetch)
 
@@ -807,7 +849,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
         (eval_frame, "_callback_from_stance", run_uncompiled),
         (torch.nn.Module, "_apply", _apply),
-        (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, make_subclass))),
+        (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))),
         (DataLoader, "_get_iterator", load_here),
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),

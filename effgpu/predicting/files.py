@@ -10,15 +10,16 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
 from effgpu.measuring.torch_internals import FakeTensor, tree_map_only
-from effgpu.predicting.fake_gpu import on_real_tensors
+from effgpu.predicting import imports
+from effgpu.predicting.fake_gpu import LARGE, Recorder, name_device, on_real_tensors
 from effgpu.predicting.hardware import FIRST_GPU, replaced
-from effgpu.predicting.placing import LARGE, ScriptRecorder, name_device
 
 _DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
@@ -35,24 +36,45 @@ _SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
 
 
 @contextlib.contextmanager
-def weights_without_values(recorder: ScriptRecorder, note: Callable[[str], None]) -> Iterator[None]:
-    """Inside, fake tensors are not written, and large weights not read. Before a script imports what it saves with.
+def weights_without_values(recorder: Recorder) -> Iterator[None]:
+    """Inside, fake tensors are not written, and large weights not read. `recorder.unwritten` names what was left out.
 
-    `note` gets a line for each file that was left out.
+    Of modules that have imported what saves and loads, before or inside, all use what stands in its place.
     """
+    from_before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
-    found = [*_torch_files(recorder, note), *(_safetensors(recorder, note) if find_spec("safetensors") else ())]
-    with replaced(iter(found)):
-        yield
+    found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
+    trainer = {"transformers.trainer": lambda module: _without_checkpoints(recorder, module)}
+    try:
+        with imports.exchanged(_by_name(found)), replaced(iter(found)), imports.changed(trainer):
+            yield
+    finally:
+        for name, value in from_before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _torch_files(recorder: ScriptRecorder, note: Callable[[str], None]) -> Iterator[tuple[object, str, object]]:
+def _by_name(found: list[tuple[object, str, object]]) -> dict[str, tuple[object, object]]:
+    """(what modules have imported, what they get), by the names under which they have it."""
+    those = {name: (vars(owner)[name], other) for owner, name, other in found if name in ("safe_open", "save_file")}
+    return those | {f"safe_{name}": pair for name, pair in those.items()}
+
+
+def _without_checkpoints(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:
+    """The Trainer writes no checkpoint: it would lack the weights, and be taken for one to go on from."""
+
+    def save(trainer, *_, **__):
+        recorder.unwritten[f"the Trainer's checkpoint in {trainer.args.output_dir}"] = None
+
+    return replaced(iter([(module.Trainer, "_save_checkpoint", save)]))
+
+
+def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     save, load, generator = torch.save, torch.load, torch.Generator
 
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
-            note(f"torch.save to {_name(f)}")
+            recorder.unwritten[f"torch.save to {_name(f)}"] = None
         else:
             save(obj, f, *args, **kwargs)
 
@@ -64,6 +86,7 @@ def _torch_files(recorder: ScriptRecorder, note: Callable[[str], None]) -> Itera
         to_gpu = name_device(map_location) == FIRST_GPU
         with on_real_tensors():  # else PyTorch gives fake tensors here
             loaded = load(f, "cpu" if to_gpu or map_location is None else map_location, *args, mmap=mmap, **kwargs)
+        loaded = tree_map_only(torch.Tensor, recorder.take_in, loaded)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(FIRST_GPU), loaded) if to_gpu else loaded
 
     class Generator(generator):
@@ -107,7 +130,7 @@ def _name(file: object) -> str:
     return str(getattr(file, "name", file) if not isinstance(file, (str, os.PathLike)) else file)
 
 
-def _safetensors(recorder: ScriptRecorder, note: Callable[[str], None]) -> Iterator[tuple[object, str, object]]:
+def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     import safetensors.torch
 
     class Slice:
@@ -119,7 +142,9 @@ def _safetensors(recorder: ScriptRecorder, note: Callable[[str], None]) -> Itera
         def __getitem__(self, key):
             shape, dtype = tuple(self.get_shape()), _DTYPES.get(self.get_dtype())
             if math.prod(shape) <= LARGE or dtype is None:
-                return self._real[key]
+                with on_real_tensors():
+                    small = self._real[key]
+                return recorder.take_in(small)
             with recorder.placed(on_host=True):
                 return torch.empty(shape, dtype=dtype).contiguous()[key]
 
@@ -150,7 +175,7 @@ def _safetensors(recorder: ScriptRecorder, note: Callable[[str], None]) -> Itera
     @functools.wraps(save)
     def save_values(tensors, filename, *args, **kwargs):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            note(f"safetensors' save_file to {_name(filename)}")
+            recorder.unwritten[f"safetensors' save_file to {_name(filename)}"] = None
         else:
             save(tensors, filename, *args, **kwargs)
 

@@ -1,14 +1,18 @@
-"""What stands in a library in place of what it asks of a GPU, from the moment when it is imported, and no longer."""
+"""What stands in libraries in place of what they ask, from the moment when they are imported, and no longer."""
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from effgpu.predicting.hardware import as_it_is, replaced
 
+_INSIDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 Changes = Callable[[ModuleType], contextlib.AbstractContextManager]
 
 
@@ -51,3 +55,30 @@ def changed(changes: dict[str, Changes]) -> Iterator[None]:
 def replaced_in(module: ModuleType, **values: object) -> contextlib.AbstractContextManager:
     """Inside, the module's attributes of these names have these values."""
     return replaced((module, name, value) for name, value in values.items())
+
+
+def is_insider(file: str) -> bool:
+    """Whether a file is PyTorch's or effgpu's; the course stands for a reader."""
+    return file.startswith(_INSIDERS) and "course" not in Path(file).parts
+
+
+@contextlib.contextmanager
+def exchanged(pairs: Mapping[str, tuple[object, object]]) -> Iterator[None]:
+    """Inside, modules have the second of a pair where they have imported the first under its name.
+
+    PyTorch's own are left alone. Afterwards also modules that were imported inside have the first again.
+    """
+    _exchange(pairs)
+    try:
+        yield
+    finally:
+        _exchange({name: (other, real) for name, (real, other) in pairs.items()})
+
+
+def _exchange(pairs: Mapping[str, tuple[object, object]]) -> None:
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if isinstance(module, ModuleType) and not is_insider(names.get("__file__") or ""):
+            for name, (real, other) in pairs.items():
+                if names.get(name) is real:
+                    names[name] = other

@@ -15,26 +15,27 @@ from collections.abc import Callable, Iterator
 import torch
 
 from effgpu.measuring.torch_internals import (
-    DisableTorchFunction,
     FakeTensor,
     _len_torch_function_stack,
     fake_tensor,
 )
 from effgpu.predicting.allocator import Block
 from effgpu.predicting.fake_gpu import (
+    _CPU,
     FACTORIES,
+    LARGE,
     Recorder,
     _all_on_cpu,
     _Translator,
     default_device,
+    name_by_number,
+    name_device,
     on_real_tensors,
 )
 from effgpu.predicting.hardware import FIRST_GPU
 
 HOST = "host"
-LARGE = 100_000  # elements: what a module's __init__ makes with fewer, such as a schedule that it reads, is real
 _KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
-_CPU = torch.device("cpu")
 _device = FakeTensor.device.fget
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
@@ -87,15 +88,9 @@ class ScriptRecorder(Recorder):
         finally:
             self.on_host = before
 
-    def imitate(self, real: torch.Tensor, on_host: bool, kept: int = 1) -> FakeTensor:
-        """A fake tensor like a real one. Of up to `kept` elements the values are: what follows from them is known."""
-        with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_CPU)
-        if real.numel() <= kept and not real.requires_grad:
-            with on_real_tensors():
-                fake.constant = real.detach().clone()
-            self.fakes.fake_tensor_converter.add_constant_storage_mapping(fake)
-        return fake.requires_grad_(real.requires_grad)
+    def take_in(self, real: torch.Tensor) -> torch.Tensor:
+        """What a file holds is on the CPU, and real."""
+        return real
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
@@ -193,10 +188,7 @@ class _Placer(_Translator):
         if name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor):
             other = args[1]
             kwargs, args = kwargs | {"dtype": other.dtype, "device": other.device}, (args[0], *args[2:])
-        if name == "to" and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], FIRST_GPU, *args[2:])
-        if type(kwargs.get("device")) is int:
-            kwargs = kwargs | {"device": FIRST_GPU}
+        args, kwargs = name_by_number(name, args, kwargs)
         named = next(filter(None, map(name_device, (*args, *kwargs.values()))), None)
         if named is None and func in FACTORIES and (named := name_device(default_device())):
             kwargs = kwargs | {"device": named}
@@ -230,18 +222,6 @@ def _outline(fake: FakeTensor, args: tuple, kwargs: dict) -> torch.Tensor:
     dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), fake.dtype)
     with on_real_tensors():
         return torch.empty(tuple(fake.shape), dtype=dtype, device="meta", requires_grad=fake.requires_grad)
-
-
-def name_device(value: object) -> torch.device | None:
-    """The device that a value names: the CPU, "meta", or the GPU, whatever its number; None for anything else."""
-    if isinstance(value, str):
-        if value != "cpu" and value.partition(":")[0] not in ("cuda", "meta"):
-            return None
-        value = value.partition(":")[0]
-        return {"cuda": FIRST_GPU, "cpu": _CPU}.get(value) or torch.device(value)
-    if isinstance(value, torch.device):
-        return FIRST_GPU if value.type == "cuda" else _CPU if value.type == "cpu" else value
-    return None
 
 
 def _flat(values: tuple) -> Iterator[object]:
@@ -286,7 +266,7 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
             data = recorder.imitate(data.detach(), True)
         return create(cls, data, requires_grad)
 
-    make_subclass = torch.Tensor._make_subclass
+    from effgpu.measuring.torch_internals import _make_subclass as make_subclass  # as it is now
 
     @functools.wraps(make_subclass)
     def make_fake(kind, data, *args, **options):

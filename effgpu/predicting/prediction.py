@@ -22,6 +22,7 @@ from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import COMPILED, UNTIMED, Recorder, as_gpu, observed_by
+from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.time import Time, step_time
@@ -293,7 +294,14 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
     while True:
         walking_as(recorder, gpus)
         try:
-            with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder), warnings.catch_warnings():
+            with (
+                gpu_lock.free(),
+                gc_frozen(),
+                random_states_kept(),
+                weights_without_values(recorder),
+                as_gpu(recorder),
+                warnings.catch_warnings(),
+            ):
                 # to copy a module asks for its tensors' addresses, and a fake tensor has none
                 warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
                 return run_variant(variant, partial(drive, count(recorder, steps)))
@@ -356,6 +364,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         resting,
         recorder.holds_from,
         segments=tuple(recorder.segments),
+        notes=tuple(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
         paged=paged,
     )
 

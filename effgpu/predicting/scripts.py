@@ -30,7 +30,6 @@ def planned(
     """
     recorder = walking_as(ScriptRecorder(capability), gpus)
     recorder.taken = taken
-    unwritten: dict[str, None] = {}
 
     def plan() -> Plan:
         yield from count(recorder, steps)
@@ -42,7 +41,7 @@ def planned(
             recorder.name_owners()
         if not recorder.on_gpu:
             raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
-        notes = [f"not written, as its weights have no values: {what}" for what in unwritten]
+        notes = []
         if marks.source is BACKWARD:
             notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
         if recorder.evaluated:
@@ -51,11 +50,12 @@ def planned(
             took = format_seconds(recorder.without_gradients)
             told = "forward passes without gradients before the third step, such as an evaluation, took"
             notes.append(f"{told} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
-        return replace(conclude(recorder, gpus), notes=tuple(notes))
+        concluded = conclude(recorder, gpus)
+        return replace(concluded, notes=(*concluded.notes, *notes))
 
     with (
         _refusing(recorder),
-        weights_without_values(recorder, lambda what: unwritten.update({what: None})),
+        weights_without_values(recorder),
         as_gpu(recorder),
         replaced(iter([*fakes_in_place(recorder), *alone()])),
         warnings.catch_warnings(),

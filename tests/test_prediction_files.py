@@ -1,0 +1,154 @@
+"""What a variant reads and writes while it is predicted: weights from files, checkpoints, and a Trainer's own step."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from effgpu.predicting.prediction import predict
+
+SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bert(layers=4):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=layers, max_position_embeddings=512, **SIZES))
+
+
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, labels = torch.randint(0, 1000, (8, 64)), torch.zeros(8, dtype=torch.long)
+
+    def step():
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_from_pretrained_in_a_variant_is_the_model_of_its_config(here):
+    from transformers import AutoModelForSequenceClassification
+
+    bert().save_pretrained("saved")
+    environment = dict(os.environ)
+    loaded = predict(lambda: train(AutoModelForSequenceClassification.from_pretrained("saved")), "T4")
+    built = predict(lambda: train(bert().eval()), "T4")
+    assert loaded.owners["weights"] == built.owners["weights"]
+    assert loaded.allocated == pytest.approx(built.allocated, rel=0.01)
+    assert loaded.time().expected == pytest.approx(built.time().expected, rel=0.01)
+    assert os.environ == environment
+
+
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0"])
+def test_weights_that_torch_loads_in_a_variant_are_counted_once(here, device):
+    torch.save(torch.nn.Linear(1024, 1024).state_dict(), "weights.pt")
+
+    def variant(load=True):
+        model = torch.nn.Linear(1024, 1024)
+        if load:
+            model.load_state_dict(torch.load("weights.pt", map_location=device))
+        model.to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            model(torch.zeros(8, 1024, device="cuda")).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    loaded, built = predict(variant, "T4"), predict(lambda: variant(False), "T4")
+    assert loaded.allocated == built.allocated
+    assert not loaded.unknown and not loaded.assumptions
+
+
+def test_a_checkpoint_of_a_variant_is_not_written_and_an_older_one_stays(here):
+    (here / "checkpoint_2.pt").write_text("an earlier one")
+
+    def variant():
+        model = torch.nn.Linear(256, 256)
+        optimizer = torch.optim.AdamW(model.parameters())
+        count = 0
+
+        def step():
+            nonlocal count
+            model(torch.randn(8, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            count += 1
+            if count % 2 == 0:
+                torch.save(model.state_dict(), f"checkpoint_{count}.pt")
+            torch.save(torch.ones(3), "data.pt")
+            (here / "log.txt").write_text(f"{count}\n")
+
+        return step
+
+    predicted = predict(variant, "T4")
+    assert (here / "checkpoint_2.pt").read_text() == "an earlier one"
+    unwritten = "not written, as its weights have no values: torch.save to "
+    assert set(predicted.notes) == {f"{unwritten}checkpoint_2.pt", f"{unwritten}data.pt"}
+    assert (here / "log.txt").read_text() == "2\n"
+    torch.save(torch.nn.Linear(2, 2).state_dict(), "checkpoint_2.pt")  # as ever, afterwards
+    assert torch.load("checkpoint_2.pt")["weight"].shape == (2, 2)
+
+
+def test_a_module_that_had_imported_what_saves_writes_nothing_either(here, monkeypatch):
+    from safetensors.torch import save_file as safe_save_file
+
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "safe_save_file", safe_save_file, raising=False)
+
+    def variant():
+        model = torch.nn.Linear(8, 8)
+
+        def step():
+            model(torch.zeros(8, 8)).mean().backward()
+            module.safe_save_file(model.state_dict(), "model.safetensors")
+
+        return step
+
+    assert "safetensors' save_file to model.safetensors" in predict(variant, "T4").notes[0]
+    assert not (here / "model.safetensors").exists() and module.safe_save_file is safe_save_file
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
+def test_a_trainer_trains_in_a_variant_as_its_step_by_hand(here, options):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": [0] * 512, "label": 0}] * 64
+
+    def variant():
+        arguments = TrainingArguments("out", max_steps=1, report_to=[], per_device_train_batch_size=32, **options)
+        trainer = Trainer(bert(), arguments, train_dataset=rows)
+        return lambda: trainer.train()
+
+    def by_hand():
+        model = bert().train()
+        if options:
+            model.gradient_checkpointing_enable()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            ids, labels = torch.zeros(32, 512, dtype=torch.long), torch.zeros(32, dtype=torch.long)
+            model(input_ids=ids, labels=labels).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    trained, expected = predict(variant, "A100 40 GB"), predict(by_hand, "A100 40 GB")
+    assert trained.allocated == pytest.approx(expected.allocated, rel=0.01)
+    assert trained.time().expected == pytest.approx(expected.time().expected, rel=0.1)  # its sampler reads 64 numbers
+    assert trained.notes == ("not written, as its weights have no values: the Trainer's checkpoint in out",)
+    assert not (here / "out" / "checkpoint-1").exists()
