@@ -1,6 +1,7 @@
 """The step that is predicted is the one that runs: what libraries, checks, compilers and copies do on real tensors."""
 
 import copy
+import importlib
 import re
 import sys
 from collections import Counter
@@ -582,6 +583,83 @@ def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
 
     stays, moved = (predict(partial(variant, way), "T4").allocated for way in (lambda x: x, move))
     assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
+
+
+SQUARE = 4 * 1024**2  # bytes
+
+
+@pytest.mark.parametrize(("pinned", "rates"), [(True, (11e9, 24e9, 54e9)), (False, (3.7e9, 5.7e9, 7.8e9))])
+def test_what_is_saved_on_the_cpu_goes_over_the_bus_and_back(pinned, rates):
+    save = partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned)
+    plain, saved = (predict(partial(chained, "cuda", keep), ["T4", "A100", "H100"]) for keep in (nullcontext, save))
+    for gpu, rate in zip(saved.gpus, rates, strict=True):
+        assert plain.time(gpu).table.keys() == {"other operations"}
+        copies = saved.time(gpu).table["copies to the CPU and back"]
+        assert copies.bytes == copies.number * SQUARE and copies.number >= 2 * 8
+        assert copies.seconds == pytest.approx(copies.bytes / rate)
+        assert saved.time(gpu).bound == "PCI Express"
+
+
+def test_state_that_waits_on_the_cpu_goes_over_the_bus_and_data_that_is_loaded_does_not():
+    def variant(way):
+        batch, state = torch.ones(1024, 1024), torch.ones(1024, 1024, device="cuda")
+        host = torch.empty(state.shape, pin_memory=True)
+
+        def step():
+            moved = host.to("cuda") if way == "state" else batch.to("cuda")
+            state.add_(moved)
+            if way == "state":
+                host.copy_(state, non_blocking=True)
+
+        return step
+
+    state, data = (predict(partial(variant, way), "T4").time().table for way in ("state", "data"))
+    assert state["copies to the CPU and back"].bytes == 2 * SQUARE
+    assert "copies to the CPU and back" not in data
+
+
+def test_what_an_optimizer_computes_on_the_cpu_is_not_the_gpus_work():
+    def variant(where):
+        weight = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        held = weight.detach().to(where).requires_grad_()
+        optimizer = torch.optim.AdamW([held], fused=True)
+
+        def step():
+            held.grad = weight.detach().to(where)
+            optimizer.step()
+
+        return step
+
+    there, here = predict(partial(variant, "cuda"), "T4"), predict(partial(variant, "cpu"), "T4")
+    assert "optimizer" in there.time().table and not there.unknown
+    assert "optimizer" not in here.time().table and "the CPU takes for what it computes itself" in here.unknown[0]
+    assert here.verdict() == "fits", "only its time is not known"
+
+
+def test_a_budget_of_compiled_code_is_not_known():
+    def variant():
+        layer = torch.nn.Linear(64, 64)
+        layer.compile()
+        return lambda: layer(torch.ones(8, 64)).sum().backward()
+
+    assert not predict(variant, "T4").unknown
+    with importlib.import_module("torch._functorch.config").patch(activation_memory_budget=0.5):
+        predicted = predict(variant, "T4")
+    assert "activation_memory_budget=0.5" in predicted.unknown[0]
+    assert predicted.total().low < 100 * 2**20 + predicted.resting + predicted.workspaces.low + 1
+
+
+def test_what_a_loss_in_chunks_of_pytorchs_own_takes_is_not_known():
+    options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions
+
+    def variant(options):
+        hidden, weight = (torch.ones(size, 64, requires_grad=True) for size in (512, 8192))
+        labels = torch.zeros(512, dtype=torch.int64)
+        return lambda: torch.nn.functional.linear_cross_entropy(hidden, weight, labels, options=options).backward()
+
+    assert not predict(partial(variant, None), "T4").unknown
+    (told,) = predict(partial(variant, options()), "T4").unknown
+    assert "linear_cross_entropy" in told
 
 
 def test_what_meets_a_tensor_on_the_gpu_is_there_too():

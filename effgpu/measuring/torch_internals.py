@@ -46,6 +46,7 @@ CHECKED = {
     "torch._library.fake_impl.FakeImplCtx": "2.14.1",
     "torch.Tensor._make_subclass": "2.14.1",
     "torch._C._current_graph_task_id": "2.14.1",
+    "torch._functorch.config.activation_memory_budget": "2.14.1",
     "torch._dynamo.eval_frame": "2.14.1",
     "torch._dynamo.eval_frame._callback_from_stance": "2.14.1",
     "torch._dynamo.eval_frame.OptimizedModule": "2.14.1",

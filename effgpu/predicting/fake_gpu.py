@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
-from effgpu.measuring.ops import tensors_of
+from effgpu.measuring.ops import runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DeviceContext,
     DisableTorchFunction,
@@ -42,7 +42,7 @@ from effgpu.predicting.disguise import disguised
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
 from effgpu.predicting.hardware import FIRST_GPU, answering_as
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, lacks_rule, note
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, lacks_rule, note
 from effgpu.predicting.parameters import making_fakes
 from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
@@ -199,8 +199,10 @@ class Recorder(TorchDispatchMode):
         self._placing = before
         if self.fakes:
             self.values.follow(func, args, kwargs, result)
-        if self.segments and self.capability and not self._moving and not _is_meta(result):
-            self._note(func, args, kwargs, result)
+        if self.capability and not self._moving and not _is_meta(result):
+            elsewhere = self.names_gpu and self._is_not_the_gpus(func, args, kwargs)
+            if self.segments and not elsewhere:
+                self._note(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
             if truths:
@@ -220,7 +222,10 @@ class Recorder(TorchDispatchMode):
         kernels = note(func, args, kwargs, result, bool(self.optimizing))
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
-            self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
+            if func.namespace == "torch_nn":  # PyTorch's own, in Python: linear_cross_entropy in chunks
+                self.unknown[f"what {name} computes, and takes while it does"] = None
+            else:
+                self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
         if kernels and lacks_rule(func):
             self.unknown[f"{UNTIMED} {func.overloadpacket.__name__} computes: only what it reads and writes"] = None
         for kernel in kernels:
@@ -359,6 +364,31 @@ class Recorder(TorchDispatchMode):
         finally:
             self._placing, self._moving = before
 
+    def _is_not_the_gpus(self, func, args: tuple, kwargs: dict) -> bool:
+        """Whether it is no kernel of the GPU's: a copy over the bus, which is noted here, or the CPU's own work."""
+        blocks = {id(t): self._blocks.get(t.untyped_storage()._cdata) for t in tensors_of((args, kwargs))}
+        places = {block.place for block in blocks.values() if block is not None}
+        if func is aten.copy_.default and "gpu" in places and len(places) == 2:
+            block = blocks[id(args[0])]
+            block.place = block.place or "host"
+            if block.place == "host" or blocks[id(args[1])].place == "host":  # what is loaded has no place
+                self._note_copy(args[0])
+            return True
+        if "host" not in places or "gpu" in places:
+            return False
+        if runs_kernel(func) and self.segments:
+            self.unknown[f"{UNTIMED} the CPU takes for what it computes itself, such as {func.overloadpacket}"] = None
+        return True
+
+    def _note_copy(self, tensor: torch.Tensor, pinned: bool = True) -> None:
+        """A copy over the bus is the GPU's work, in the same stream as its kernels."""
+        if pinned:
+            self.assumptions[
+                "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
+            ] = None
+        if self.segments and self.capability:
+            self._add_kernels([copy_over_bus(tensor, pinned)], 1)
+
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
         if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor) or _is_meta(tensor):
@@ -366,16 +396,20 @@ class Recorder(TorchDispatchMode):
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         if (block is not None and block.place == "gpu") == (place == "gpu"):
             return tensor
+        if block is not None and "host" in (place, block.place):  # what is loaded has no place: that takes no time here
+            self._note_copy(tensor, pinned=place == "gpu")
         with self.placing(place, moving=True):
             return tensor.clone()
 
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+    def send(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
         """A copy on the CPU, whatever the step says of the tensor."""
+        self._note_copy(tensor, pinned)
         with self.placing("host", moving=True):
             return tensor.detach().clone()
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fetch(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
         """A copy on the GPU of what was sent."""
+        self._note_copy(tensor, pinned)
         with self.placing("gpu", moving=True):
             return tensor.clone()
 
@@ -805,7 +839,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     def mark(function):
         @functools.wraps(function)
         def run(*args, **kwargs):  # what is never called is never compiled
-            recorder.assumptions[COMPILED] = None
+            note_compiled()
             return function(*args, **kwargs)
 
         return run
@@ -817,7 +851,14 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
 
     def run_uncompiled(callback):
         if callback:
-            recorder.assumptions[COMPILED] = None
+            note_compiled()
+
+    def note_compiled():
+        from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
+
+        recorder.assumptions[COMPILED] = None
+        if budget < 1:
+            recorder.unknown[f"how much less compiled code keeps, with activation_memory_budget={budget:g}"] = None
 
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
@@ -838,7 +879,8 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         return including_emulation or recorder.capability >= (8, 0)
 
     def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
-        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, recorder.send, recorder.fetch)
+        ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
+        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
 
     replaced = [
         (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),

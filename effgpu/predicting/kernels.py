@@ -12,7 +12,8 @@ from effgpu.measuring.ops import bytes_touched, runs_kernel, tensors_of
 
 PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
 NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
-KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER)
+COPY = "copies to the CPU and back"
+KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER, COPY)
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TIMED = (*FORMATS.values(), "tf32")  # of which GPUs' rates are known
 
@@ -92,7 +93,8 @@ class Kernel(NamedTuple):
     their order in memory, without casting; of a product, that tensor cores can load its rows as they lie. `layout` is a
     convolution's, a batch norm's or a pooling's: "nchw" or "nhwc". A convolution has "depthwise", "grouped" or "wide"
     (a kernel of more than one pixel) before it. Attention's is "flash" or "efficient", flash's with "narrow" for heads
-    of at most 64, and with "backward". `across` says how many of a product's two matrices do not lie along its depth.
+    of at most 64, and with "backward"; of a copy over the bus, "pinned" or "ordinary", as the CPU's memory. `across`
+    says how many of a product's two matrices do not lie along its depth.
     """
 
     name: str
@@ -142,6 +144,11 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     layout = _layout(given) if "batch_norm" in name or "pool" in name else ""
     launches = _count_launches(name, args)
     return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
+
+
+def copy_over_bus(tensor: torch.Tensor, pinned: bool) -> Kernel:
+    """The copy of a tensor to the CPU, or back: like a kernel, it waits its turn in the stream."""
+    return Kernel("copy", COPY, _name(tensor.dtype), 0, _size(tensor), layout="pinned" if pinned else "ordinary")
 
 
 def lacks_rule(func) -> bool:

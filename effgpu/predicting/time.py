@@ -18,9 +18,21 @@ from typing import NamedTuple
 
 from effgpu import units
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
+from effgpu.predicting.kernels import (
+    ATTENTION,
+    CONVOLUTION,
+    COPY,
+    KINDS,
+    NORM,
+    OPTIMIZER,
+    OTHER,
+    PRODUCT,
+    Kernel,
+    Segment,
+)
 
 PRODUCTS_BOUND, MEMORY_BOUND, LAUNCH_BOUND = "matrix products", "memory bandwidth", "launching operations"
+BUS_BOUND = "PCI Express"
 
 # Of the rate of a large product. NeuSight's linear layers in fp32; in 16 bits Liger-Kernel's SwiGLU on an A100.
 PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}
@@ -116,11 +128,15 @@ NARROW = (4, 8, 16, 32)  # channels of a group that cuDNN has kernels for
 WINOGRAD = {(7, 5): 1.35}
 WINOGRAD_ELSEWHERE = 1.05
 SIMPLE, PLAIN_TRAFFIC = 0.9, 0.8  # without tensor cores, images need not be reordered; guessed
+# Bytes per second of a copy to the CPU or back, by the memory there and the GPU's capability: a T4's PCI Express is of
+# generation 3, an A100's of 4, an H100's of 5. Lesson 03 lists the sources, and measured an H100.
+BUS = {"pinned": {7: 11e9, 8: 24e9, 9: 54e9}, "ordinary": {7: 3.7e9, 8: 5.7e9, 9: 7.8e9}}
 
 # Standard deviations of what is not known, as shares: fitted on calibration rows, so that 9 of 10 lie in the range.
 # Of products on tensor cores, what sources of the GPU's rate differ by counts where it is more.
 SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.22, "groups": 0.5}
 SPREAD |= {NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1, "launch": 0.3}
+SPREAD[COPY] = 0.3  # an A100 copied 12 to 26 GB/s from pinned memory, 3.3 to 10 from ordinary
 SPREAD_OF_RUNS = 0.07  # two publications of one configuration differ by about 10 %
 SPREAD_OF_RATIOS = 0.04
 OF_LAYOUTS = 0.25  # of the variance of a kind and format: what its layouts do not share
@@ -207,6 +223,9 @@ def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def _traffic(kernel: Kernel, gpu: Gpu) -> float:
+    if kernel.kind == COPY:
+        rates = BUS[kernel.layout]
+        return kernel.bytes / rates[min(max(gpu.capability[0], min(rates)), max(rates))]
     hits = max(0.0, 1 - kernel.bytes / gpu.cache) if gpu.cache else 0.0
     return kernel.bytes / (gpu.bandwidth * _bandwidth_share(kernel, gpu)) * (1 - CACHED * hits)
 
@@ -235,11 +254,11 @@ def _bandwidth_share(kernel: Kernel, gpu: Gpu) -> float:
 class Time:
     """The predicted seconds of a step on a GPU: `expected`, and `low` to `high`, the range for 9 of 10 transformers.
 
-    `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth" or "launching
-    operations". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of operation. Their sum is
-    what the GPU works; `expected` is more where the GPU waits for the CPU. `between_waits` has, of each stretch between
-    two waits of the CPU, the seconds of both: the longer count, and what the GPU idles after a wait. Loading data is
-    not in it.
+    `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth", "launching
+    operations" or "PCI Express". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of
+    operation. Their sum is what the GPU works; `expected` is more where the GPU waits for the CPU. `between_waits` has,
+    of each stretch between two waits of the CPU, the seconds of both: the longer count, and what the GPU idles after a
+    wait. Loading data is not in it.
     """
 
     gpu: Gpu
@@ -339,6 +358,7 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             flops, moved = flops + number * kernel.flops, moved + number * kernel.bytes
             work.counts[kernel.kind] = flops, moved, kernels + number * kernel.launches
             bound = PRODUCTS_BOUND if computes > max(moves, least) else MEMORY_BOUND if moves > least else LAUNCH_BOUND
+            bound = BUS_BOUND if kernel.kind == COPY else bound
             work.bounds[bound] += seconds
             what = "groups" if kernel.layout.startswith(("grouped", "depthwise")) else kernel.kind
             what = "launch" if bound == LAUNCH_BOUND else what
