@@ -79,7 +79,8 @@ def plot(
       99 % intervals and verdicts. A diamond marks a prediction, yours or that for this GPU with its range, a dotted
       outline reserved memory. Faint triangles are the ratios that stored GPUs gave under the same name, times this
       baseline. Where `full_size` was given, panels show the predicted time on each GPU, with its range and where it
-      goes, and the predicted memory, with all that the process may take. A CPU's times are hatched, and named as such.
+      goes, and the predicted memory, with all that the process may take; a CPU has no panel then, else its times are
+      hatched, and named as such.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
     - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
@@ -115,7 +116,7 @@ def _plot_comparison(comparison: Comparison) -> Figure:
     if large:
         large.append(partial(_draw_memory_at_full_size, comparison=comparison))
     if large and comparison.device.kind == "cpu":
-        quantities = ["time"]  # the memory of a small model is nobody's question
+        quantities = []  # what a CPU takes for a smaller model often says the opposite of what a GPU does
     panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in quantities]
     panels = [*panels, *large] if comparison.device.kind == "cuda" else [*large, *panels]
     return _plot_rows(comparison, panels)
@@ -204,7 +205,10 @@ def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
         _draw_legend(figure, axes)
         devices = {m.device.label: m.device.kind for m in comparison}  # of a bench, there may be two
         notes = [label + " – a CPU's times, not a GPU's" * (kind == "cpu") for label, kind in devices.items()]
-        figure.supxlabel(f"measured on {'; '.join(notes)}", fontsize=8, x=0.01, ha="left", color=DIM)
+        told = f"measured on {'; '.join(notes)}"
+        if comparison.full_size and comparison.device.kind == "cpu":
+            told = f"what a smaller model takes on {comparison.device.label} stands in the table"
+        figure.supxlabel(told, fontsize=8, x=0.01, ha="left", color=DIM)
         _fit_texts(figure, axes)
     return figure
 
@@ -258,9 +262,8 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    notes = ["smaller model" if on_cpu else "measured"] if comparison.full_size else []
-    if comparison.full_size:
-        title += " on this CPU" if on_cpu else " on this GPU"
+    notes = ["measured"] if comparison.full_size else []
+    title += " on this GPU" if comparison.full_size else ""
     if quantity == "memory" and any(m.peak_reserved for m in comparison):
         notes = ["dotted: reserved"]  # both would be too long
     title += f" ({notes[0]})" if notes else ""

@@ -187,10 +187,11 @@ def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_
     assert_readable(figure)
 
 
-def test_on_a_cpu_the_prediction_comes_first_and_the_memory_of_the_small_model_not_at_all(on_cpu):
+def test_beside_a_prediction_a_cpus_times_are_a_line_and_no_panel(on_cpu):
     figure = plot(replace(on_cpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels="ab")))
     found = [re.split(r", | \(", title)[0] for title in titles(figure)]
-    assert found == ["time per step on a T4", "peak memory on a T4", "time per step on this CPU"]
+    assert found == ["time per step on a T4", "peak memory on a T4"]
+    assert figure.get_supxlabel() == "what a smaller model takes on Test CPU (CPU, 2 cores) stands in the table"
     assert_readable(figure)
 
 
