@@ -27,7 +27,7 @@ HEADINGS += ["# The proof", "## Try it"]
 BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory", "20_multi_gpu")
 ONLY_ON_A_GPU = ("03_pinned_memory", "20_multi_gpu")  # compare nothing without one, or without two
 CHECKED = "nbval-check-output"
-NOT_SIMULATED = {"03_pinned_memory": "256 large images take minutes", "14_compile": "torch.compile does nothing there"}
+NOT_SIMULATED = {"14_compile": "torch.compile does nothing there"}
 MEASURES = ("compare", "doctor", "bench", "plot", "trace")  # functions that no checked cell needs
 AS_ON_A_GPU = """
 from effgpu.course import workloads
