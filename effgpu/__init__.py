@@ -18,6 +18,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     "count_ops": "measuring.ops",
     **dict.fromkeys(("describe", "find_device", "memory_limit"), "measuring.device"),
     **dict.fromkeys(("largest", "predict"), "predicting.prediction"),
+    **dict.fromkeys(("fine_tuning", "predict_model"), "predicting.models"),
     "doctor": "diagnosing.doctor",
     "bench": "benching.bench",
     "tick": "attaching.ticking",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.measuring.measurement import measure
     from effgpu.measuring.memory import peak_bytes, saved_bytes, trace
     from effgpu.measuring.ops import count_ops
+    from effgpu.predicting.models import fine_tuning, predict_model
     from effgpu.predicting.prediction import largest, predict
     from effgpu.results import load, save
     from effgpu.units import GiB

@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from numbers import Integral
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from effgpu import __version__
+
+if TYPE_CHECKING:
+    from effgpu.predicting.prediction import Prediction
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
@@ -100,11 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     predict_help = "predict whether a training step fits a GPU, and its time, without having one"
     predict = commands.add_parser("predict", help=predict_help)
     variant_help = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
-    predict.add_argument("words", nargs="+", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
+    predict.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
     gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
     predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
     predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, to tell its time")
-    predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples")
+    predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples or --model")
     measured_help = "also run the step on this device, and tell who owned its peak"
     predict.add_argument("--measured", action="store_true", help=measured_help)
     taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
@@ -113,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", metavar="FILE", help="write the prediction there; - is standard output, without table"
     )
     predict.set_defaults(command=_predict)
+    _add_model(predict.add_argument_group("a model of transformers, by its name, in place of a script"))
 
     doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
     doctor.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
@@ -126,6 +131,19 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_bench(commands.add_parser("bench", help="compare training scripts that call effgpu.tick() once per step"))
     return parser
+
+
+def _add_model(model: argparse._ArgumentGroup) -> None:
+    model_help = "a name on the Hugging Face Hub, or a folder with a config.json; no weights are downloaded"
+    model.add_argument("--model", metavar="NAME", help=model_help)
+    model.add_argument("--length", type=int, metavar="TOKENS", help="of each text; default: 512, or all it takes")
+    lora_help = "train adapters of this rank, 8 where none is given, in place of the weights"
+    model.add_argument("--lora", type=int, nargs="?", const=8, metavar="RANK", help=lora_help)
+    model.add_argument("--4bit", dest="four_bits", action="store_true", help="frozen weights in 4 bits, with --lora")
+    model.add_argument("--checkpointing", action="store_true", help="compute activations again, do not keep them")
+    model.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum or adafactor")
+    model.add_argument("--precision", metavar="NAME", help="mixed (default), pure (16 bits), tf32 or fp32")
+    model.add_argument("--price", type=float, metavar="P", help="of an hour, to tell what an epoch of --samples costs")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -301,6 +319,14 @@ def _predict(chosen: argparse.Namespace) -> int:
     from effgpu.predicting import prediction
     from effgpu.units import align, check_positive
 
+    how = {name: getattr(chosen, name) for name in ("lora", "four_bits", "checkpointing", "optimizer", "precision")}
+    how = {name: value for name, value in how.items() if value}
+    if chosen.model:
+        return _predict_model(chosen, how)
+    if how or chosen.length or chosen.price:
+        raise _Refused("predict: expected --model with --length, --lora, --4bit, --checkpointing, --precision, --price")
+    if not chosen.words:
+        raise _Refused("predict: expected a command, as in -- python train.py, FILE.py:VARIANT, or --model NAME")
     epoch = {"--samples": chosen.samples, "--batch": chosen.batch}
     with _refusing(ValueError):
         if any(given is not None for given in epoch.values()):
@@ -327,7 +353,33 @@ def _predict(chosen: argparse.Namespace) -> int:
         steps = math.ceil(chosen.samples / chosen.batch)
         times = [(gpu.name, predicted.time(gpu).times(steps)) for gpu in predicted.gpus if gpu.bandwidth]
         print("", f"an epoch of {chosen.samples:,} samples takes {steps:,} steps", *align(times), sep="\n")
-    verdicts = {predicted.verdict(gpu) for gpu in predicted.gpus} if chosen.gpu else ()
+    return _judge_fit(predicted) if chosen.gpu else SUCCEEDED
+
+
+def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
+    if chosen.words or chosen.measured or chosen.taken is not None:
+        raise _Refused("--model: expected neither a command, nor --measured, nor --taken")
+    if chosen.batch is None:
+        raise _Refused("--model: expected --batch, the texts of a step")
+    if not find_spec("transformers"):
+        raise _Refused("--model needs more: pip install transformers")
+    from effgpu.predicting import models
+
+    asked = {"samples": chosen.samples, "price": chosen.price, **how}
+    with _refusing(TypeError, ValueError, RuntimeError, ConnectionError):
+        found = models.predict_model(chosen.model, chosen.batch, chosen.length, chosen.gpu, **asked)
+    if chosen.json:
+        _write_json(found.to_dict(), chosen.json)
+    if chosen.json != "-":
+        print(found)
+    return _judge_fit(found.predicted) if chosen.gpu else SUCCEEDED
+
+
+def _judge_fit(predicted: "Prediction") -> int:
+    """The exit code for the GPUs that were named."""
+    from effgpu.predicting import prediction
+
+    verdicts = {predicted.verdict(gpu) for gpu in predicted.gpus}
     if prediction.DOES_NOT_FIT in verdicts:
         return EXCEEDED
     return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED

@@ -7,49 +7,27 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import stand_ins
 import torch
 from torch.testing import assert_close
-from torchvision.utils import save_image
 
 from effgpu.course import corpus, hub, workloads
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
-SMALL = {"vocab_size": 1000, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-TINY_BERT = {"vocab_size": 1000, "dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders as the functions' names: a GPT-2 and a DistilBERT with random weights, a dataset, images."""
     folder = tmp_path_factory.mktemp("hub")
-    tokenizer = corpus.load_tokenizer(1000)
-    tokenizer.eos_token = "[PAD]"
-    configs = {"gpt2": transformers.GPT2Config(**SMALL), "bert": transformers.DistilBertConfig(**TINY_BERT)}
-    torch.manual_seed(0)
-    models = {
-        "gpt2": transformers.GPT2LMHeadModel(configs["gpt2"]),
-        "bert": transformers.DistilBertForMaskedLM(configs["bert"]),
-    }
-    for name, model in models.items():
-        for parameter in model.parameters():  # those of a new model are small, and biases 0: mistakes would hide
-            torch.nn.init.normal_(parameter, std=0.3)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    hub.load_texts(None, train=60, test=30).save_to_disk(folder / "texts")
-    for number in range(8):
-        image, label = corpus.Glyphs(8, size=16)[number]
-        path = folder / "images" / ("train" if number < 5 else "test") / str(label % 2) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_image(image, path)
+    stand_ins.save(folder)
     return folder
 
 
-@pytest.fixture
-def stand_ins(saved, monkeypatch):
-    """The names of the course lead to the folders."""
-    names = {"YELP": "texts", "CIFAR": "images", "DISTILBERT": "bert", "DISTILGPT2": "gpt2", "SMOLLM": "gpt2"}
-    for name, folder in names.items():
+@pytest.fixture(name="stand_ins")
+def _stand_ins(saved, monkeypatch):
+    """The names of the course lead to folders."""
+    for name, folder in stand_ins.NAMES.items():
         monkeypatch.setattr(hub, name, str(saved / folder))
     hub._read_reviews.cache_clear()
     yield
@@ -78,8 +56,8 @@ def test_a_tokenizer_cuts_pads_and_is_saved_as_any_other(tmp_path):
 
 def test_texts_of_a_folder_come_in_random_order_and_only_those_asked_for(saved):
     data = hub.load_texts(str(saved / "texts"), train=10, test=1000)
-    assert data.num_rows == {"train": 10, "test": 30}
-    texts = corpus.draw_texts(60, "train", 0)[0]
+    assert data.num_rows == {"train": 10, "test": 100}
+    texts = corpus.draw_texts(400, "train", 0)[0]
     assert set(data["train"]["text"]) <= set(texts) and data["train"]["text"][:] != texts[:10]
     assert hub.load_texts(str(saved / "texts"), 10, 5)["train"]["text"][:] == data["train"]["text"][:]
     assert hub.load_texts(str(saved / "texts"), 10, 5, seed=1)["train"]["text"][:] != data["train"]["text"][:]

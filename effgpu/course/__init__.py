@@ -12,3 +12,4 @@ logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's en
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # CUDA_HOME, when torch.compile runs on a CPU
 logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # that a GPU is too small for max-autotune
 warnings.filterwarnings("ignore", message=".*(is in beta state|is in prototype stage)", category=UserWarning)  # sparse
+warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")  # lesson 04, on a CPU

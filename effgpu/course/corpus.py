@@ -114,7 +114,8 @@ def load_tokenizer(vocabulary: int = 4096) -> "PreTrainedTokenizerFast":
     start = [("[CLS]", tokenizer.token_to_id("[CLS]"))]
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=start)
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
+    inputs = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, model_input_names=inputs, **names)
 
 
 def _cut_window(lines: list[str], ends: list[int], starts: list[int], draw: random.Random) -> str:

@@ -30,6 +30,7 @@ from effgpu import results
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
 from effgpu.measuring import gpu_lock
+from effgpu.measuring.device import choose_16_bits as choose_16_bits  # lessons take it from here
 from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
 from effgpu.measuring.timing import time_for, time_steps
 from effgpu.predicting.hardware import as_it_is
@@ -208,18 +209,6 @@ def image_classifier(
     images = torch.tensor(pixels, device=device).unsqueeze(1).expand(-1, 3, -1, -1).contiguous() / 255
     with seeded(seed, device):
         return _resnet(), images, torch.tensor(labels, device=device)
-
-
-def choose_16_bits() -> torch.dtype:
-    """Return the 16-bit format that this GPU is fast in: bfloat16, or float16 on one that only emulates bfloat16.
-
-    A T4 is such a GPU. Without a GPU it is bfloat16. Lesson 08 writes it out.
-
-    >>> with torch.autocast(device.type, choose_16_bits()):
-    >>>     loss = cross_entropy(model(texts), labels)
-    """
-    emulated = torch.cuda.is_bf16_supported() and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.float16 if emulated else torch.bfloat16
 
 
 def autocast() -> torch.autocast:

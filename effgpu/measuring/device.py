@@ -76,6 +76,18 @@ class Device:
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def choose_16_bits() -> torch.dtype:
+    """Return the 16-bit format that this GPU is fast in: bfloat16, or float16 on one that only emulates bfloat16.
+
+    A T4 is such a GPU. Without a GPU it is bfloat16. Lesson 08 writes it out.
+
+    >>> with torch.autocast(device.type, choose_16_bits()):
+    >>>     loss = cross_entropy(model(texts), labels)
+    """
+    emulated = torch.cuda.is_bf16_supported() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if emulated else torch.bfloat16
+
+
 def find_device() -> torch.device:
     """The device that effgpu measures: the current GPU, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

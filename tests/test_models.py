@@ -1,0 +1,175 @@
+"""A model by its name: the step that fine-tunes it, from a folder with a config.json, and `effgpu predict --model`."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import effgpu
+from effgpu.__main__ import main
+from effgpu.predicting import models
+
+transformers = pytest.importorskip("transformers")
+WIDTH, LAYERS, WORDS = 64, 2, 500
+ENCODER = dict(vocab_size=WORDS, dim=WIDTH, hidden_dim=4 * WIDTH, n_layers=LAYERS, n_heads=2)
+DECODER = dict(vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=2, n_positions=128)
+LLAMA = dict(vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    configs = {
+        "bert": transformers.DistilBertConfig(**ENCODER, architectures=["DistilBertForMaskedLM"]),
+        "gpt2": transformers.GPT2Config(**DECODER, architectures=["GPT2LMHeadModel"]),
+        "llama": transformers.LlamaConfig(**LLAMA, num_attention_heads=2, architectures=["LlamaForCausalLM"]),
+        "t5": transformers.T5Config(vocab_size=WORDS, d_model=WIDTH, d_kv=32, d_ff=128, num_layers=1, num_heads=2),
+        "vit": transformers.ViTConfig(hidden_size=WIDTH, num_hidden_layers=1),
+    }
+    for name, config in configs.items():
+        config.save_pretrained(folder / name)
+    (folder / "empty").mkdir()
+    return folder
+
+
+def predict(folder, name, gpu="A100 80 GB", **how):
+    return effgpu.predict(effgpu.fine_tuning(str(folder / name), **{"batch": 2, "length": 32} | how), gpu)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_weights_gradients_and_state_are_those_of_the_model_that_the_config_describes(folder, name):
+    kind = {"bert": "SequenceClassification", "t5": "Seq2SeqLM"}.get(name, "CausalLM")
+    config = transformers.AutoConfig.from_pretrained(folder / name)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    for optimizer, states in {"adamw": 2, "momentum": 1, "sgd": 0}.items():
+        predicted = predict(folder, name, optimizer=optimizer, precision="fp32")
+        assert predicted.owners["weights"] == pytest.approx(4 * numbers, rel=0.05)
+        assert predicted.owners["optimizer state"] == pytest.approx(4 * states * numbers, rel=0.05)
+    pure = predict(folder, name, precision="pure").owners["weights"]
+    assert pure == pytest.approx(2 * numbers, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_adapters_leave_the_state_of_a_small_part_and_4_bits_a_quarter_of_its_weights(folder, name):
+    full, lora = predict(folder, name), predict(folder, name, lora=4)
+    four = predict(folder, name, lora=4, four_bits=True)
+    assert lora.owners["optimizer state"] < full.owners["optimizer state"] / 4
+    assert lora.owners["weights"] < 0.65 * full.owners["weights"], "frozen weights are in 16 bits"
+    assert four.resting < lora.resting
+
+
+def test_a_weight_of_4_bits_takes_052_bytes_and_is_unpacked_once_in_each_pass(folder):
+    layer = torch.nn.Linear(256, 512, bias=False)
+    four = models._FourBits(layer, 256, 512)
+    assert sum(buffer.nbytes for buffer in four.buffers()) == pytest.approx(0.516 * layer.weight.numel(), rel=0.001)
+    x = torch.randn(4, 256, dtype=four.dtype, requires_grad=True)
+    kept = effgpu.saved_bytes(lambda: four(x))
+    assert kept <= four.packed.nbytes + x.nbytes, "the unpacked weights are not kept"
+    assert four(x).shape == (4, 512)
+    four(x).float().sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_only_adapters_and_a_new_classifier_learn(folder):
+    for name, head in (("bert", {"classifier.weight", "classifier.bias"}), ("gpt2", set())):
+        config = transformers.AutoConfig.from_pretrained(folder / name)
+        network = models._choose_kind(name, config).from_config(config)
+        models._add_adapters(network, 4, False, torch.float32)
+        trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+        assert {each for each in trained if not each.endswith((".up", ".down"))} - {
+            "pre_classifier.weight",
+            "pre_classifier.bias",
+        } == head
+        adapters = [module for module in network.modules() if isinstance(module, models._Adapter)]
+        assert len(adapters) == LAYERS * (6 if name == "bert" else 4)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("how", [{}, {"lora": 2}, {"lora": 2, "four_bits": True}, {"checkpointing": True}])
+def test_the_step_runs_on_this_device_too(folder, name, how):
+    step = effgpu.fine_tuning(str(folder / name), batch=2, length=8, **how)()
+    step()
+    step()
+
+
+def test_checkpointing_keeps_less(folder):
+    without, kept = (predict(folder, "llama", batch=16, length=64, checkpointing=on).allocated for on in (False, True))
+    assert kept < 0.8 * without
+
+
+@pytest.fixture(scope="module")
+def predicted(folder):
+    return predict(folder, "bert", "T4")
+
+
+@given(samples=st.integers(1, 10**7), price=st.floats(0.01, 100))
+def test_an_epochs_cost_is_its_hours_times_the_price(predicted, samples, price):
+    found = models.ModelPrediction(predicted, 2, {}, samples, price)
+    steps = -(-samples // 2)
+    assert found.epochs["T4"][0] == pytest.approx(steps * predicted.time("T4").expected)
+    assert found.cost("T4") == pytest.approx([price * seconds / 3600 for seconds in found.epochs["T4"]])
+
+
+def test_the_table_and_the_json_say_the_same(folder, tmp_path, capsys):
+    asked = ["predict", "--model", str(folder / "bert"), "--batch", "4", "--length", "64", "--gpu", "T4"]
+    asked += ["--samples", "1000", "--price", "0.35", "--lora", "--json", str(tmp_path / "found.json")]
+    assert main(asked) == 0
+    told, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    (gpu,) = found["gpus"]
+    variant_of = partial(effgpu.fine_tuning, str(folder / "bert"), length=64, lora=8)
+    largest = effgpu.largest(variant_of, "T4")
+    assert gpu["largest_batch"] == {"fits": largest.fits, "may_fit": largest.may_fit}
+    assert f"{largest.fits}" in told and "an epoch of 1,000 texts" in told and "its cost" in told
+    assert gpu["cost"]["high"] == pytest.approx(0.35 * gpu["epoch"]["high"] / 3600)
+    assert gpu["epoch"]["expected"] == pytest.approx(250 * gpu["time"]["expected"])
+
+
+def test_exit_codes_say_whether_it_fits(folder, capsys):
+    asked = ["predict", "--model", str(folder / "bert"), "--batch", "4", "--gpu"]
+    assert main([*asked, "T4"]) == 0
+    assert main([*asked, "0.05 GiB"]) == 3
+    assert main(asked[:-1]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--model", "{}/bert"], "--batch"),
+        (["--model", "{}/bert", "--batch", "0"], "batch: expected"),
+        (["--model", "{}/bert", "--batch", "2", "--length", "513"], "length: expected at most 512 tokens"),
+        (["--model", "{}/bert", "--batch", "2", "--4bit"], "four_bits: expected lora"),
+        (["--model", "{}/bert", "--batch", "2", "--optimizer", "adam"], "optimizer: expected one of adamw"),
+        (["--model", "{}/bert", "--batch", "2", "--precision", "fp8"], "precision: expected one of mixed"),
+        (["--model", "{}/bert", "--batch", "2", "--price", "1"], "price: expected samples"),
+        (["--model", "{}/bert", "--batch", "2", "--gpu", "T5"], "T5"),
+        (["--model", "{}/vit", "--batch", "2"], "expected a model of texts"),
+        (["--model", "{}/empty", "--batch", "2"], "expected a name on the Hugging Face Hub or a folder"),
+        (["--model", "{}/bert", "--batch", "2", "train.py"], "--model: expected neither a command"),
+        (["--lora", "8", "train.py"], "expected --model"),
+        ([], "expected a command"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_line(folder, asked, told, capsys):
+    assert main(["predict", *(word.format(folder) for word in asked)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert told in error[-1] and error[-1].startswith("effgpu: error: "), error
+
+
+def test_without_a_network_a_name_is_refused_with_what_to_do(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nCheck your connection.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    assert main(["predict", "--model", "some/name", "--batch", "2"]) == 2
+    assert "some/name: its config is not in the cache" in capsys.readouterr().err
+
+
+@pytest.mark.real
+def test_a_name_on_the_hub_is_known_by_its_config_alone():
+    found = effgpu.predict_model("distilbert/distilbert-base-uncased", batch=32, gpu="T4")
+    assert found.predicted.owners["weights"] == pytest.approx(4 * 66.95e6, rel=0.01)
