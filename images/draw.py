@@ -885,6 +885,57 @@ def out_of_memory():
     return ax.figure
 
 
+def logits(ax, y, filled, color):
+    """Tables as large as the logits, each a column of slices, of which the first `filled` are there."""
+    for copy, words in enumerate(("log_softmax", "its gradient", "logits' gradient")):
+        x = 46 + 104 * copy
+        box(ax, x, y, 92, 96, WHITE, edge=GREY, radius=2, ls=(0, (2.5, 2)))
+        for part in range(filled):
+            box(ax, x, y + 12 * part, 92, 12, color, radius=1, lw=0.6)
+        text(ax, x + 46, y + 110, words)
+
+
+def large_vocabulary():
+    """The logits of a batch are a table with a row for each token and a column for each word of the vocabulary. The
+    plain loss holds three such tables at its peak, when the backward pass begins: the result of log_softmax, its
+    gradient, and the gradient of the logits. In chunks, only a slice of each table is there at a time, and the next
+    chunk takes its place."""
+    ax = card(392, "Never hold all logits at once")
+    heading(ax, 18, 62, "plain: three tables of all tokens", False)
+    arrow(ax, (28, 80), (28, 176), style="<|-|>")
+    text(ax, 14, 128, "tokens", color=GREY, rotation=90)
+    arrow(ax, (46, 206), (138, 206), style="<|-|>")
+    text(ax, 92, 220, "vocabulary", color=GREY)
+    logits(ax, 80, 8, ORANGE)
+    heading(ax, 18, 246, "in chunks: some tokens at a time", True)
+    logits(ax, 264, 1, BLUE)
+    arrow(ax, (28, 268), (28, 358), BLUE)
+    return ax.figure
+
+
+def away():
+    """Three ways to treat a result that the backward pass needs. Keep it in the GPU's memory: it takes memory, and no
+    time. Recompute it: it takes no memory until the backward pass, and the time of the forward pass again. Send it away
+    to the CPU's memory over PCI Express, and fetch it later: no memory of the GPU, but time on a slow bus."""
+    ax = card(352, "A result waits for the backward pass")
+    for x, words in ((96, "forward"), (250, "backward")):
+        text(ax, x, 58, words, color=GREY)
+    for y, words in ((96, "keep"), (168, "recompute"), (252, "send away")):
+        text(ax, 14, y, words, ha="left", weight="bold", size=10)
+        box(ax, 88, y - 13, 26, 26, BLUE, radius=3)
+        box(ax, 316, y - 13, 26, 26, BLUE, radius=3)
+    box(ax, 116, 84, 198, 24, SKY, "memory of the GPU")
+    box(ax, 116, 156, 118, 24, WHITE, "nothing", edge=PALE)
+    box(ax, 236, 156, 78, 24, ORANGE, "time")
+    text(ax, 14, 252 + 17, "over PCIe", ha="left", color=GREY, size=10)
+    box(ax, 150, 288, 130, 26, GREEN, "memory of the CPU")
+    arrow(ax, (108, 268), (150, 296), ORANGE, lw=2.4)
+    arrow(ax, (280, 296), (322, 268), ORANGE, lw=2.4)
+    text(ax, 215, 252, "slow bus: time, twice")
+    text(ax, 180, 334, "blue: one result", color=GREY)
+    return ax.figure
+
+
 def table_of_2022():
     """What of a published number holds, as a table of ticks and crosses. Peak memory: on another GPU yes, with newer
     code no. The time lost by checkpointing: yes and yes. The time won by 16 bits: no and no."""
@@ -1061,6 +1112,8 @@ def main(folder=Path(__file__).parent):
         lora,
         doctor,
         roofline,
+        large_vocabulary,
+        away,
         course,
     ):
         about = {"Title": " ".join(drawing.__doc__.split()), "Date": None, "Creator": None}

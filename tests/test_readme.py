@@ -30,7 +30,7 @@ PICTURE = ROOT / "images" / "result.png"
 ALT = "Memory of one training step: a tall mountain of activations, and with checkpointing a row of small teeth."
 QUESTIONS = {
     "My GPU idles": ("00", "02", "03", "12"),
-    "It does not fit": ("01", "06", "07", "09", "11", "22", "23"),
+    "It does not fit": ("01", "06", "07", "26", "27", "09", "11", "22", "23"),
     "It is slow": ("25", "29", "04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
     "Is the result still right?": ("15",),
     "After training": ("18", "19"),
@@ -42,9 +42,9 @@ SYMPTOMS = {
     "It is near 100 %, and training is still slow": ("08", "04", "14", "13"),
     "I want to know how much faster it could be": ("29", "25"),
     "Small steps take as long as large ones": ("05", "14", "12"),
-    "CUDA out of memory in training": ("22", "08", "06", "07", "09"),
+    "CUDA out of memory in training": ("22", "08", "26", "06", "07", "27", "09"),
     "Out of memory only in validation": ("11",),
-    "Memory is full before the first batch": ("23", "09", "20"),
+    "Memory is full before the first batch": ("23", "09", "27", "20"),
     "The first steps take a minute": ("14", "13"),
     "Half of my batch is padding": ("04", "17"),
     "The loss is NaN in 16 bits": ("08", "12"),
