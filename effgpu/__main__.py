@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate = commands.add_parser("calibrate", help="measure this GPU, for predictions of its times from now on")
     calibrate.set_defaults(command=_calibrate)
 
-    _add_bench(commands.add_parser("bench", help="compare training scripts that call effgpu.tick() once per step"))
+    _add_bench(commands.add_parser("bench", help="compare training scripts as they are, in turns"))
     return parser
 
 
@@ -158,9 +158,15 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for a step; default: 300"
     )
     bench.add_argument("--unit", default="items", help="what items are, such as tokens")
+    seeds_help = "train each command with so many seeds, which stand for {seed} in it, and compare the losses, too"
+    bench.add_argument("--seeds", type=int, metavar="N", help=seeds_help)
+    bench.add_argument("--until", type=int, metavar="STEP", help="with --seeds: the last step; else the script's end")
+    bench.add_argument("--until-loss", type=float, metavar="LOSS", help="with --seeds: also compare the time to it")
+    control_help = "a row more: the baseline against its own copy, the noise of this machine"
+    bench.add_argument("--control", action="store_true", help=control_help)
     bench.add_argument("--one-at-a-time", action="store_true", help="restart the commands for their turns")
     bench.add_argument("--logs", type=Path, metavar="DIR", help="folder for the commands' output; else a temporary one")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="store the result")
+    bench.add_argument("--json", metavar="FILE", help="store the result; - is standard output, without table")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as PNG, SVG or PDF")
     bench.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     slower_help = "exit with code 3 if all of the interval is slower by more than this, and with 4 if a part of it is"
@@ -449,28 +455,37 @@ def _bench(chosen: argparse.Namespace) -> int:
     from effgpu import results
     from effgpu.benching.bench import bench
 
-    options = ("seconds", "precision", "skip", "timeout", "unit", "one_at_a_time", "logs")
+    options = ("seconds", "precision", "skip", "timeout", "unit", "one_at_a_time", "control", "logs")
+    options += ("seeds", "until", "until_loss")
     try:
         with _refusing(OSError, TypeError, ValueError):
             result = bench(
                 _read_commands(chosen), refs=chosen.ref, **{option: getattr(chosen, option) for option in options}
             )
     except KeyboardInterrupt:
-        print("effgpu: interrupted before there were enough turns for a verdict", file=sys.stderr)
+        print("effgpu: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    print(result.markdown() if chosen.markdown else result)
+    if chosen.json != "-":
+        print(result.markdown() if chosen.markdown else result)
     print(f"output: {', '.join(result.logs.values())}", file=sys.stderr)
     with _refusing(OSError, ValueError):
-        if chosen.json:
+        if chosen.json == "-":
+            print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
+        elif chosen.json:
             results.save([result], chosen.json)
         if chosen.plot:
             from effgpu.figures import plot
 
             plot(result).savefig(chosen.plot)
+            if chosen.seeds and (curves := result.curves).by_label:
+                plot(curves).savefig(chosen.plot.with_stem(f"{chosen.plot.stem}-losses"))
     if result.interrupted:
         return INTERRUPTED
-    if any(m.failed for m in result):
+    trained = [run for runs in result.runs.values() for run in runs] if chosen.seeds else []
+    if any(each.failed for each in [*result, *trained]):
         return FAILED
+    if chosen.seeds and result.seeds_change_nothing:
+        return UNCLEAR
     exceeded, unclear = result.judge(chosen.fail_if_slower, chosen.fail_if_more_memory)
     for told in [*exceeded, *unclear]:
         print(f"effgpu: {told}", file=sys.stderr)

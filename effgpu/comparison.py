@@ -9,13 +9,14 @@ from functools import partial
 
 from effgpu import units
 from effgpu.measuring.device import Device, describe, find_device
-from effgpu.measuring.intervals import BUILDS, ONE_SIDED
+from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence, one_sided
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
+CONTROL = "control (the baseline again)"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
 QUANTITIES = ("time", "memory", "energy")
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
@@ -23,10 +24,10 @@ MIME_TYPE = "application/vnd.effgpu.comparison+json"
 
 @dataclass(frozen=True)
 class Ratio:
-    """A variant's value over the baseline's, and its 99 % interval; below 1 the variant takes less.
+    """A variant's value over the baseline's, and its interval; below 1 the variant takes less.
 
-    `within` is the smallest share within which two one-sided tests, each at 99 %, call the two the same (Schuirmann,
-    1987). It is by default that of the interval's ends, which is a little wider.
+    `within` is the smallest share within which two one-sided tests, each at the interval's confidence, call the two the
+    same (Schuirmann, 1987). It is by default that of the interval's ends, which is a little wider.
     """
 
     value: float
@@ -70,7 +71,8 @@ class Comparison:
     `predicted` holds ratios to the baseline, by label and then by "time", "memory" or "energy". An effect on time below
     `min_effect` counts as none. `full_size` holds, by label, what the same variants are predicted to take at the size
     of real training, for each of some GPUs; `here` what they are predicted to take on the GPU that measured them, as
-    they were.
+    they were. `confidence` is that of each interval: what 99 % leave is divided among the variants, so that all
+    verdicts of a table hold in 99 % of all tables. Results that were stored before this was so have 99 % in each.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Comparison:
     min_effect: float = MIN_EFFECT
     full_size: dict[str, tuple[FullSize, ...]] = field(default_factory=dict)
     here: dict[str, FullSize] = field(default_factory=dict)
+    confidence: float = CONFIDENCE
 
     @property
     def baseline(self) -> Measurement:
@@ -120,9 +123,9 @@ class Comparison:
         ours, theirs = self[label], self.baseline
         scale = (theirs.items or 1) / (ours.items or 1)
         logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
-        if (interval := find_interval(logs, ours.builds)) is None:
+        if (interval := find_interval(logs, ours.builds, self.confidence)) is None:
             return None
-        _, low, high = find_interval(logs, ours.builds, confidence=ONE_SIDED)
+        _, low, high = find_interval(logs, ours.builds, one_sided(self.confidence))
         return Ratio(*map(math.exp, interval), within=math.expm1(max(high, -low)))
 
     def ratio(self, label: str, quantity: str) -> float | None:
@@ -239,14 +242,16 @@ class Comparison:
 
     def caption(self) -> str:
         """The device and the versions, how to read the table, how far off predictions were, and what disturbed."""
-        versions = " ".join(
-            f"{name} {self.device.versions[name]}" for name in ("torch", "cuda") if name in self.device.versions
-        )
+        shown = (name for name in ("torch", "cuda") if name in self.device.versions)
+        versions = " ".join(f"{name} {self.device.versions[name]}" for name in shown)
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
-        told = [f"{self.device.label}, {versions}{whose}."]
+        told = [f"{', '.join(filter(None, [self.device.label, versions]))}{whose}."]
         if len(self) > 1:
             told.append("“2 × faster” takes half the time, “2 × slower” twice.")
-            told.append("Brackets: the 99 % interval.")
+            together = ", for all of them together" if self.confidence > CONFIDENCE else ""
+            told.append(f"Brackets: the {100 * CONFIDENCE:g} % interval{together}.")
+            if CONTROL in self:
+                told.append("The control shows the noise of this machine.")
         if self.full_size:
             where = "in brackets, where about 9 of 10 published times lie (docs/predict.md)"
             told.append(f"Predicted: at full size; {where}.")
@@ -286,7 +291,7 @@ class Comparison:
     def to_dict(self) -> dict:
         """The comparison in JSON's types; `from_dict` reads it back."""
         rows = [{key: value for key, value in asdict(m).items() if key != "device"} for m in self]
-        shared = {name: getattr(self, name) for name in ("name", "predicted", "min_effect")}
+        shared = {name: getattr(self, name) for name in ("name", "predicted", "min_effect", "confidence")}
         full_size = {label: list(map(asdict, gpus)) for label, gpus in self.full_size.items()}
         here = {label: asdict(needed) for label, needed in self.here.items()}
         predictions = {"full_size": full_size, "here": here}
@@ -302,7 +307,8 @@ class Comparison:
         full_size = {label: tuple(map(read, gpus)) for label, gpus in stored.get("full_size", {}).items()}
         here = {label: read(needed) for label, needed in stored.get("here", {}).items()}
         given = stored.get("predicted", {}), stored.get("min_effect", MIN_EFFECT)
-        found = cls(check_name(stored["name"]), measurements, *given, full_size, here)
+        confidence = stored.get("confidence", CONFIDENCE)
+        found = cls(check_name(stored["name"]), measurements, *given, full_size, here, confidence)
         repr(found)  # a value that cannot be shown is refused here, and not where it is drawn
         return found
 
@@ -334,6 +340,7 @@ def compare(
     predicted: Mapping[str, Mapping[str, object]] | None = None,
     full_size: Mapping[str, object] | None = None,
     gpus: Iterable[str | float] = GPUS,
+    control: bool = False,
 ) -> Comparison:
     """Measure variants side by side; the first one is the baseline.
 
@@ -353,7 +360,8 @@ def compare(
     `{"bf16": {"time": 0.5, "memory": "-40 %"}}`. `full_size` gives keywords with which all variants are as large as in
     real training, such as `{"batch": 96, "width": 768}`, or by label such variants. They are not run: `effgpu.predict`
     says what they take on each of `gpus`. Where this device is a GPU that `predict` knows, it also says what the
-    variants take here, as they are.
+    variants take here, as they are. `control` adds a row: the baseline against its own copy, which shows the noise of
+    this machine. Each interval is as wide as it takes for all of them to hold in 99 % of such comparisons.
 
     Raises TypeError or ValueError for bad arguments, before anything is measured.
 
@@ -369,6 +377,9 @@ def compare(
         raise ValueError(f"min_effect: expected a share below 1, such as 0.01 for 1 %, got {min_effect}")
     large = predict_full_size(variants, full_size, gpus)
     here = predict_here(variants, describe().name) if large and find_device().type == "cuda" else {}
+    if control:
+        variants = add_control(variants)
+        items = {**items, CONTROL: items[labels[0]]} if isinstance(items, Mapping) and labels[0] in items else items
     measurements = measure_all(
         variants,
         items=items,
@@ -378,7 +389,14 @@ def compare(
         warmup=warmup,
         energy=energy,
     )
-    return Comparison(name, tuple(measurements), predicted, min_effect, large, here)
+    confidence = divide_confidence(len(measurements) - 1)
+    return Comparison(name, tuple(measurements), predicted, min_effect, large, here, confidence)
+
+
+def add_control(by_label: Mapping) -> dict:
+    """The variants with the baseline's copy after it, named CONTROL."""
+    (label, first), *others = by_label.items()
+    return {label: first, CONTROL: first} | dict(others)
 
 
 def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None) -> dict[str, Variant]:

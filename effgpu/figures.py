@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from effgpu import units
+from effgpu.benching.seeds import Curves
 from effgpu.comparison import Comparison
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.measurement import Measurement
@@ -66,7 +67,7 @@ NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 @gpu_lock.free()
 def plot(
-    result: Comparison | Trace | Mapping[str, Trace] | Mapping[str, Mapping[float, float]],
+    result: Comparison | Curves | Trace | Mapping[str, Trace] | Mapping[str, Mapping[float, float]],
     *,
     xlabel: str = "",
     ylabel: str = "",
@@ -81,6 +82,7 @@ def plot(
       baseline. Where `full_size` was given, panels show the predicted time on each GPU, with its range and where it
       goes, and the predicted memory, with all that the process may take; a CPU has no panel then, else its times are
       hatched, and named as such.
+    - The `curves` of what `bench` gave over seeds: losses against steps and against time, a thin line for each seed.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
     - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
@@ -92,6 +94,8 @@ def plot(
     match result:
         case Comparison():
             return _plot_comparison(result)
+        case Curves() if result.by_label:
+            return _plot_curves(result)
         case Trace():
             return _plot_traces({"": result})
         case Mapping() if result and all(isinstance(value, Trace) for value in result.values()):
@@ -132,6 +136,27 @@ def _plot_traces(traces: Mapping[str, Trace]) -> Figure:
         _value_axis(axes[0].yaxis, units.format_bytes)
         _draw_legend(figure, axes)
         figure.supxlabel("allocations in their order: the width of a phase is not its time", fontsize=8, color=DIM)
+    return figure
+
+
+def _plot_curves(curves: Curves) -> Figure:
+    with _figure(2, height=2.6) as (figure, axes):
+        for ax, place, what in zip(axes, (0, 1), ("steps", "time from the command's start")):
+            highest = []
+            for color, (label, runs) in zip(cycle(LINES), curves.by_label.items()):
+                for number, run in enumerate(runs):
+                    losses = [point[2] for point in run]
+                    name = label if number == 0 else ""
+                    ax.plot([point[place] for point in run], losses, color=color, linewidth=0.8, alpha=0.7, label=name)
+                    highest += [loss for loss in losses[len(losses) // 20 :] if math.isfinite(loss)]
+            ax.set_title(f"loss against {what}")
+            ax.set_xlim(left=0)
+            if highest and max(highest) > min(highest):  # the first steps may lie above
+                room = 0.05 * (max(highest) - min(highest))
+                ax.set_ylim(min(highest) - room, max(highest) + room)
+            _value_axis(ax.xaxis, units.format_seconds if place else units.format_count)
+        _draw_legend(figure, axes)
+        figure.supxlabel(f"a line for each seed; {curves.device}", fontsize=8, color=DIM)
     return figure
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from effgpu.benching.bench import Bench
+from effgpu.benching.result import Bench
+from effgpu.benching.seeds import SeedBench
 from effgpu.comparison import Comparison
 
 FORMAT = {"format": "effgpu results", "version": 4}
@@ -44,7 +45,7 @@ def load(path: str | Path) -> list[Comparison]:
 
 def comparison_from_dict(row: dict) -> Comparison:
     """A comparison from what its `to_dict` gave, or a bench, where that says that it is one."""
-    return (Bench if row.get("kind") == "bench" else Comparison).from_dict(row)
+    return {"bench": Bench, "seeds": SeedBench}.get(row.get("kind"), Comparison).from_dict(row)
 
 
 def stored(name: str) -> list[Comparison]:

@@ -22,8 +22,8 @@ from effgpu import results
 from effgpu.__main__ import main
 from effgpu.attaching import ticking
 from effgpu.benching import bench as commands
-from effgpu.benching import processes
-from effgpu.benching.bench import Bench
+from effgpu.benching import processes, side_by_side
+from effgpu.benching.result import Bench
 from effgpu.measuring import power, timing
 from effgpu.measuring.measurement import Measurement
 
@@ -265,14 +265,14 @@ LOADING = """
     [
         ({"before": "raise SystemExit('no such data')"}, "failed before its first step", "(exit code 1). Its output"),
         ({"before": "raise MemoryError('no room')"}, "out of memory", "MemoryError: no room"),
-        ({"whole": "import time; time.sleep(60)"}, "no tick", "within 1 s: call effgpu.tick() once per step"),
-        ({"whole": "print('trained')"}, "no tick", "ended without a call of effgpu.tick"),
+        ({"whole": "import time; time.sleep(60)"}, "no step", "within 1 s: let it train with an optimizer"),
+        ({"whole": "print('trained')"}, "no step", "or call effgpu.tick() once per step"),
         ({"inside": "time.sleep(0.002 if step < 20 else sys.exit())"}, "ended after", "let it train for more steps"),
         ({"inside": "time.sleep(0.002 if step < 20 else 1 / 0)"}, "failed after", "ZeroDivisionError"),
         ({"inside": "step < 9 or os.kill(os.getpid(), 9)", "before": "import os"}, "killed", "SIGKILL"),
         ({"inside": "time.sleep(0.002 if step < 20 else 600)", "before": STUBBORN}, "hangs after step", "within 1"),
         (THREAD, "tick was called in a thread", "call it in the training loop, once per step"),
-        ({"before": FORK}, "two processes tick", "only one may"),
+        ({"before": FORK}, "two processes train", "only one may"),
         ({"before": f"effgpu.tick()\n{FORK}"}, "tick was called in a second process", "once per step"),
         ({"before": LOADING, "inside": "next(batches)"}, "tick was called in a DataLoader worker", "once per step"),
         ({"tick": "loss=[1, 2]"}, "failed before its first step", "tick(loss=...): expected a number or a tensor"),
@@ -287,7 +287,7 @@ def test_a_fault_is_told_in_a_few_words_and_in_full(training, short, told, monke
 
 
 def test_what_was_measured_before_a_crash_is_kept(monkeypatch):
-    monkeypatch.setitem(commands._TURN, "cpu", 0.01)
+    monkeypatch.setitem(side_by_side._TURN, "cpu", 0.01)
     broken = script("time.sleep(0.004 if step < 200 else 1 / 0)", name="b")
     result = bench(script(name="a"), broken, seconds=30.0, precision=1e-5)
     verdict, note = failing(result)
@@ -427,6 +427,245 @@ def test_one_command_in_two_commits(tmp_path, monkeypatch, capsys):
     assert "nowhere: fatal: invalid reference" in capsys.readouterr().err
 
 
+# Scripts as they are
+
+BUILD = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = DataLoader(TensorDataset(torch.randn(1000, 8)), 16, shuffle=True, drop_last=True)
+count = 0
+"""
+LOOP_AS_IT_IS = """
+while True:
+    for (batch,) in loader:
+        count += 1
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+AS_IT_IS = BUILD + LOOP_AS_IT_IS
+IN_A_FUNCTION = "def main(rank=0):\n" + textwrap.indent(AS_IT_IS, "    ") + "\nif __name__ == '__main__':\n    {call}\n"
+UPDATE = "optimizer.step()\n        optimizer.zero_grad()"
+CLOSURE = """
+while True:
+    for (batch,) in loader:
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+"""
+BY_HAND = """
+        for weight in model.parameters():
+            weight.data -= 1e-3 * weight.grad
+            weight.grad = None
+"""
+CATCHING = """
+while True:
+    for (batch,) in loader:
+        try:
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            raise ValueError
+        except:
+            pass
+"""
+SECOND = "other = torch.nn.Linear(8, 1)\nsecond = torch.optim.Adam(other.parameters())\n"
+KINDS = {  # of scripts without a tick: the code, what ends a step, the samples of one
+    "plain": (AS_IT_IS, "SGD", 16),
+    "accumulates": (
+        BUILD + LOOP_AS_IT_IS.replace(UPDATE, f"if count % 4 == 0:\n            {UPDATE.replace('  ' * 4, '  ' * 6)}"),
+        "SGD",
+        64,
+    ),
+    "closure": (BUILD.replace("SGD(model.parameters(), lr=1e-3)", "LBFGS(model.parameters())") + CLOSURE, "LBFGS", 16),
+    "two optimizers": (
+        BUILD + SECOND + LOOP_AS_IT_IS + "        other(torch.randn(4, 8)).mean().backward()\n        second.step()\n",
+        "SGD",
+        16,
+    ),
+    "no optimizer": (
+        BUILD.replace("optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)", "")
+        + LOOP_AS_IT_IS.replace(f"        {UPDATE}\n", BY_HAND),
+        ticking.BACKWARD,
+        16,
+    ),
+    "evaluates": (
+        BUILD + LOOP_AS_IT_IS + "        for (other,) in loader:\n            model(other)\n            break\n",
+        "SGD",
+        16,
+    ),
+    "workers": (BUILD.replace("drop_last=True", "num_workers=2, persistent_workers=True") + LOOP_AS_IT_IS, "SGD", 16),
+    "own batches": (
+        BUILD.replace("16, shuffle=True, drop_last=True", "batch_sampler=[[1, 2, 3], [4, 5, 6]]") + LOOP_AS_IT_IS,
+        "SGD",
+        3,
+    ),
+    "scaled": (
+        BUILD
+        + 'scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=10**9)\n'
+        + LOOP_AS_IT_IS.replace("loss.backward()", "scaler.scale(loss).backward()").replace(
+            "optimizer.step()", "scaler.step(optimizer)\n        scaler.update()"
+        ),
+        "SGD",
+        16,
+    ),
+    "catches all": (BUILD + CATCHING, "SGD", 16),
+    "in a function": (IN_A_FUNCTION.format(call="main()"), "SGD", 16),
+    "spawned": (
+        IN_A_FUNCTION.format(call="torch.multiprocessing.spawn(main, nprocs=1)").replace("def", "import torch\ndef", 1),
+        "SGD",
+        16,
+    ),
+    "forked": (
+        IN_A_FUNCTION.format(call="torch.multiprocessing.start_processes(main, nprocs=1, start_method='fork')").replace(
+            "def", "import torch\ndef", 1
+        ),
+        "SGD",
+        16,
+    ),
+    "ticks": ("import effgpu\n" + AS_IT_IS + "        effgpu.tick(items=5)\n", ticking.TICKS, 5),
+    "ticks now and then": (
+        "import effgpu\n" + AS_IT_IS + "        count % 9 or effgpu.tick(items=7, loss=count)\n",
+        ticking.TICKS,
+        7,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def as_they_are(tmp_path_factory):
+    """One bench of all kinds of scripts, none of which was changed."""
+    folder = tmp_path_factory.mktemp("scripts")
+    given = {}
+    for kind, (code, *_) in KINDS.items():
+        path = folder / f"{kind.replace(' ', '_')}.py"
+        path.write_text(code)
+        given[kind] = [sys.executable, str(path)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return effgpu.bench(given, seconds=0.1, timeout=100.0, logs=folder / "logs")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_without_a_tick_is_benched_as_it_is(kind, as_they_are):
+    _, source, samples = KINDS[kind]
+    assert not as_they_are[kind].failed and as_they_are.notes == ()
+    assert as_they_are.sources[kind] == source and as_they_are[kind].items == samples
+    assert len(as_they_are[kind].turns) >= 8
+
+
+def test_the_losses_are_what_backward_was_called_on(as_they_are):
+    losses = {kind: list(found.items())[:4] for kind, found in as_they_are.losses.items()}
+    plain = losses["plain"]
+    assert [step for step, _ in plain] == [1, 2, 3, 4] and len({loss for _, loss in plain}) == 4
+    unscaled = [loss for _, loss in losses["scaled"]]
+    assert unscaled == pytest.approx([loss for _, loss in plain], rel=1e-3)
+    for kind in ("workers", "in a function", "spawned", "forked", "ticks", "catches all"):
+        assert losses[kind][0] == plain[0], kind
+    assert losses["accumulates"][0][1] > 2 * plain[0][1], "the sum of four passes"
+    assert losses["closure"][0] == plain[0], "of the first pass alone"
+    assert losses["ticks now and then"] == [(1, 9), (2, 18), (3, 27), (4, 36)], "what a script says itself goes first"
+
+
+def test_what_is_no_batch_of_known_size_has_no_items():
+    """A batch that no DataLoader gave, or of a loader that does not batch."""
+    alone = script(whole=BUILD.replace("16, shuffle=True, drop_last=True", "batch_size=None") + LOOP_AS_IT_IS)
+    (measured,) = bench(alone, seconds=0.1, timeout=60.0)
+    assert measured.items is None and measured.median
+
+
+MODULE = "from .own import build\ncount = 0\nmodel, optimizer, loader = build()\n" + LOOP_AS_IT_IS
+OWN = "def build():\n" + textwrap.indent(BUILD, "    ") + "    return model, optimizer, loader\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", ["-m package.train", "-m accelerate.commands.launch --cpu train.py", "torchrun", "sh"]
+)
+def test_a_launcher_starts_what_it_starts(launcher, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "own.py").write_text(OWN)
+    (tmp_path / "package" / "train.py").write_text(MODULE)
+    (tmp_path / "train.py").write_text(AS_IT_IS)
+    (tmp_path / "run.sh").write_text(f"cd {tmp_path} && exec {sys.executable} train.py\n")
+    words = {"torchrun": "-m torch.distributed.run --standalone --nproc_per_node 1 train.py"}.get(launcher, launcher)
+    command = "sh run.sh" if launcher == "sh" else f"{sys.executable} {words}"
+    (measured,) = result = bench(command, seconds=0.1, timeout=100.0)
+    assert result.notes == () and measured.items == 16 and list(result.sources.values()) == ["SGD"]
+
+
+def test_several_processes_that_train_and_threads_that_do_are_refused_in_one_sentence():
+    code = "import torch.multiprocessing\n" + IN_A_FUNCTION.format(call="torch.multiprocessing.spawn(main, nprocs=2)")
+    both = bench(script(whole=code, name="b"), seconds=0.1, timeout=60.0)
+    assert both.verdict("b.py") == "two processes train" and "only one may" in both.notes[0]
+    code = "import threading\n" + IN_A_FUNCTION.format(call="threading.Thread(target=main).start()")
+    thread = bench(script(whole=code, name="b"), seconds=0.1, timeout=60.0)
+    assert thread.verdict("b.py") == "a step was made in a thread" and "in its main thread" in thread.notes[0]
+
+
+def test_another_sitecustomize_runs_as_ever_and_the_scripts_path_is_its_own(tmp_path, monkeypatch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.was_here = True\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}")
+    before = "assert was_here and not any('startup' in place for place in sys.path), sys.path"
+    assert bench(script(before=before)).notes == ()
+
+
+def test_a_python_without_effgpu_is_named(tmp_path):
+    python = Path(sys.base_prefix, "bin", "python3")
+    if (
+        not python.exists()
+        or subprocess.run([python, "-c", "import effgpu"], env={}, capture_output=True).returncode == 0
+    ):
+        pytest.skip("no such Python")
+    Path("torch.py").write_text("")
+    result = bench(f"PYTHONPATH= {python} {script(whole='import torch').split()[1]}")
+    assert result.baseline.failed == "no effgpu" and "pip install it there" in result.notes[0]
+
+
+# Where it is, and what it will take
+
+
+def test_steps_that_are_long_take_the_fewest_blocks_and_say_so_before(capsys):
+    slow = script("time.sleep(0.3)")
+    result = bench(slow, slow, seconds=0.5)
+    assert len(result.baseline.turns) == 8 and result.steps[result.baseline.label] == 16
+    said = capsys.readouterr().err
+    assert re.search(
+        r"^effgpu: a step takes plain 3.. ms, .* 3.. ms; measuring takes about \d.* s, the least", said, re.M
+    )
+    short = script()
+    bench(short, short)
+    assert re.fullmatch(r"effgpu: a step takes .*; measuring takes about .*\n", capsys.readouterr().err), "and no more"
+
+
+def test_json_goes_to_standard_output_and_has_the_verdicts(capsys):
+    command = script("time.sleep(0.004)")
+    assert main(["bench", command, script("time.sleep(0.012)", name="b"), "--seconds", "0.2", "--json", "-"]) == 0
+    stored = json.loads(capsys.readouterr().out)
+    verdict = stored["bench"]["verdicts"]["b.py"]
+    assert verdict["verdict"] == "slower" and 1 < verdict["low"] < verdict["ratio"] < verdict["high"]
+    assert results.comparison_from_dict(stored).verdict("b.py") == "slower"
+
+
+def test_a_control_is_the_baselines_copy_and_several_verdicts_share_the_confidence():
+    one, two, three = bench(script(name="a"), script("time.sleep(0.008)", name="b"), control=True)
+    assert [m.label for m in (one, two, three)] == ["a.py", "control (the baseline again)", "b.py"]
+    result = bench(script(name="a"), script("time.sleep(0.008)", name="b"), control=True)
+    assert result.confidence == pytest.approx(0.995) and result.verdict("b.py") == "slower"
+    assert "for all of them together. The control shows the noise of this machine." in repr(result)
+
+
 # On a GPU
 
 
@@ -461,9 +700,9 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(tmp_path, monke
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{ROOT}")
-    monkeypatch.setattr(commands, "_ENERGY_SECONDS", 0.6)
-    monkeypatch.setitem(commands._LEAD, "cuda", 0.005)
-    monkeypatch.setitem(commands._TURN, "cuda", 0.01)
+    monkeypatch.setattr(side_by_side, "_ENERGY_SECONDS", 0.6)
+    monkeypatch.setitem(side_by_side._LEAD, "cuda", 0.005)
+    monkeypatch.setitem(side_by_side._TURN, "cuda", 0.01)
     monkeypatch.setattr(timing, "_LATE", 1.0)  # other processes may hold this one up by a few milliseconds
     monkeypatch.setattr(power, "find_board", lambda uuid: "board")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda board, kind: 1500)

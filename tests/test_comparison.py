@@ -99,10 +99,10 @@ def test_blocks_that_agree_decide_from_the_smallest_effect_that_matters_on(ours,
     assert replace(pair(ours, [1.0] * 15), min_effect=min_effect).verdict("ours") == verdict
 
 
-def test_with_fewer_than_fifteen_blocks_or_four_builds_nothing_can_be_concluded():
+def test_with_too_few_blocks_or_builds_nothing_can_be_concluded():
     assert pair([0.5] * 3, [1.0] * 3, builds=4).time_ratio("ours") is None
     assert pair([0.0, *[0.5] * 15], [1.0] * 16).time_ratio("ours").value == 0.5, "the first is too short for the clock"
-    result = pair([0.5] * 14, [1.0] * 14)
+    result = pair([0.5] * 7, [1.0] * 7)
     assert result.time_ratio("ours") is None and result.verdict("ours") == result.tell("ours") == INCONCLUSIVE
     assert result.value("ours", "time") == 0.5 and cells(result, "ours")["against the baseline"] == [INCONCLUSIVE]
 

@@ -13,14 +13,17 @@ from effgpu.measuring.intervals import (
     BUILDS,
     FEWEST_BLOCKS,
     MOST_BLOCKS,
-    ONE_SIDED,
     count_blocks,
+    count_fewest,
+    divide_confidence,
     interval_of_blocks,
     interval_of_builds,
+    one_sided,
+    quantile_of_student,
 )
 
 
-@pytest.mark.parametrize(("options", "confidence"), [((), 0.99), ((ONE_SIDED,), 0.98)])
+@pytest.mark.parametrize(("options", "confidence"), [((), 0.99), ((one_sided(0.99),), 0.98)])
 def test_interval_cuts_as_many_averages_as_the_signed_ranks_allow(options, confidence, n=15):
     """By brute force: the k-th smallest average is above the centre if fewer than k averages are below it."""
     sums = [sum(itertools.compress(range(1, n + 1), signs)) for signs in itertools.product((0, 1), repeat=n)]
@@ -84,10 +87,48 @@ def test_the_interval_of_builds_is_students():
     assert sum(low <= 1 <= high for _, low, high in found) / len(found) == pytest.approx(0.98, abs=0.01)
 
 
-@pytest.mark.parametrize(("find", "expected"), [(interval_of_blocks, "at least 15"), (interval_of_builds, "4")])
+@pytest.mark.parametrize(
+    ("freedom", "confidence", "quantile"),
+    [
+        (1, 0.99, 63.657),
+        (2, 0.99, 9.925),
+        (3, 0.99, 5.841),
+        (4, 0.99, 4.604),
+        (9, 0.99, 3.250),
+        (19, 0.99, 2.861),
+        (10, 0.95, 2.228),
+        (120, 0.99, 2.617),
+        (3, 0.998, 10.215),
+    ],
+)
+def test_the_quantiles_of_student_are_those_of_the_tables(freedom, confidence, quantile):
+    assert quantile_of_student(freedom, confidence) == pytest.approx(quantile, abs=6e-4)
+
+
+@pytest.mark.parametrize("comparisons", [1, 2, 9, 31])
+def test_where_many_are_compared_with_one_all_intervals_hold_together(comparisons):
+    """Of simulated tables of so many true differences of 0, at most 1 in 100 has one that says otherwise."""
+    generator, confidence, wrong = random.Random(comparisons), divide_confidence(comparisons), 0
+    for _ in range(tables := 1500 if comparisons < 31 else 500):
+        intervals = (
+            interval_of_builds([generator.gauss(0, 1) for _ in range(5)], confidence) for _ in range(comparisons)
+        )
+        wrong += any(low > 0 or high < 0 for _, low, high in intervals)
+    assert wrong <= 0.01 * tables + 3 * math.sqrt(0.01 * tables)
+
+
+def test_the_fewest_blocks_are_those_that_an_interval_can_be_had_of():
+    for confidence, fewest in [(0.99, 8), (0.98, 7), (0.995, 9), (divide_confidence(9), 11)]:
+        assert count_fewest(confidence) == fewest and 2 / 2**fewest <= 1 - confidence + 1e-12 < 2 / 2 ** (fewest - 1)
+        values = [float(value) for value in range(fewest)]
+        _, low, high = interval_of_blocks(values, confidence)
+        assert low < 0 and high > fewest - 1, "none is left out"
+
+
+@pytest.mark.parametrize(("find", "expected"), [(interval_of_blocks, "8, got 7"), (interval_of_builds, "two, got 1")])
 def test_too_few_values_for_an_interval(find, expected):
-    with pytest.raises(ValueError, match=f"values: expected {expected}, got 3"):
-        find([1.0] * 3)
+    with pytest.raises(ValueError, match=f"values: expected at least {expected}"):
+        find([1.0] * int(expected[-1]))
 
 
 @pytest.mark.parametrize("sigma", [0.001, 0.04, 0.05, 1.0])

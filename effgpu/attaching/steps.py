@@ -18,7 +18,7 @@ from effgpu.measuring.variants import Step, check_worked
 
 Plan = Generator[int, None, Any]
 _BACKWARD = "_engine_run_backward"  # of torch.autograd: see torch_internals
-TICKS, BACKWARD = "effgpu.tick", "backward passes"
+TICKS, BACKWARD = ticking.TICKS, ticking.BACKWARD
 
 
 def drive(plan: Plan, step: Step) -> Any:
@@ -68,7 +68,7 @@ class Marks:
         except StopIteration as end:
             self._done(end.value)
 
-    def tick(self, items: object = None, loss: object = None) -> None:
+    def tick(self, items: object = None, loss: object = None, metric: object = None) -> None:
         """What `effgpu.tick` calls."""
         self.mark(TICKS)
 

@@ -1,5 +1,6 @@
-"""The script's side of `effgpu bench`: `tick`, called once per step. It loads nothing but Python's own library."""
+"""The script's side of `effgpu bench`: what ends a step, `tick` or a mark. It loads only Python's own library."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -13,49 +14,104 @@ from threading import get_ident
 
 ADDRESS = "EFFGPU_BENCH"  # the environment variable in which the bench tells a script "PORT:TOKEN"
 _ALL_LOSSES, _LOSS_EVERY = 50, 10  # of the first steps every loss is kept, then of every tenth: a copy takes 10 µs
+_REPORT_EVERY = 0.5  # seconds, where all steps are followed
+TICKS, BACKWARD = "effgpu.tick", "backward passes"  # what may end a step, beside an optimizer's
 _VERSIONED = ("torch", "torchvision", "transformers", "datasets")
 
 
-def tick(items: object = None, loss: object = None) -> None:
+def tick(items: object = None, loss: object = None, metric: object = None) -> None:
     """Say that one training step is done: call it once per step, in the loop of the training script.
 
-    `items` are the samples, tokens, ... of the step, `loss` is its loss: numbers, or tensors of one element, which are
-    not read before the end of a turn, so that a GPU never waits for them. Outside of `effgpu bench` this does nothing.
-    Inside, the script waits here while the other command has its turn.
+    `items` are the samples, tokens, ... of the step, `loss` is its loss, `metric` another number to judge it by, such
+    as an accuracy, at the steps that know one: numbers, or tensors of one element, which are not read before the end of
+    a turn, so that a GPU never waits for them. A loss that is not given is what the step called `backward` on. Outside
+    of `effgpu bench` this does nothing. Inside, the script waits here while the other command has its turn. A script
+    without it works, too: its steps are those of its optimizer.
 
     Raises RuntimeError in a thread, a DataLoader worker or a second process, and TypeError for what is no number.
     """
     if _script is not None:
-        _script.tick(items, loss)
+        _script.tick(items, loss, metric)
 
 
 class _Script:
-    """What the ticking process of a command knows. `next` is the step at which its next stage begins."""
+    """What the training process of a command knows. `next` is the step at which its next stage begins.
+
+    `source` is what ends its steps: its own calls of `tick`, or else its optimizer. `seen` has what the step did so far
+    (`marking.py`); None where there is no PyTorch.
+    """
 
     def __init__(self, address: str):
         port, _, self.token = address.partition(":")
         self.port, self.step, self.next = int(port), 0, 1
-        self.losses, self.items, self.counting = [], [], False
+        self.source: str | None = None
+        self.seen = None
+        self.first: tuple | None = None  # the optimizer's first step, while it is not clear whether the script ticks
+        self.losses, self.metrics, self.items, self.counting = [], [], [], False
+        self.stamps: list | None = None  # when each step ended, where all are followed
         self.thread = threading.main_thread().ident
         self.connection: Connection | None = None
         self.stages = self._run()
 
-    def tick(self, items: object, loss: object) -> None:
+    def tick(self, items: object, loss: object, metric: object) -> None:
+        """A step that the script says itself. From the first on, the optimizer's no longer count."""
+        if self.source != TICKS:
+            self._count_ticks()
+        (_, before), self.first = self.first or (None, None), None
+        if loss is None and self.seen:
+            loss = self.seen.take_loss() or before
+        self._end_step(items, loss, metric)
+
+    def mark(self, source: str) -> None:
+        """A step of the optimizer. The first is counted with the second: a call of `tick` may follow it."""
+        if self.source == TICKS:
+            return
+        step = self.seen.take_samples(), self.seen.take_loss()
+        if self.source is None and self.first is None:
+            self.first = step
+            return
+        if self.first:
+            self.source = source
+            (items, loss), self.first = self.first, None
+            self._end_step(items, loss)
+        self._end_step(*step)
+
+    def keeps_loss(self) -> bool:
+        """Whether the loss of the step that is under way is wanted."""
+        step = self.step + 1
+        return self.stamps is not None or step <= _ALL_LOSSES or step % _LOSS_EVERY == 0
+
+    def _count_ticks(self) -> None:
+        """Count the script's own calls from 1, whatever the optimizer's count was."""
+        self.source, self.restarted = TICKS, self.counting
+        self.next -= self.step
+        self.step, self.losses, self.metrics = 0, [], []
+        if self.stamps is not None:
+            self.stamps = []
+
+    def _end_step(self, items: object, loss: object, metric: object = None) -> None:
         """Note a step. The stages between turns cost nothing but a comparison here."""
         if get_ident() != self.thread:
             self._refuse()
+        if loss is not None and self.keeps_loss():
+            self.losses.append((self.step + 1, _keep(loss)))
         self.step = step = self.step + 1
-        if loss is not None and (step % _LOSS_EVERY == 0 or step <= _ALL_LOSSES):
-            self.losses.append((step, _keep(loss)))
+        if metric is not None:
+            self.metrics.append((step, _keep(metric)))
         if self.counting:
             self.items.append(items if items.__class__ is int else _keep(items))
+        if self.stamps is not None:
+            self.stamps.append(self.clock.stamp())
         if step == self.next:
             next(self.stages, None)
 
     def _refuse(self) -> None:
         """Tell the bench and raise an error: a library may catch it, or a thread end with it."""
         where = "a DataLoader worker" if _is_worker() else "a second process" if self.thread is None else "a thread"
-        told = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
+        if self.source == TICKS:
+            told = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
+        else:
+            told = f"a step was made in {where}: let one process train, in its main thread"
         with contextlib.suppress(OSError):
             self._connect().send({"token": self.token, "fault": told})
         raise RuntimeError(told)
@@ -65,19 +121,39 @@ class _Script:
         if not self._join():
             return
         while order := self.connection.receive():
-            clock = _GpuClock() if self.on_gpu else _CpuClock()
+            self.clock = _GpuClock() if self.on_gpu else _CpuClock()
+            if "until" in order:
+                yield from self._follow(order["until"])
+                continue
             if order["lead"]:
                 self.next += order["lead"]
                 yield
-            self.items, self.counting = [], True
-            self.next += order["steps"]
-            clock.start()
-            yield
-            seconds, late = clock.stop()
+            self.restarted = True
+            while self.restarted:  # again where the script's first call of `tick` came in a turn
+                self.items, self.counting, self.restarted = [], True, False
+                self.next = self.step + order["steps"]
+                self.clock.start()
+                yield
+            seconds, late = self.clock.stop()
             self.counting = False
             turn = {"seconds": seconds, "late": late, "steps": order["steps"], "items": self._sum()}
             self.connection.send(self._report() | turn)
         os.killpg(os.getpgrp(), signal.SIGKILL)  # the bench is gone: end, with all processes that the script started
+
+    def _follow(self, until: int | None) -> Iterator[None]:
+        """Report each step with its time, up to step `until` or to the script's end."""
+        self.stamps, sent = [], time.perf_counter()
+        atexit.register(self._report_rest, os.getpid())
+        while until is None or self.step < until:
+            self.next = self.step + 1
+            yield
+            if self.step == until or time.perf_counter() - sent > _REPORT_EVERY:
+                self.connection.send(self._report())
+                sent = time.perf_counter()
+
+    def _report_rest(self, process: int) -> None:
+        if self.stamps and os.getpid() == process:
+            self.connection.send(self._report())
 
     def _join(self) -> bool:
         """Connect to the bench after the first step; False in a rank that does not tick."""
@@ -94,6 +170,7 @@ class _Script:
         except OSError:
             raise SystemExit("effgpu.tick: the bench that started this script is gone") from None
         about = {"pid": os.getpid(), "group": os.getpgrp(), "ranks": ranks, "kind": "cuda" if self.on_gpu else "cpu"}
+        about["at"] = time.monotonic()
         self.connection.send({"token": self.token} | about | self._describe() | self._report())
         return True
 
@@ -119,9 +196,13 @@ class _Script:
 
     def _report(self) -> dict:
         """Where the script is, with the losses since the last report. Not within a timed window: it reads tensors."""
-        losses = [(step, self._number("loss", loss)) for step, loss in self.losses]
-        self.losses = []
-        return {"step": self.step, "losses": losses, "peak": _peak(self.on_gpu), "workers": _count_workers()}
+        told = {"step": self.step, "source": self.source, "peak": _peak(self.on_gpu), "workers": _count_workers()}
+        told["losses"] = [(step, self._number("loss", loss)) for step, loss in self.losses]
+        told["metrics"] = [(step, self._number("metric", metric)) for step, metric in self.metrics]
+        self.losses, self.metrics = [], []
+        if self.stamps:
+            told["stamps"], self.stamps = self.clock.read(self.stamps), []
+        return told
 
     def _sum(self) -> float | None:
         """The items of the counted steps; None if a step named none."""
@@ -130,6 +211,8 @@ class _Script:
         return sum(self._number("items", items) for items in self.items)
 
     def _number(self, name: str, value: object) -> float:
+        if isinstance(value, Pieces):
+            return sum(map(float, value))
         try:
             return float(value)
         except (TypeError, ValueError) as error:
@@ -167,14 +250,27 @@ class Connection:
         self.socket.close()
 
 
+class Pieces(list):
+    """The losses of the backward passes of one step, which are added when they are read."""
+
+
 class _CpuClock:
-    """Seconds of a window, and seconds of work that was still running after it: of a CPU, none."""
+    """Seconds of a window, and seconds of work that was still running after it: of a CPU, none.
+
+    `stamp` notes a moment, and `read` gives the noted ones as seconds of the system's clock.
+    """
 
     def start(self) -> None:
         self.began = time.perf_counter()
 
     def stop(self) -> tuple[float, float]:
         return time.perf_counter() - self.began, 0.0
+
+    def stamp(self) -> float:
+        return time.monotonic()
+
+    def read(self, stamps: list) -> list[float]:
+        return stamps
 
 
 class _GpuClock:
@@ -187,6 +283,8 @@ class _GpuClock:
         self.began, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for event in (self.began, self.ended):
             event.record()  # the first time, CUDA makes the event: not while steps are timed
+        self.cuda.synchronize()
+        self.origin = time.monotonic()  # when `began` was recorded, as far as stamps are read
 
     def start(self) -> None:
         self.began.record()
@@ -198,9 +296,20 @@ class _GpuClock:
         self.cuda.synchronize()
         return self.began.elapsed_time(self.ended) / 1000, time.perf_counter() - done
 
+    def stamp(self) -> object:
+        event = self.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, stamps: list) -> list[float]:
+        stamps[-1].synchronize()
+        return [self.origin + self.began.elapsed_time(event) / 1000 for event in stamps]
+
 
 def _keep(value: object) -> object:
     """A tensor's value as of now, without a wait: the script may write to the tensor again."""
+    if isinstance(value, Pieces):
+        return value
     detach = getattr(value, "detach", None)
     return value if detach is None else detach().clone()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from effgpu.attaching import startup
 from effgpu.attaching.commands import Command, read_command
 from effgpu.attaching.ticking import ADDRESS, Connection
 from effgpu.measuring import device
@@ -27,7 +28,9 @@ _OUT_OF_MEMORY = re.compile(
     "|".join([*device.OUT_OF_MEMORY, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]), re.M
 )
 _BUSY = "busy or unavailable"  # CUDA's error where a GPU is in the mode EXCLUSIVE_PROCESS
-_HINT = "call effgpu.tick() once per step, in the training loop (transformers: callbacks=[effgpu.TickCallback()])"
+_STARTUP = str(Path(startup.__file__).parent)
+_HINT = "let it train with an optimizer of PyTorch's, or call effgpu.tick() once per step"
+_NO_EFFGPU = "cannot show its steps to the bench (ModuleNotFoundError: No module named 'effgpu"
 
 
 class Fault(Exception):
@@ -41,11 +44,19 @@ class Fault(Exception):
         self.short, self.crowded = short, crowded
 
 
-class Process:
-    """A running command. `hello` is what its script said at its first tick, `last` what it reported most recently."""
+class Ended(Fault):
+    """The script came to its end, without an error, after its first step."""
 
-    def __init__(self, command: Command, log: Path, timeout: float):
-        self.command, self.log, self.timeout = command, log, timeout
+
+class Process:
+    """A running command. `hello` is what its script said at its first step, `last` what it reported most recently.
+
+    `idle` is called every second while nothing comes. `began` is when it started, in seconds of the system's clock.
+    """
+
+    def __init__(self, command: Command, log: Path, timeout: float, idle: Callable[[], object] = lambda: None):
+        self.command, self.log, self.timeout, self.idle = command, log, timeout, idle
+        self.began = 0.0
         self.hello: dict | None = None
         self.last: dict = {}
         self._token = secrets.token_hex(16)
@@ -56,12 +67,15 @@ class Process:
         self._groups: set[int] = set()
 
     def start(self) -> None:
-        """Start the command, its output going to the end of the log, and wait for its first tick.
+        """Start the command, its output going to the end of the log, and wait for its first step.
 
-        Raises Fault if it does not start, fails, or does not tick in time.
+        Raises Fault if it does not start, fails, or makes no step in time.
         """
         self._listener = socket.create_server(("127.0.0.1", 0))
-        address = {ADDRESS: f"{self._listener.getsockname()[1]}:{self._token}"}
+        variables = os.environ | self.command.variables
+        variables[ADDRESS] = f"{self._listener.getsockname()[1]}:{self._token}"
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, variables.get("PYTHONPATH")]))
+        self.began = time.monotonic()
         with open(self.log, "ab") as output:
             self._begin = output.tell()
             try:
@@ -70,7 +84,7 @@ class Process:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | self.command.variables | address,
+                    env=variables,
                     cwd=self.command.folder,
                     process_group=0,  # not a session: the system ends a group that is frozen when the bench is killed
                 )
@@ -81,8 +95,8 @@ class Process:
         while self.hello is None:
             self._receive(1.0)
             if self.hello is None and time.monotonic() > deadline:
-                told = f"did not call effgpu.tick within {self.timeout:g} s: {_HINT}, or raise --timeout"
-                raise self._fault("no tick", told)
+                why = f"made no step within {self.timeout:g} s: {_HINT}, or raise --timeout"
+                raise self._fault("no step", why)
 
     def turn(self, lead: int, steps: int, expected: float = 0.0, meanwhile: Callable[[], object] | None = None) -> dict:
         """Let the script run `lead` steps and time `steps` more; returns its report.
@@ -97,10 +111,22 @@ class Process:
             if meanwhile:
                 meanwhile()
             if time.monotonic() > deadline:
-                at = f"after step {self.last['step']}"
-                raise self._fault(f"hangs {at}", f"hangs {at}: no answer within {patience:.3g} s (--timeout)")
+                raise self._hangs(patience)
         self._signal(signal.SIGSTOP)  # so that no process loads data ahead or disturbs the other's turn
         return report
+
+    def follow(self, until: int | None) -> Iterator[dict]:
+        """Let the script run up to step `until`, or to its end; yields its reports as they come.
+
+        Raises Ended if the script ends by itself, and another Fault if it crashes or hangs.
+        """
+        self._connection.send({"until": until})
+        while until is None or self.last["step"] < until:
+            deadline = time.monotonic() + self.timeout
+            while (report := self._receive(1.0)) is None:
+                if time.monotonic() > deadline:
+                    raise self._hangs(self.timeout)
+            yield report
 
     def ask_to_end(self) -> None:
         """Ask all processes of the command to end, frozen ones too."""
@@ -140,6 +166,8 @@ class Process:
             raise self._ended()
         elif self._connection is None and self._popen.poll() is not None:
             raise self._ended()
+        elif not ready and seconds >= 1.0:
+            self.idle()
         return None
 
     def _admit(self) -> None:
@@ -154,8 +182,8 @@ class Process:
         elif "fault" in message:
             raise self._fault(message["fault"].partition(":")[0].removeprefix("effgpu."), message["fault"])
         elif self._connection:
-            told = f"two processes call effgpu.tick ({self.hello['pid']} and {message['pid']}): only one may"
-            raise self._fault("two processes tick", told)
+            both = f"{self.hello['pid']} and {message['pid']}"
+            raise self._fault("two processes train", f"two processes train ({both}): only one may")
         else:
             self._connection, self.hello, self.last = connection, message, message
             if message["group"] != os.getpgrp():
@@ -174,19 +202,25 @@ class Process:
         if code and _BUSY in self._output():
             return self._fault("refused by the GPU", f"found the GPU in use by another process ({how})", crowded=True)
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL):  # the latter as a shell reports it
-            told = f"was killed ({how}), as the system does when the host's memory runs out"
-            return self._fault("killed", told, crowded=True)
+            why = f"was killed ({how}), as the system does when the host's memory runs out"
+            return self._fault("killed", why, crowded=True)
+        if self.hello is None and _NO_EFFGPU in self._output():
+            return self._fault("no effgpu", "is run by a Python that has no effgpu: pip install it there")
         if code == 0 and self.hello is None:
-            return self._fault("no tick", f"ended without a call of effgpu.tick: {_HINT}")
+            return self._fault("no step", f"ended without two steps: {_HINT}")
         at = f"after step {self.last['step']}" if self.hello else "before its first step"
         if code == 0:
-            return self._fault(f"ended {at}", f"ended {at} or later: let it train for more steps")
+            return self._fault(f"ended {at}", f"ended {at} or later: let it train for more steps", kind=Ended)
         return self._fault(f"failed {at}", f"failed {at} ({how})")
 
-    def _fault(self, short: str, told: str, *, crowded: bool = False) -> Fault:
+    def _hangs(self, seconds: float) -> Fault:
+        at = f"after step {self.last['step']}"
+        return self._fault(f"hangs {at}", f"hangs {at}: no answer within {seconds:.3g} s (--timeout)")
+
+    def _fault(self, short: str, why: str, *, crowded: bool = False, kind: type[Fault] = Fault) -> Fault:
         lines = [line for line in self._output().splitlines() if line.strip()][-_LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
-        return Fault(short, f"{told}. Its output is in {self.log}{':' if lines else ''}{shown}", crowded=crowded)
+        return kind(short, f"{why}. Its output is in {self.log}{':' if lines else ''}{shown}", crowded=crowded)
 
     def _output(self) -> str:
         """The end of what the script has written."""

@@ -24,7 +24,16 @@ from effgpu.measuring.device import (
     is_out_of_memory,
     random_states_kept,
 )
-from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, interval_of_blocks, interval_of_builds
+from effgpu.measuring.intervals import (
+    BUILDS,
+    CONFIDENCE,
+    FEWEST_BLOCKS,
+    MOST_BLOCKS,
+    count_fewest,
+    divide_confidence,
+    interval_of_blocks,
+    interval_of_builds,
+)
 from effgpu.measuring.turns import take_blocks, take_builds
 from effgpu.measuring.variants import Stage, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
@@ -97,11 +106,13 @@ class Measurement:
         return f"{self.label}: {', '.join(told)} on {self.device.label}"
 
 
-def find_interval(logs: list[float], builds: int = 1, **confidence: float) -> tuple[float, float, float] | None:
+def find_interval(
+    logs: list[float], builds: int = 1, confidence: float = CONFIDENCE
+) -> tuple[float, float, float] | None:
     """Middle, low and high end for the logarithms of blocks, or of so many builds; None for too few of them."""
     if builds > 1:
-        return interval_of_builds(logs, **confidence) if len(logs) == BUILDS else None
-    return interval_of_blocks(logs, **confidence) if len(logs) >= FEWEST_BLOCKS else None
+        return interval_of_builds(logs, confidence) if len(logs) >= builds else None
+    return interval_of_blocks(logs, confidence) if len(logs) >= count_fewest(confidence) else None
 
 
 def measure(variant: Variant, **options) -> Measurement:
@@ -271,6 +282,7 @@ class _Run:
                 seconds=self.seconds,
                 blocks=self.blocks,
                 capped=self.capped,
+                confidence=divide_confidence(len(self.variants) - 1),
                 say=partial(self.progress.show, "timing"),
             )
             for label in self.shown("energy") if self.energy else ():

@@ -25,6 +25,7 @@ CHECKED = {
     "torch.cuda._lazy_call": "2.14.1",
     # to see a script's steps
     "torch.amp.GradScaler._maybe_opt_step": "2.14.1",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "2.14.1",  # its _sampler_iter and _next_index
     # to predict: fake tensors, and what cannot run on them
     "torch._subclasses.fake_tensor": "2.14.1",
     "torch._subclasses.fake_tensor.FakeTensor": "2.14.1",

@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
+from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
 
 Turn = Callable[[str], object]  # take a turn of the one with this label
 Alive = Callable[[], list[str]]  # the labels of those that can still take turns
@@ -20,18 +20,21 @@ def take_blocks(
     seconds: float,
     blocks: int | None = None,
     capped: bool = False,
+    fewest: int = FEWEST_BLOCKS,
+    confidence: float = CONFIDENCE,
     say: Say = lambda done, total, left: None,
 ) -> None:
     """Take turns in blocks: each one has a turn in a random order, and another in the reverse order.
 
     So drift cancels within a block, and no one always comes after the same other. One block is one observation.
     `ratios` gives, for each comparison, the logarithms of the blocks' ratios so far. The first 15 blocks tell how many
-    are needed for intervals of ±`target`, a share. There are at most 80, and no more than take `seconds` of each one's
-    time. `blocks` sets their number. `capped` takes no more than fit into `seconds`, be they too few for an interval.
-    `say` is told before each turn how far it is.
+    are needed for intervals of ±`target`, a share, with this `confidence`. There are at most 80, and no more than take
+    `seconds` of each one's time. Where 15 would take more than one and a half times that, there are `fewest`.
+    `blocks` sets their number. `capped` takes no more than fit into `seconds`, even if they are too few for an
+    interval. `say` gets, before each turn, how far it is.
     """
-    first = 1 if capped else FEWEST_BLOCKS
-    wanted, done, began = blocks or first, 0, time.perf_counter()
+    fewest = 1 if capped else fewest
+    wanted, done, began = blocks or fewest, 0, time.perf_counter()
     while done < wanted and (order := alive()):
         random.SystemRandom().shuffle(order)  # leaves the reader's own generator alone
         for number, label in enumerate([*order, *reversed(order)]):
@@ -41,10 +44,21 @@ def take_blocks(
             say(turns * done + number, turns * wanted, left)
             take_turn(label)
         done += 1
-        if done == first and not blocks and (order := alive()):
-            block = max(time.perf_counter() - began, 1e-9) / done / len(order)  # seconds of each one's time
-            needed = [FEWEST_BLOCKS] if capped else [count_blocks(logs, target) for logs in ratios()]
-            wanted = max(done, int(min(max(needed, default=done), MOST_BLOCKS, seconds / block)))
+        if blocks or done not in (fewest, FEWEST_BLOCKS) or not (order := alive()):
+            continue
+        fit = seconds * done * len(order) / max(time.perf_counter() - began, 1e-9)  # blocks within each one's seconds
+        if capped:
+            wanted = int(max(fewest, min(FEWEST_BLOCKS, fit)))
+        elif done < FEWEST_BLOCKS:
+            wanted = choose_blocks(fit, fewest)
+        else:
+            needed = max((count_blocks(logs, target, confidence) for logs in ratios()), default=done)
+            wanted = int(max(done, min(needed, MOST_BLOCKS, fit)))
+
+
+def choose_blocks(fit: float, fewest: int) -> int:
+    """How many blocks come first where so many fit into the seconds that are given."""
+    return FEWEST_BLOCKS if 1.5 * fit >= FEWEST_BLOCKS else fewest
 
 
 def take_builds(alive: Alive, take_turn: Turn, say: Say = lambda done, total, left: None) -> None:

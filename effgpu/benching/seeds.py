@@ -1,0 +1,301 @@
+"""What commands that train with the same seeds give: speed and loss, each with an interval over seeds."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from effgpu import units
+from effgpu.benching.result import Bench
+from effgpu.comparison import INCONCLUSIVE, SAME, Comparison, Ratio, read_fields
+from effgpu.measuring.intervals import CONFIDENCE, interval_of_builds, one_sided, quantile_of_student
+from effgpu.measuring.measurement import Measurement
+
+LOWER, HIGHER = "lower", "higher"
+MIN_EFFECT = 0.01  # a smaller difference of a loss or a metric counts as none
+POWER = 0.9  # how often as many seeds as are asked for show a difference of that size
+MOST_SEEDS = 1000  # more are not counted
+_SHARE_AT_THE_END = 10  # the last tenth of the steps
+_SMOOTHED = 10  # steps whose mean loss says that a loss is reached
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training with one seed. Seconds are from the start of its command, None where nothing is known.
+
+    `seconds_per_step` leaves out the first steps. `loss` and `metric` are those at the end. `seconds_to_loss` is when
+    the loss that was asked for was reached. `curve` has (step, seconds, loss) for equal parts of the training, `digits`
+    tells the losses of two runs apart. `failed` says why there is no result.
+    """
+
+    seed: int
+    steps: int = 0
+    seconds_per_step: float | None = None
+    loss: float | None = None
+    metric: float | None = None
+    seconds_to_loss: float | None = None
+    curve: tuple[tuple[int, float, float], ...] = ()
+    digits: str | None = None
+    peak: int | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """How much a number at the end of training differs from the baseline's, as a share of it, with its interval.
+
+    `within` is the smallest share within which two one-sided tests call the two the same. `spread` is the standard
+    deviation of the pairs' differences, `confidence` that of the interval.
+    """
+
+    value: float
+    low: float
+    high: float
+    within: float
+    spread: float
+    confidence: float
+
+    @property
+    def seeds(self) -> int | None:
+        """About how many seeds show a difference of 1 %; None for more than 1,000."""
+        return count_seeds(self.spread, MIN_EFFECT, self.confidence)
+
+    @property
+    def verdict(self) -> str:
+        """Same within 1 %; lower or higher if the interval excludes 0, as it is shown, and the change is beyond 1 %."""
+        if self.within <= MIN_EFFECT:
+            return SAME
+        if abs(self.value) > MIN_EFFECT and round(self.low, 3) > 0:
+            return HIGHER
+        if abs(self.value) > MIN_EFFECT and round(self.high, 3) < 0:
+            return LOWER
+        return INCONCLUSIVE
+
+    def __str__(self) -> str:
+        verdict = self.verdict
+        if verdict == SAME:
+            return f"{SAME} (within {100 * MIN_EFFECT:g} %)"
+        if verdict == INCONCLUSIVE:
+            return f"{INCONCLUSIVE} (±{_percent((self.high - self.low) / 2).lstrip('+')} %)"
+        low, high = (f"{_percent(end)} %" for end in (self.low, self.high))
+        return f"{verdict}: {_percent(self.value)} % [{low}, {high}]"
+
+
+def _percent(share: float) -> str:
+    number = 100 * share
+    return f"{number:+.{0 if abs(number) >= 100 else 1}f}".replace("-", "−")
+
+
+def find_change(
+    ours: Sequence[float], theirs: Sequence[float], confidence: float = CONFIDENCE, *, ratios: bool = True
+) -> Change | None:
+    """The change from `theirs` to `ours`, paired by seed, by Student's t; None for fewer than two seeds.
+
+    With `ratios` on logarithms, where all are positive; else on differences, as shares of the mean of `theirs`.
+    """
+    if len(ours) < 2:
+        return None
+    if ratios and min(*ours, *theirs) > 0:
+        values, share = [math.log(a / b) for a, b in zip(ours, theirs)], math.expm1
+    else:
+        size = abs(statistics.fmean(theirs)) or 1.0
+        values, share = [(a - b) / size for a, b in zip(ours, theirs)], float
+    _, low, high = interval_of_builds(values, one_sided(confidence))
+    middle = map(share, interval_of_builds(values, confidence))
+    return Change(*middle, share(max(high, -low)), statistics.stdev(values), confidence)
+
+
+def count_seeds(spread: float, effect: float, confidence: float = CONFIDENCE) -> int | None:
+    """About how many seeds show a difference of `effect`, in 9 of 10 cases; None for more than 1,000.
+
+    `spread` is the standard deviation of the differences of a pair.
+    """
+    for seeds in range(2, MOST_SEEDS + 1):
+        errors = quantile_of_student(seeds - 1, confidence) + quantile_of_student(seeds - 1, 2 * POWER - 1)
+        if errors * spread / math.sqrt(seeds) <= effect:
+            return seeds
+    return None
+
+
+def at_the_end(values: Mapping[int, float], steps: int) -> float | None:
+    """The mean over the last tenth of the steps; the last value where there is none in it."""
+    last = [value for step, value in values.items() if step > steps - max(1, round(steps / _SHARE_AT_THE_END))]
+    last = last or [values[max(values)]] if values else last
+    return statistics.fmean(last) if last else None
+
+
+def reached(losses: Mapping[int, float], seconds: Mapping[int, float], target: float) -> float | None:
+    """The seconds at which the mean loss of the last ten steps was first `target` or less."""
+    steps = sorted(losses.keys() & seconds.keys())
+    for place in range(_SMOOTHED, len(steps) + 1):
+        if statistics.fmean(losses[step] for step in steps[place - _SMOOTHED : place]) <= target:
+            return seconds[steps[place - 1]]
+    return None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The losses of trainings, to be drawn: by label, those of each seed as (step, seconds, loss)."""
+
+    name: str
+    device: str
+    by_label: dict[str, list[tuple[tuple[int, float, float], ...]]]
+
+
+@dataclass(frozen=True, repr=False)
+class SeedBench(Bench):
+    """A comparison of commands over seeds. `runs` has, by label, the training with each seed.
+
+    `until` is the step at which each training was ended, None where the scripts end by themselves; `until_loss` the
+    loss whose time is reported.
+    """
+
+    runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
+    until: int | None = None
+    until_loss: float | None = None
+
+    def kept(self, label: str) -> list[Run]:
+        """The runs of the seeds with which no command failed that has any result."""
+        failed = {run.seed for m in self if not m.failed for run in self.runs[m.label] if run.failed}
+        finished = [{run.seed for run in self.runs[m.label]} for m in self if not m.failed]
+        common = set.intersection(*finished) - failed if finished else set()
+        return [run for run in self.runs[label] if run.seed in common]
+
+    def change(self, label: str, what: str) -> Change | None:
+        """How "loss" or "metric" at the end differs from the baseline's; None where one is not known or not finite."""
+        ours, theirs = ([getattr(run, what) for run in self.kept(each)] for each in (label, self.baseline.label))
+        if len(ours) != len(theirs) or not all(
+            value is not None and math.isfinite(value) for value in [*ours, *theirs]
+        ):
+            return None
+        return find_change(ours, theirs, self.confidence, ratios=what == "loss")
+
+    def end(self, label: str, what: str) -> float | None:
+        """The mean over seeds of "loss" or "metric" at the end."""
+        values = [getattr(run, what) for run in self.kept(label)]
+        return statistics.fmean(values) if values and None not in values else None
+
+    def time_to_loss(self, label: str) -> Ratio | None:
+        """The seconds to the loss that was asked for over the baseline's; None where a seed did not reach it."""
+        ours, theirs = ([run.seconds_to_loss for run in self.kept(each)] for each in (label, self.baseline.label))
+        if len(ours) < 2 or None in ours or None in theirs:
+            return None
+        logs = [math.log(a / b) for a, b in zip(ours, theirs)]
+        _, low, high = interval_of_builds(logs, one_sided(self.confidence))
+        return Ratio(*map(math.exp, interval_of_builds(logs, self.confidence)), within=math.expm1(max(high, -low)))
+
+    @property
+    def seeds_change_nothing(self) -> list[str]:
+        """The labels of commands whose losses are the same with every seed, digit for digit."""
+        digits = {label: [run.digits for run in runs if run.digits] for label, runs in self.runs.items()}
+        return [label for label, found in digits.items() if len(found) > 1 and len(set(found)) == 1]
+
+    def tell_end(self, label: str, what: str) -> str:
+        """A loss or a metric at the end against the baseline's, in words."""
+        if label == self.baseline.label or self[label].failed:
+            return self.verdict(label)
+        ours, theirs = self.kept(label), self.kept(self.baseline.label)
+        values = [getattr(run, what) for run in [*ours, *theirs]]
+        if not values or None in values:
+            return units.NOT_MEASURED
+        for who, runs in ((label, ours), ("the baseline", theirs)):
+            if lost := [run for run in runs if not math.isfinite(getattr(run, what))]:
+                whose = "" if who == label else f" {who}"
+                return f"not finite in {len(lost)} of {len(runs)} seeds{' of' + whose if whose else ''}"
+        if self.seeds_change_nothing:
+            return "the seeds change nothing"
+        if what == "loss" and ours[0].digits and [run.digits for run in ours] == [run.digits for run in theirs]:
+            return f"{SAME}, digit for digit"
+        change = self.change(label, what)
+        return str(change) if change else INCONCLUSIVE
+
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        """Those of a comparison; behind its speed the loss and the metric, each against the baseline's."""
+        columns = Comparison._columns(self)
+        place = 1 + [name for name, _ in columns].index("against the baseline")
+        return [*columns[:place], *self._end_columns(), *columns[place:], self._steps_column()]
+
+    def _end_columns(self) -> list[tuple[str, list[str]]]:
+        columns = []
+        for what in ("loss", "metric"):
+            ends = [self.end(m.label, what) for m in self]
+            if any(end is not None for end in ends):
+                cells = [units.NOT_MEASURED if end is None else f"{end:.4g}" for end in ends]
+                columns.append((f"{what} at the end", cells))
+                columns.append((f"{what} against the baseline", [self.tell_end(m.label, what) for m in self]))
+        if self.until_loss is not None:
+            columns.append((f"time to loss {self.until_loss:g}", [self._tell_reached(m) for m in self]))
+            ratios = [self.time_to_loss(m.label) if m is not self.baseline else None for m in self]
+            cells = [str(ratio.tell(self.min_effect)) if ratio else units.NOT_MEASURED for ratio in ratios]
+            columns.append(("against the baseline", cells))
+        return columns
+
+    def _tell_reached(self, m: Measurement) -> str:
+        found = [run.seconds_to_loss for run in self.kept(m.label)]
+        if lost := found.count(None):
+            return f"not reached with {lost} of {len(found)} seeds"
+        return units.format_seconds(statistics.fmean(found) if found else None)
+
+    def _steps_column(self) -> tuple[str, list[str]]:
+        return "seeds", [str(len(self.kept(m.label))) for m in self]
+
+    def how_timed(self) -> str:
+        """How the commands ran, in one sentence."""
+        steps = f"to step {self.until}" if self.until else "to their ends"
+        return (
+            f"One training at a time, {steps}; a pair with the same seed is one observation (Student's t)."
+            f" Loss at the end: the mean of the last tenth of the steps.{self._tell_sources()}"
+        )
+
+    def verdicts(self) -> dict[str, dict]:
+        """Those of a bench on time, and for "loss", "metric" and "time_to_loss" the same where they are known."""
+        found = super().verdicts()
+        for label, one in found.items():
+            for what in ("loss", "metric"):
+                if change := self.change(label, what):
+                    one[what] = {"verdict": change.verdict, **asdict(change), "seeds": change.seeds}
+            if ratio := self.time_to_loss(label):
+                ends = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
+                one["time_to_loss"] = {"verdict": ratio.verdict(self.min_effect), **ends}
+        return found
+
+    @property
+    def curves(self) -> Curves:
+        """The losses of all runs that did not fail, which `plot` draws against steps and against time."""
+        by_label = {m.label: [run.curve for run in self.runs[m.label] if run.curve] for m in self}
+        return Curves(self.name, self.device.label, {label: curves for label, curves in by_label.items() if curves})
+
+    def to_dict(self) -> dict:
+        """The bench in JSON's types, with the runs of each seed."""
+        stored = super().to_dict()
+        rows = {label: [_finite(asdict(run)) for run in runs] for label, runs in self.runs.items()}
+        seeds = {"runs": rows, "until": self.until, "until_loss": self.until_loss}
+        return stored | {"kind": "seeds", "bench": stored["bench"] | seeds}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping) -> "SeedBench":
+        """A bench from what `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        runs = {
+            label: tuple(Run(**read_fields(Run, _with_nan(row))) for row in rows)
+            for label, rows in stored["bench"]["runs"].items()
+        }
+        bench = Bench.from_dict(stored)
+        own = {name: getattr(bench, name) for name in Bench.__dataclass_fields__}
+        return cls(**own, runs=runs, until=stored["bench"]["until"], until_loss=stored["bench"]["until_loss"])
+
+
+_NOT_FINITE = "not finite"  # JSON has no NaN
+
+
+def _finite(value: object) -> object:
+    return _each(value, lambda x: _NOT_FINITE if isinstance(x, float) and not math.isfinite(x) else x)
+
+
+def _with_nan(value: object) -> object:
+    return _each(value, lambda x: math.nan if isinstance(x, str) and x == _NOT_FINITE else x)
+
+
+def _each(value: object, change: Callable[[object], object]) -> object:
+    if isinstance(value, Mapping):
+        return {key: _each(one, change) for key, one in value.items()}
+    return [_each(one, change) for one in value] if isinstance(value, list | tuple) else change(value)
