@@ -503,7 +503,11 @@ KINDS = {  # of scripts without a tick: the code, what ends a step, the samples 
         "SGD",
         16,
     ),
-    "workers": (BUILD.replace("drop_last=True", "num_workers=2, persistent_workers=True") + LOOP_AS_IT_IS, "SGD", 16),
+    "workers": (
+        BUILD.replace("drop_last=True", "drop_last=True, num_workers=2, persistent_workers=True") + LOOP_AS_IT_IS,
+        "SGD",
+        16,
+    ),
     "own batches": (
         BUILD.replace("16, shuffle=True, drop_last=True", "batch_sampler=[[1, 2, 3], [4, 5, 6]]") + LOOP_AS_IT_IS,
         "SGD",
@@ -608,7 +612,8 @@ def test_several_processes_that_train_and_threads_that_do_are_refused_in_one_sen
     code = "import torch.multiprocessing\n" + IN_A_FUNCTION.format(call="torch.multiprocessing.spawn(main, nprocs=2)")
     both = bench(script(whole=code, name="b"), seconds=0.1, timeout=60.0)
     assert both.verdict("b.py") == "two processes train" and "only one may" in both.notes[0]
-    code = "import threading\n" + IN_A_FUNCTION.format(call="threading.Thread(target=main).start()")
+    call = "thread = threading.Thread(target=main)\n    thread.start()\n    thread.join()"
+    code = "import threading, torch\n" + IN_A_FUNCTION.format(call=call)
     thread = bench(script(whole=code, name="b"), seconds=0.1, timeout=60.0)
     assert thread.verdict("b.py") == "a step was made in a thread" and "in its main thread" in thread.notes[0]
 

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from effgpu import comparison
-from effgpu.comparison import FASTER, INCONCLUSIVE, QUANTITIES, SAME, SLOWER, Comparison, Ratio, compare
+from effgpu.comparison import CONTROL, FASTER, INCONCLUSIVE, QUANTITIES, SAME, SLOWER, Comparison, Ratio, compare
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
@@ -403,3 +403,26 @@ def test_a_tenth_more_work_is_slower_on_this_gpu():
     result = compare({"20": products(20), "22": products(22)}, seconds=1, energy=False)
     assert result.verdict("22") == SLOWER
     assert result.time_ratio("22").value == pytest.approx(1.1, abs=0.05)
+
+
+def test_a_control_is_a_row_of_its_own_and_several_variants_share_the_confidence(tiny, monkeypatch):
+    """What stored results say stays as it was: without the field, each of their intervals has 99 %."""
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.05")
+    variants = {"a": tiny, "b": tiny}
+    result = compare(variants, items={"a": 2, "b": 3}, control=True)
+    assert [m.label for m in result] == ["a", CONTROL, "b"] and [m.items for m in result] == [2, 2, 3]
+    assert result.confidence == pytest.approx(0.995) and "The control shows the noise of this machine." in repr(result)
+    assert "Brackets: the 99 % interval, for all of them together." in repr(result)
+    stored = result.to_dict()
+    assert Comparison.from_dict(stored).confidence == result.confidence
+    del stored["confidence"]
+    old = Comparison.from_dict(stored)
+    assert old.confidence == 0.99 and "Brackets: the 99 % interval. " in repr(old)
+    assert compare(variants).confidence == 0.99
+
+
+def test_more_confidence_is_a_wider_interval():
+    ours, theirs = [1.0 + 0.01 * (n % 5) for n in range(20)], [1.0] * 20
+    alone, among = (replace(pair(ours, theirs), confidence=share).time_ratio("ours") for share in (0.99, 0.999))
+    assert among.low < alone.low < alone.value == among.value < alone.high < among.high
+    assert among.within > alone.within

@@ -66,10 +66,6 @@ class _Record:
         self.peak = max(self.peak or 0, report["peak"] or 0) or None
 
     @property
-    def has_results(self) -> bool:
-        """Whether there is anything to show."""
-        return any(record.turns for record in self.records.values())
-
     def blocks(self) -> int:
         return len(self.turns) // 2
 

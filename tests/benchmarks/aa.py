@@ -29,7 +29,13 @@ import torch
 
 import effgpu
 from effgpu.comparison import Comparison
-from effgpu.measuring.intervals import FEWEST_BLOCKS, count_blocks, interval_of_blocks
+from effgpu.measuring.intervals import (
+    FEWEST_BLOCKS,
+    count_blocks,
+    count_fewest,
+    divide_confidence,
+    interval_of_blocks,
+)
 from effgpu.measuring.timing import time_for
 from effgpu.units import format_seconds
 
@@ -151,6 +157,18 @@ def show_coverage(count: int, target: float = 0.03) -> None:
         told = "spread {:.0%}, ρ {}, outliers {:.0%}".format(*noise)
         told += f": covers {covered / count:.4f}, wanted {COVERED}; ±{median(widths):.2%}, {median(counts):.0f} blocks"
         print(told, flush=True)
+    for blocks, comparisons in [
+        (count_fewest(), 1),
+        (FEWEST_BLOCKS, 9),
+        (FEWEST_BLOCKS, 31),
+    ]:  # long steps, many variants
+        generator, confidence, missed = random.Random(blocks), divide_confidence(comparisons), 0
+        for _ in range(count):
+            logs = [list(islice(simulate_ratios(generator, 0.05, 0.2, 0), blocks)) for _ in range(comparisons)]
+            ends = (interval_of_blocks(each, confidence)[1:] for each in logs)
+            missed += any(low > 0 or high < 0 for low, high in ends)
+        told = f"{blocks} blocks, ρ 0.2, {comparisons} comparisons: all hold in {1 - missed / count:.4f}"
+        print(f"{told}, wanted {COVERED}", flush=True)
 
 
 def main() -> None:
