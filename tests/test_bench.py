@@ -24,7 +24,7 @@ from effgpu.attaching import ticking
 from effgpu.benching import bench as commands
 from effgpu.benching import processes, side_by_side
 from effgpu.benching.result import Bench
-from effgpu.measuring import power, timing
+from effgpu.measuring import power, timing, turns
 from effgpu.measuring.measurement import Measurement
 
 ROOT = Path(__file__).parent.parent
@@ -641,7 +641,8 @@ def test_a_python_without_effgpu_is_named(tmp_path):
 # Where it is, and what it will take
 
 
-def test_steps_that_are_long_take_the_fewest_blocks_and_say_so_before(capsys):
+def test_steps_that_are_long_take_the_fewest_blocks_and_say_so_before(capsys, monkeypatch):
+    monkeypatch.setattr(turns, "_NO_LONG_WAIT", 1.0)
     slow = script("time.sleep(0.3)")
     result = bench(slow, slow, seconds=0.5)
     assert len(result.baseline.turns) == 8 and result.steps[result.baseline.label] == 16

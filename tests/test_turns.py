@@ -57,9 +57,7 @@ def test_each_block_is_an_order_and_its_reverse_drawn_at_random_but_not_by_the_r
         pytest.param(1.0, {}, 80, id="at most 80"),
         pytest.param(1.0, {"seconds": 0.0201 * 30}, 30, id="limited"),
         pytest.param(1.0, {"seconds": 0.001}, 15, id="no less than 15"),
-        pytest.param(1.0, {"seconds": 0.001, "fewest": 8}, 8, id="no less than 8"),
-        pytest.param(1.0, {"seconds": 0.0201 * 9, "fewest": 8}, 8, id="fewer than 15 in 1.5 times the seconds"),
-        pytest.param(1.0, {"seconds": 0.0201 * 11, "fewest": 8}, 15, id="15 in 1.5 times the seconds"),
+        pytest.param(1.0, {"seconds": 0.001, "fewest": 8}, 15, id="15, as they take no long time"),
         pytest.param(0.05, {"fewest": 8}, 17, id="noisy, from 8 on"),
         pytest.param(0.05, {"confidence": 0.999}, 32, id="noisy, with more confidence"),
         pytest.param(1.0, {"blocks": 20}, 20, id="given"),
@@ -71,6 +69,13 @@ def test_each_block_is_an_order_and_its_reverse_drawn_at_random_but_not_by_the_r
 )
 def test_there_are_as_many_blocks_as_the_noise_asks_for_and_the_seconds_allow(sigma, options, blocks, monkeypatch):
     assert Simulated(monkeypatch, sigma=sigma).run(**options) == blocks
+
+
+def test_long_turns_are_taken_in_the_fewest_blocks(monkeypatch):
+    monkeypatch.setattr(turns, "_NO_LONG_WAIT", 0.1)
+    assert Simulated(monkeypatch).run(seconds=0.0201 * 9, fewest=8) == 8
+    assert Simulated(monkeypatch).run(seconds=0.0201 * 9) == 15
+    assert Simulated(monkeypatch).run(seconds=0.0201 * 11, fewest=8) == 15, "one and a half times that is enough"
 
 
 def test_what_fails_has_no_more_turns_and_none_are_taken_where_all_fail(monkeypatch):

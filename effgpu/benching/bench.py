@@ -45,8 +45,8 @@ def bench(
     this git repository.
 
     The bench aims at an interval of ±`precision` (a share; 0.03 on a CPU, 0.01 on a GPU), with at least 15 blocks, and
-    at most as many as fit into `seconds` of each command. Where 15 would take more than one and a half times that,
-    because steps are long, there are 8, the fewest that have an interval (more with several commands). `skip` is how
+    at most as many as fit into `seconds` of each command. Where 15 would take much longer, because steps are
+    long, there are 8, the fewest that have an interval (more with several commands). `skip` is how
     many steps go first (compilation, warm-up), and `timeout` the longest that a step may take. `one_at_a_time` runs
     each command four times, alone; it is chosen by itself if they do not fit into memory together. `energy` adds a
     window of some seconds per command on a GPU. `control` adds a row: the baseline against its own copy, which shows

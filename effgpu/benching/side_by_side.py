@@ -221,7 +221,7 @@ class SideBySide:
         plans = {label: self._plan_turn(label, self.records[label].pace) for label in labels}
         block = sum(2 * sum(plan) * self.records[label].pace for label, plan in plans.items())
         fit = self.seconds * len(labels) / max(block, 1e-9)
-        least = choose_blocks(fit, self.fewest)
+        least = choose_blocks(fit, self.seconds, self.fewest)
         most = max(least, min(MOST_BLOCKS, int(fit)))
         paces = ", ".join(f"{label} {units.format_seconds(self.records[label].pace)}" for label in labels)
         about = units.format_seconds(least * block)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
 
+_NO_LONG_WAIT = 10.0  # seconds of each one that 15 blocks may take, whatever was asked for
+
 Turn = Callable[[str], object]  # take a turn of the one with this label
 Alive = Callable[[], list[str]]  # the labels of those that can still take turns
 Say = Callable[[int, int, float | None], object]  # turns done, turns in all, and the seconds left where they are known
@@ -29,7 +31,7 @@ def take_blocks(
     So drift cancels within a block, and no one always comes after the same other. One block is one observation.
     `ratios` gives, for each comparison, the logarithms of the blocks' ratios so far. The first 15 blocks tell how many
     are needed for intervals of ±`target`, a share, with this `confidence`. There are at most 80, and no more than take
-    `seconds` of each one's time. Where 15 would take more than one and a half times that, there are `fewest`.
+    `seconds` of each one's time. Where 15 would take much more than that, there are `fewest` (`choose_blocks`).
     `blocks` sets their number. `capped` takes no more than fit into `seconds`, even if they are too few for an
     interval. `say` gets, before each turn, how far it is.
     """
@@ -50,15 +52,18 @@ def take_blocks(
         if capped:
             wanted = int(max(fewest, min(FEWEST_BLOCKS, fit)))
         elif done < FEWEST_BLOCKS:
-            wanted = choose_blocks(fit, fewest)
+            wanted = choose_blocks(fit, seconds, fewest)
         else:
             needed = max((count_blocks(logs, target, confidence) for logs in ratios()), default=done)
             wanted = int(max(done, min(needed, MOST_BLOCKS, fit)))
 
 
-def choose_blocks(fit: float, fewest: int) -> int:
-    """How many blocks come first where so many fit into the seconds that are given."""
-    return FEWEST_BLOCKS if 1.5 * fit >= FEWEST_BLOCKS else fewest
+def choose_blocks(fit: float, seconds: float, fewest: int) -> int:
+    """How many blocks come first where so many fit into `seconds`.
+
+    They are the `fewest` where 15 would take more than one and a half times as long, and more than 10 s of each one.
+    """
+    return FEWEST_BLOCKS if seconds * FEWEST_BLOCKS <= fit * max(1.5 * seconds, _NO_LONG_WAIT) else fewest
 
 
 def take_builds(alive: Alive, take_turn: Turn, say: Say = lambda done, total, left: None) -> None:
