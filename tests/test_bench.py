@@ -523,6 +523,7 @@ KINDS = {  # of scripts without a tick: the code, what ends a step, the samples 
         16,
     ),
     "catches all": (BUILD + CATCHING, "SGD", 16),
+    "looks for it first": ("from importlib.util import find_spec\nassert find_spec('torch')\n" + AS_IT_IS, "SGD", 16),
     "in a function": (IN_A_FUNCTION.format(call="main()"), "SGD", 16),
     "spawned": (
         IN_A_FUNCTION.format(call="torch.multiprocessing.spawn(main, nprocs=1)").replace("def", "import torch\ndef", 1),

@@ -9,19 +9,28 @@ from importlib import import_module
 
 
 class _OncePyTorchIsThere:
-    """Finds nothing itself; calls `attach` when the module `torch` has been run."""
+    """Finds nothing itself; calls `attach` when the module `torch` has been run.
+
+    A library may look for PyTorch long before it imports it, so this stays until then.
+    """
+
+    looks = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.looks:
             return None
-        sys.meta_path.remove(self)
         from importlib.util import find_spec
 
-        spec = find_spec(name)
+        self.looks = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.looks = False
         run = getattr(getattr(spec, "loader", None), "exec_module", None)
         if run is not None:
 
             def run_and_attach(module):
+                sys.meta_path.remove(self)
                 run(module)
                 _attach()
 
