@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
-_BEFORE_A_SCRIPT = """\
+_BEFORE_A_PREDICTION = """\
 effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
+_BEFORE_A_DIAGNOSIS = """\
+effgpu: runs {} for some steps. Weights that it saves are not written; other files that it writes are its own"""
+_BEFORE_A_TRAINING = """\
+effgpu: trains {} for some hundred steps, some of them altered. The weights that it trains are thrown away: keep \
+nothing that it saves. Before, it is run for some steps to predict what is not measured"""
 _QUESTIONS = {  # an example of each command, and what it answers
     "effgpu predict --gpu T4 -- python train.py": "Will my script fit a GPU, and how long will a step take there?",
-    "effgpu doctor train.py:variant --loader loader": "What holds my training back, and what would each change save?",
+    "effgpu doctor --gpu T4 -- python train.py": "What holds my training back, and what would each change save?",
     "effgpu bench 'python train.py' 'python train.py --bf16'": "Is a change faster, and by how much?",
     "effgpu run": "What does each technique of the course bring on this machine?",
     "effgpu report one.json other.json": "How do machines compare?",
@@ -52,12 +57,18 @@ def main(arguments: list[str] | None = None) -> int:
     except _Refused as reason:
         print(f"effgpu: error: {' '.join(str(reason).split())}", file=sys.stderr)
         return REFUSED
+    except _Ended as end:
+        return end.args[0]
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 class _Refused(Exception):
     """What is wrong with the arguments, in one line."""
+
+
+class _Ended(Exception):
+    """All is said: the exit code is the argument."""
 
 
 @contextlib.contextmanager
@@ -113,18 +124,19 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--measured", action="store_true", help=measured_help)
     taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
     predict.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
-    predict.add_argument(
-        "--json", metavar="FILE", help="write the prediction there; - is standard output, without table"
-    )
     predict.set_defaults(command=_predict)
     _add_model(predict.add_argument_group("a model of transformers, by its name, in place of a script"))
 
     doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
-    doctor.add_argument("variant", metavar="FILE.py:VARIANT", help="a function that returns a training step")
-    loader_help = "what gives batches, by its name in the same file: then the step takes a batch"
+    doctor.add_argument("words", nargs="+", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
+    loader_help = "what gives batches of a function's step, by its name in the same file: then the step takes a batch"
     doctor.add_argument("--loader", metavar="NAME", help=loader_help)
     doctor.add_argument("--gpu", metavar="GPU", help="predict all for this one; else this machine's, or a T4")
     doctor.set_defaults(command=_doctor)
+    for one in (predict, doctor):
+        one.add_argument("--json", metavar="FILE", help="write the result there; - is standard output, without table")
+        trace_help = "write the predicted timeline of one step there, for ui.perfetto.dev"
+        one.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
 
     calibrate = commands.add_parser("calibrate", help="measure this GPU, for predictions of its times from now on")
     calibrate.set_defaults(command=_calibrate)
@@ -321,7 +333,6 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _predict(chosen: argparse.Namespace) -> int:
-    from effgpu.attaching.scripts import ScriptFailed
     from effgpu.predicting import prediction
     from effgpu.units import align, check_positive
 
@@ -337,20 +348,14 @@ def _predict(chosen: argparse.Namespace) -> int:
     with _refusing(ValueError):
         if any(given is not None for given in epoch.values()):
             check_positive(**epoch)
-    only = chosen.words[0] if len(chosen.words) == 1 else " "  # a command in quotes has a space
-    is_variant = " " not in only and not Path(only).is_file()
-    target = _load(only)[0] if is_variant else only.strip() or chosen.words
-    try:
-        with _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
-            if not is_variant:
-                signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
-                print(_BEFORE_A_SCRIPT.format(only.strip() or shlex.join(chosen.words)), file=sys.stderr)
-            predicted = prediction.predict(target, chosen.gpu, measured=chosen.measured, taken=chosen.taken)
-    except _Refused as reason:
-        if not isinstance(reason.__cause__, ScriptFailed):
-            raise
-        print(f"{reason.__cause__.output}\neffgpu: error: {reason}", file=sys.stderr)
-        return FAILED
+        if chosen.trace and len(chosen.gpu or ()) != 1:
+            raise ValueError("--trace: expected one --gpu, whose timeline it is")
+    with _of_target(chosen.words, _BEFORE_A_PREDICTION) as (target, _):
+        predicted = prediction.predict(target, chosen.gpu, measured=chosen.measured, taken=chosen.taken)
+        if chosen.trace:
+            timeline = predicted.timeline()
+    if chosen.trace:
+        _save(timeline, chosen.trace)
     if chosen.json:
         _write_json(predicted.to_dict(), chosen.json)
     if chosen.json != "-":
@@ -400,14 +405,52 @@ def _write_json(value: dict, path: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
+@contextlib.contextmanager
+def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str, object]]]:
+    """The variant or the command, and the names of the variant's file. Inside, errors of either become exit codes.
+
+    `before` is said before a script starts.
+    """
+    from effgpu.attaching.scripts import ScriptFailed
+
+    only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
+    is_variant = " " not in only and not Path(only).is_file()
+    target, names = _load(only) if is_variant else (only.strip() or words, {})
+    try:
+        with _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
+            if not is_variant:
+                signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
+                print(before.format(only.strip() or shlex.join(words)), file=sys.stderr)
+            yield target, names
+    except _Refused as reason:
+        if not isinstance(reason.__cause__, ScriptFailed):
+            raise
+        print(f"{reason.__cause__.output}\neffgpu: error: {reason}", file=sys.stderr)
+        raise _Ended(FAILED) from reason
+
+
+def _save(timeline, path: Path) -> None:
+    with _refusing(OSError):
+        timeline.save(path)
+
+
 def _doctor(chosen: argparse.Namespace) -> int:
     from effgpu.diagnosing.doctor import doctor
+    from effgpu.measuring.device import find_device
 
-    variant, names = _load(chosen.variant)
-    if chosen.loader and chosen.loader not in names:
-        raise _Refused(f"{chosen.variant}: expected a loader called {chosen.loader}")
-    with _refusing(TypeError, ValueError, RuntimeError, about=_OURS):
-        print(doctor(variant, names[chosen.loader] if chosen.loader else None, chosen.gpu))
+    here = not chosen.gpu and find_device().type == "cuda"
+    with _of_target(chosen.words, _BEFORE_A_TRAINING if here else _BEFORE_A_DIAGNOSIS) as (target, names):
+        if chosen.loader and chosen.loader not in names:
+            raise _Refused(f"{shlex.join(chosen.words)}: expected a loader called {chosen.loader}")
+        found = doctor(target, names[chosen.loader] if chosen.loader else None, chosen.gpu)
+        if chosen.trace and not found.timeline:
+            raise ValueError(f"--trace: {found.notes[-1]}")
+    if chosen.trace:
+        _save(found.timeline, chosen.trace)
+    if chosen.json:
+        _write_json(found.to_dict(), chosen.json)
+    if chosen.json != "-":
+        print(found)
     return SUCCEEDED
 
 

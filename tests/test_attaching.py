@@ -376,7 +376,7 @@ CHILD = "import multiprocessing\ndef train():\n" + textwrap.indent(PLAIN, "    "
 CHILD += "\nif __name__ == '__main__':\n    process = multiprocessing.get_context('METHOD').Process(target=train)\n"
 CHILD += "    process.start(); process.join()\n"
 REFUSED = {
-    "too short": (loop(steps=2), "ended after 2 steps, and three are needed"),
+    "too short": (loop(steps=2), "ended after 2 steps, and 3 are needed"),
     "no training": ("import torch", "without a step of an optimizer"),
     "exits early": (loop(steps=1) + "\nraise SystemExit", "ended after a step"),
     "on the CPU": (PLAIN.replace('.to("cuda")', ""), "trains on the CPU"),

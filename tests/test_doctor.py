@@ -16,15 +16,28 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import effgpu
 from effgpu.__main__ import main
-from effgpu.diagnosing import diagnosis
+from effgpu.attaching.steps import drive
 from effgpu.diagnosing import doctor as module
-from effgpu.diagnosing.diagnosis import COPYING, LAUNCHING, LOADING, OPTIMIZER, PRECISION, TF32, Diagnosis, Finding
-from effgpu.diagnosing.doctor import change_tensors, emptied, padding_share
-from effgpu.diagnosing.replay import Scene, in_16_bits, walk_step
-from effgpu.diagnosing.watch import COPY, KERNEL, READ, Event, Watch, call
+from effgpu.diagnosing import turns
+from effgpu.diagnosing.batches import change_tensors, padding_share
+from effgpu.diagnosing.causes import (
+    CAUSES,
+    COPYING,
+    LAUNCHING,
+    LOADING,
+    OPTIMIZER,
+    PRECISION,
+    TF32,
+    VALIDATION,
+    WAITS,
+)
+from effgpu.diagnosing.diagnosis import Diagnosis, Finding
+from effgpu.diagnosing.observing import Observer
+from effgpu.diagnosing.turns import emptied, in_16_bits
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.prediction import predict
+from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, Timeline
 from effgpu.units import GiB, format_bytes, format_seconds
 
 T4 = find_gpu("T4")
@@ -92,7 +105,7 @@ def test_it_names_the_disease_first_and_the_line(diagnose, disease):
     assert first.lesson in str(found) and first.advice in str(found)
     launching = LAUNCHING in {one.name for one in found.findings}
     assert launching == (expected in (LAUNCHING, OPTIMIZER)), "to blame where nothing else makes the CPU late"
-    assert bool(first.lines) == (expected in (COPYING, OPTIMIZER, diagnosis.VALIDATION, diagnosis.WAITS))
+    assert bool(first.lines) == (expected in (COPYING, OPTIMIZER, VALIDATION, WAITS))
     for file, line, _ in first.lines[:1]:
         code = path.read_text().splitlines()[line - 1]
         assert file == str(path) and (code.strip() == "scaler.step(optimizer)" or code not in patients.HEALTHY)
@@ -103,8 +116,8 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     found, _ = diagnose()
     assert not found.findings
     known = {one.name for one in found.examined}
-    assert known == set(diagnosis._ADVICE) - {TF32} == {name for name, *_ in patients.SICK.values()}, "a T4 has no TF32"
-    assert "nothing above 5% of the step" in str(found)
+    assert known == set(CAUSES) - {TF32} == {name for name, *_ in patients.SICK.values()}, "a T4 has no TF32"
+    assert re.search("nothing (surely )?above 5% of the step", str(found)), "a busy machine loads unevenly"
     assert "below 5% each: " in str(found)
 
 
@@ -134,8 +147,8 @@ def test_on_this_gpu_it_names_the_disease_first_and_nothing_in_a_healthy_script(
 # --- replays ---
 
 
-def seconds(*events, **scene):
-    return Scene(tuple(events), T4, launch=1e-5, **scene).seconds()
+def seconds(*events, **about):
+    return Timeline(tuple(events), T4, launch=1e-5, **about).seconds()
 
 
 def of(duration):
@@ -167,21 +180,25 @@ def test_a_replay_takes_as_long_as_predicted_without_waits_and_with_many(width):
         return lambda: [read((weight @ weight).norm()) for weight in weights]
 
     for variant, tolerance in ((with_rows(training(width, torch.optim.AdamW), 256, width), 0.02), (waiting, 0.05)):
-        replayed, predicted = walk_step(variant, (), T4).scene(T4).range(), predict(variant, "T4").time()
+        replayed, predicted = predict(variant, T4).timeline().range(), predict(variant, "T4").time()
         assert replayed == pytest.approx((predicted.expected, predicted.low, predicted.high), rel=tolerance)
     reads = partial(waiting, torch.Tensor.item), partial(waiting, torch.Tensor.detach)
-    one, two = (walk_step(variant, (), T4).scene(T4).off for variant in reads)
+    one, two = (predict(variant, T4).timeline().off for variant in reads)
     assert one == pytest.approx(two), "the GPU's work is as uncertain with waits as without"
 
 
-# --- what is watched ---
+# --- what is observed ---
 
 
-def watch(function, batch=(), **options):
-    found = Watch(batch, **options)
-    with found.looking():
-        call(function, batch)
-    return found
+def observe(function, batch=(), **options):
+    observer = Observer(batch, **options)
+
+    def plan():
+        with observer.looking():
+            yield 1
+
+    drive(plan(), partial(function, *batch))
+    return observer
 
 
 @pytest.mark.parametrize(
@@ -197,7 +214,7 @@ def watch(function, batch=(), **options):
     ],
 )
 def test_a_wait_is_seen_once_with_its_line(function):
-    (event,) = watch(function).events
+    (event,) = observe(function).events
     assert (event.kind, event.waits) == (READ, True)
     assert (event.site.file, event.site.line) == (__file__, function.__code__.co_firstlineno)
 
@@ -206,7 +223,7 @@ def test_what_neither_waits_nor_copies_the_batch_is_no_event():
     def step(rows):
         return rows[1:], rows[torch.tensor([0])], rows.to(torch.float64), torch.ones(3).to("cpu")  # not of the batch
 
-    assert not watch(step, (ROWS,)).events
+    assert not observe(step, (ROWS,)).events
 
 
 def test_what_optimizers_and_scalers_read_is_nobodys_wait():
@@ -218,7 +235,7 @@ def test_what_optimizers_and_scalers_read_is_nobodys_wait():
         scaler.step(optimizer)
         scaler.update()
 
-    found = watch(step)
+    found = observe(step)
     assert [(event.kind, event.waits) for event in found.events] == [(KERNEL, True)], "the scaler's takes its time"
     assert list(found.optimizers) == [optimizer]
 
@@ -233,7 +250,7 @@ def test_what_optimizers_and_scalers_read_is_nobodys_wait():
     ],
 )
 def test_a_copy_waits_unless_it_is_pinned_or_small(move, pinned, rows, waits):
-    (event,) = watch(move, (torch.ones(rows, 4),), pinned=pinned).events
+    (event,) = observe(move, (torch.ones(rows, 4),), pinned=pinned).events
     assert (event.kind, event.bytes, event.waits) == (COPY, rows * 16, waits)
 
 
@@ -243,12 +260,12 @@ def test_a_graph_is_unused_until_a_backward_pass_uses_it():
     def validate():
         return model(ROWS).square().mean()
 
-    assert not watch(lambda: validate().backward()).unused_graphs()
-    ((site, size),) = watch(validate).unused_graphs().items()
+    assert not observe(lambda: validate().backward()).graphs.unused()
+    ((site, size),) = observe(validate).graphs.unused().items()
     assert site.line == validate.__code__.co_firstlineno + 1
     assert 4 * ROWS.numel() <= size < 4 * 64 * 64, "weights are there anyway"
     with torch.no_grad():
-        assert not watch(validate).unused_graphs()
+        assert not observe(validate).graphs.unused()
 
 
 def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike():
@@ -335,9 +352,9 @@ def test_a_batch_stays_what_it_is_when_its_tensors_change():
 
 
 def test_who_owns_the_peak_is_told_with_the_line(found):
-    site, size = next((site, size) for site, owner, size in found.peak if owner == "activations")
+    site, size = next((site, size) for site, owner, size in found.memory.peak if owner == "activations")
     assert "loss = model(rows.to(" in str(site) and size >= 2 * 4096 * 64 * 4
-    assert sum(size for *_, size in found.peak) == found.memory.allocated
+    assert sum(size for *_, size in found.memory.peak) == found.memory.allocated
     freed = format_bytes(found.memory.owners["activations"])
     assert "to free" not in str(found) and "CUDA's own" not in str(found), "it fits"
     crowded = str(replace(found, memory=replace(found.memory, gpus=(replace(T4, memory=GiB // 2),))))
@@ -353,7 +370,7 @@ def on_gpu(simulate_gpu, monkeypatch):
     """A variant and a loader on a simulated T4: 100 ms a step, 40 of them to load, 20 to copy, 30 to optimize."""
     gpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
     resident, calls = torch.ones(8, 64), []
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))  # the CPU is never ahead
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))  # the CPU is never ahead
     monkeypatch.setattr(module, "change_tensors", lambda batch, change: (resident,))
     monkeypatch.setattr(module, "_largest_batch", lambda *arguments: None)
 
@@ -398,7 +415,7 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert [one.name for one in found.findings if one.measured] == [LOADING, OPTIMIZER, COPYING, PRECISION]
     assert (found.together.name, found.together.measured) == ("data loading and optimizer", True)
     assert found.together.seconds == pytest.approx(0.07)
-    assert len(calls) < 500, "steps of 100 ms take less than 60 s, with the walks"
+    assert len(calls) < 600, "steps of 100 ms take less than 60 s, with the walks"
     # launching: the measured time of a step that has its batch, less the predicted work
     (launching,) = (one for one in found.examined if one.name == LAUNCHING)
     work = sum(max(row.seconds, row.number * T4.kernel) for row in found.memory.time().table.values())
@@ -414,7 +431,7 @@ def test_launching_is_blamed_only_where_the_cpu_is_as_slow_as_the_gpu(
 ):
     """A step takes 1.3 times its prediction: the GPU is that slow, or it waits for the CPU's calls."""
     gpu, cpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB), SimpleNamespace(clock=0.0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: cpu.clock))
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: cpu.clock))
     monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
     rows, took = torch.ones(2**20), 0.0
 
@@ -427,7 +444,7 @@ def test_launching_is_blamed_only_where_the_cpu_is_as_slow_as_the_gpu(
                 cpu.clock += took  # it waits
         gpu.clock += took
 
-    replayed = walk_step(lambda: step, (), T4).scene(T4)
+    replayed = predict(lambda: step, T4).timeline()
     took = 1.3 * replayed.seconds()
     found = effgpu.doctor(lambda: step)
     assert found.seconds == pytest.approx(took)

@@ -10,7 +10,9 @@ import multiprocessing.process
 import os
 import pickle
 import runpy
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +72,7 @@ def main(path: str) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if code:
         leave(code, failed=f"exit code {code}")
-    leave(ended=_explain_end(marks.count, len(started)))
+    leave(ended=_explain_end(marks.count, len(started), order["needs"]))
 
 
 _TRAIN_HERE = "let the first process train, as with one process in place of several"
@@ -98,7 +100,7 @@ def _count_processes() -> list[object]:
     return started
 
 
-def _explain_end(steps: int, processes: int) -> str:
+def _explain_end(steps: int, processes: int, needs: int | str) -> str:
     for name, told in _OTHERS.items():
         if not steps and name in sys.modules:
             return f"uses {told}: only training with PyTorch is understood"
@@ -107,7 +109,7 @@ def _explain_end(steps: int, processes: int) -> str:
     if not steps:
         return "ended without a step of an optimizer of PyTorch's: let it train, or call effgpu.tick() once per step"
     made = "a step" if steps == 1 else f"{steps} steps"
-    return f"ended after {made}, and three are needed: give it more of them, or more data"
+    return f"ended after {made}, and {needs} are needed: give it more of them, or more data"
 
 
 def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
@@ -141,7 +143,20 @@ def _describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
+def end_with(parent: int) -> None:
+    """End this process, and all that it has started, as soon as the other end of this pipe is closed."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            os.read(parent, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 if __name__ == "__main__":
     from effgpu.attaching import child  # not as __main__: that is the script's name
 
+    if len(sys.argv) > 2:
+        child.end_with(int(sys.argv[2]))
     child.main(sys.argv[1])

@@ -25,17 +25,20 @@ class ScriptFailed(RuntimeError):
         self.output = output
 
 
-def run(program: Program, plan: str, **options: object) -> object:
+def run(program: Program, plan: str, *, needs: int | str = 3, **options: object) -> object:
     """What the plan returns that "package.module:function" gives for these options, run under the script's steps.
 
-    The function is a context manager in the script's process, which also gets the script's Marks. Raises ScriptFailed
+    The function is a context manager in the script's process, which also gets the script's Marks. The plan takes
+    `needs` steps or more. The script does not outlive this process, however that one ends. Raises ScriptFailed
     for an error of the script's, and RuntimeError where the plan cannot be followed: one line that says why, and what
     to do.
     """
     with tempfile.TemporaryDirectory(prefix="effgpu-", ignore_cleanup_errors=True) as folder:
         order, answer, log = (Path(folder) / name for name in ("order", "answer", "log"))
         asked = {name: getattr(program, name) for name in ("name", "is_module", "arguments")}
-        order.write_bytes(pickle.dumps(asked | {"plan": plan, "options": options, "answer": str(answer)}))
+        order.write_bytes(
+            pickle.dumps(asked | {"plan": plan, "needs": needs, "options": options, "answer": str(answer)})
+        )
         code = _wait(program, order, log)
         output = log.read_text(errors="replace")
         if not answer.exists():
@@ -55,8 +58,13 @@ def run(program: Program, plan: str, **options: object) -> object:
 def _wait(program: Program, order: Path, log: Path) -> int:
     """Start the script's process, wait for its end, and end all that it started. Returns its exit code."""
     command = [*program.python, "-m", "effgpu.attaching.child", str(order)]
-    group = {"process_group": 0} if os.name == "posix" else {}
-    with log.open("wb") as output:
+    group, held = {}, contextlib.ExitStack()
+    if os.name == "posix":
+        watched, ours = os.pipe()  # the child reads its end until ours is closed, by whatever ends this process
+        held.callback(os.close, ours)
+        command.append(str(watched))
+        group = {"process_group": 0, "pass_fds": (watched,)}
+    with held, log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -66,16 +74,19 @@ def _wait(program: Program, order: Path, log: Path) -> int:
             cwd=program.command.folder,
             **group,
         )
+        if group:
+            os.close(watched)
+        return _wait_for(process, program)
+
+
+def _wait_for(process: subprocess.Popen, program: Program) -> int:
     began = time.monotonic()
     try:
         while True:
             try:
                 return process.wait(_PATIENCE)
             except subprocess.TimeoutExpired:
-                told = (
-                    f"effgpu: {program} has run for {time.monotonic() - began:.0f} s, and not made its third step yet"
-                )
-                print(told, file=sys.stderr)
+                print(f"effgpu: {program} has run for {time.monotonic() - began:.0f} s", file=sys.stderr)
     finally:
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError, PermissionError):

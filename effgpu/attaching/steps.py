@@ -7,17 +7,22 @@ GradScaler, closures, a Trainer need no case of their own.
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
+from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from effgpu.attaching import ticking
+from effgpu.attaching.sites import readers_frames
 from effgpu.measuring.variants import Step, check_worked
 
 Plan = Generator[int, None, Any]
 _BACKWARD = "_engine_run_backward"  # of torch.autograd: see torch_internals
+_HOOKS = "_global_optimizer_post_hooks"  # of torch.optim.optimizer
 TICKS, BACKWARD = ticking.TICKS, ticking.BACKWARD
 
 
@@ -33,10 +38,36 @@ def drive(plan: Plan, step: Step) -> Any:
             ended, result = True, end.value
             return 0
 
-    while not ended:
-        for _ in range(advance()):
-            check_worked(step())
+    with contextlib.closing(plan):  # after an error of the step, too, all that the plan has changed is put back
+        while not ended:
+            for _ in range(advance()):
+                check_worked(step())
     return result
+
+
+class _Snapshots(OrderedDict):
+    """A dictionary that may change while one goes through its values."""
+
+    def values(self) -> list:
+        """The values as they are now."""
+        return list(super().values())
+
+
+def _find_loop() -> CodeType | None:
+    """The reader's innermost code that was running at the last call, too, and is not called anew for each step.
+
+    Its frame is known by what it has got instead of a trace function: a new frame has none, wherever it lies.
+    """
+    frames = readers_frames()
+    found = next((frame for frame in frames if frame.f_trace is _was_running), None)
+    for frame in frames:
+        if frame.f_trace in (None, _was_running):
+            frame.f_trace = None if found else _was_running
+    return found and found.f_code
+
+
+def _was_running(*_: object) -> None:
+    """Traces nothing."""
 
 
 class Marks:
@@ -44,13 +75,15 @@ class Marks:
 
     `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
     that stepped first, or `effgpu.tick`. Where a script makes no optimizer of PyTorch's, a step goes from one backward
-    pass to the next.
+    pass to the next. `loop` is the code that runs the steps, from the second one on. `listeners` are called at each.
     """
 
     connection = None  # to nobody: what `ticking` asks after a fork
 
     def __init__(self, done: Callable[[Any], None]):
         self.count, self.source = 0, None
+        self.loop: CodeType | None = None
+        self.listeners: list[Callable[[], object]] = []
         self._plan: Plan | None = None
         self._done, self._left = done, 1
 
@@ -60,6 +93,9 @@ class Marks:
         if source is not self.source:
             return
         self.count += 1
+        self.loop = self.loop or _find_loop()
+        for listener in self.listeners:
+            listener()
         self._left -= 1
         if self._left:
             return
@@ -81,22 +117,25 @@ class Marks:
         scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
         step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
         prepare, run_backward = optimizers.__init__, getattr(torch.autograd, _BACKWARD)
-        made, inside, self._plan = [], [], plan
+        backward, made, inside, self._plan = torch.Tensor.backward, [], [], plan
 
         @functools.wraps(prepare)
         def prepared(self, *args, **kwargs):
             made.append(True)
             return prepare(self, *args, **kwargs)
 
-        @functools.wraps(run_backward)
-        def marked_backward(*args, **kwargs):
-            if not made and not inside:
-                self.mark(BACKWARD)
-            inside.append(True)  # checkpointing may run a pass within a pass
-            try:
-                return run_backward(*args, **kwargs)
-            finally:
-                inside.pop()
+        def marked_backward(run):
+            @functools.wraps(run)
+            def marking(*args, **kwargs):
+                if not made and not inside:
+                    self.mark(BACKWARD)
+                inside.append(True)  # checkpointing may run a pass within a pass
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    inside.pop()
+
+            return marking
 
         @functools.wraps(step_unless_overflown)
         def scaled(self, optimizer, *args, **kwargs):
@@ -121,15 +160,20 @@ class Marks:
                 optimizer = inner
             return optimizer
 
+        hooks = getattr(optimizer_module, _HOOKS)
+        setattr(optimizer_module, _HOOKS, _Snapshots(hooks))  # as a plan may add hooks, or take some away, at a mark
         handle = register_optimizer_step_post_hook(lambda one, *_: self.mark(one))
         scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
         optimizers.__init__ = prepared
-        setattr(torch.autograd, _BACKWARD, marked_backward)
+        setattr(torch.autograd, _BACKWARD, marked_backward(run_backward))
+        torch.Tensor.backward = marked_backward(backward)  # marks outside of all modes, so that a plan may end one
         try:
             yield
         finally:
             handle.remove()
+            setattr(optimizer_module, _HOOKS, hooks)
             scaler._maybe_opt_step, ticking._script = step_unless_overflown, ticker
             optimizers.__init__ = prepare
             setattr(torch.autograd, _BACKWARD, run_backward)
+            torch.Tensor.backward = backward
             del optimizers.__setattr__

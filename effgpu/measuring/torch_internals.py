@@ -59,8 +59,10 @@ CHECKED = {
     "torch.nn.Module._apply": "2.14.1",
     "torch.nn.Module._buffers": "2.14.1",
     "torch.nn.Module._parameters": "2.14.1",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "2.14.1",
     "torch.optim.optimizer._default_to_fused_or_foreach": "2.14.1",
     "torch.utils.data.DataLoader._get_iterator": "2.14.1",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "2.14.1",
     "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",
 }
 _PATHS = {path.rpartition(".")[2]: path for path in CHECKED}

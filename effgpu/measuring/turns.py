@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
 
@@ -38,9 +38,8 @@ def take_blocks(
     fewest = 1 if capped else fewest
     wanted, done, began = blocks or fewest, 0, time.perf_counter()
     while done < wanted and (order := alive()):
-        random.SystemRandom().shuffle(order)  # leaves the reader's own generator alone
-        for number, label in enumerate([*order, *reversed(order)]):
-            turns = 2 * len(order)
+        turns = 2 * len(order)
+        for number, label in enumerate(_draw(order)):
             each = (time.perf_counter() - began) / (turns * done + number) if done + number else None
             left = each and each * (turns * (wanted - done) - number)
             say(turns * done + number, turns * wanted, left)
@@ -64,6 +63,17 @@ def choose_blocks(fit: float, seconds: float, fewest: int) -> int:
     They are the `fewest` where 15 would take more than one and a half times as long, and more than 10 s of each one.
     """
     return FEWEST_BLOCKS if seconds * FEWEST_BLOCKS <= fit * max(1.5 * seconds, _NO_LONG_WAIT) else fewest
+
+
+def orders(labels: list[str], blocks: int) -> Iterator[list[str]]:
+    """Who has its turn when, in so many blocks, each a list of labels: for a plan, which takes the turns itself."""
+    return (_draw(labels) for _ in range(blocks))
+
+
+def _draw(labels: list[str]) -> list[str]:
+    drawn = list(labels)
+    random.SystemRandom().shuffle(drawn)  # leaves the reader's own generator alone
+    return [*drawn, *reversed(drawn)]
 
 
 def take_builds(alive: Alive, take_turn: Turn, say: Say = lambda done, total, left: None) -> None:

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
+from effgpu.attaching.sites import Site
+from effgpu.attaching.steps import drive
 from effgpu.measuring.ops import runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DeviceContext,
@@ -44,6 +46,7 @@ from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
 from effgpu.predicting.hardware import FIRST_GPU, answering_as
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, lacks_rule, note
 from effgpu.predicting.parameters import making_fakes
+from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
 from effgpu.predicting.values import Values
 from effgpu.units import GiB, MiB
 
@@ -81,7 +84,9 @@ _BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
 UNTIMED = "how long"  # begins what is not known of the time alone
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
-_READS_WITHOUT_EFFECT = ("/optim/", "/amp/", "/utils/data/", "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
+WORKERS_IDLE = "a DataLoader's workers do not run: batches are loaded by the step itself"
+OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
+_READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 
 class Recorder(TorchDispatchMode):
@@ -115,13 +120,17 @@ class Recorder(TorchDispatchMode):
         self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
+        self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
         self._modules: weakref.WeakSet = weakref.WeakSet()
-        self._optimizers: weakref.WeakSet = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
         self.segments: list[Segment] = []  # of the last step
+        self.events: list[Event] = []  # of the last step, in their order
+        self.loop = drive.__code__  # the code that runs the steps: lines further out are not the step's
+        self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
 
     @classmethod
@@ -144,7 +153,17 @@ class Recorder(TorchDispatchMode):
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
-        self.segments = [Segment()]
+        self.segments, self.events, self.looked_up = [Segment()], [], []
+
+    def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:
+        """The bytes at the peak by line and owner, the most first."""
+        _, at = find_peak(self.on_gpu, self.first)
+        owned: dict[tuple[Site | None, str], int] = {}
+        for place, block in enumerate(self.blocks):
+            if self.is_on_gpu(block) and block.born <= at < block.died:
+                key = self._sites.get(place), block.owner
+                owned[key] = owned.get(key, 0) + block.size
+        return tuple((*key, size) for key, size in sorted(owned.items(), key=lambda item: -item[1]))
 
     def stop(self) -> None:
         """The step has run: let go of what lives on."""
@@ -213,6 +232,8 @@ class Recorder(TorchDispatchMode):
             self._zeros.add(args[1].untyped_storage()._cdata)
         elif name in ("mm", "bmm", "addmm", "baddbmm"):
             self._multiplied = True
+        elif name == "embedding" and self.segments and (known := self.values.of(args[1])) is not None:
+            self.looked_up.append(known)
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, _convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
@@ -238,6 +259,11 @@ class Recorder(TorchDispatchMode):
     def _add_kernels(self, kernels: list[Kernel], calls: float) -> None:
         self.segments[-1].kernels.update(kernels)
         self.segments[-1].calls += calls
+        site = sites.find_site(outermost=True, until=self.loop) if kernels else None
+        self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase()))
+
+    def _phase(self) -> str:
+        return UPDATE if self.optimizing else FORWARD if _current_graph_task_id() == -1 else BACKWARD
 
     def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
         """One call of cuDNN, which runs each of these kernels so often."""
@@ -295,6 +321,7 @@ class Recorder(TorchDispatchMode):
         owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         block.place = self._placing
+        self._sites[len(self.blocks)] = sites.find_site()
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
         finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
@@ -436,11 +463,13 @@ class Recorder(TorchDispatchMode):
             return self._guess(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
         return self._guess(1, where)
 
-    def _wait(self) -> None:
-        """The CPU waits for the GPU."""
+    def _wait(self, size: int = 0) -> None:
+        """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for PyTorch's own reads."""
         if self.segments:
             self.segments[-1].calls += 1
             self.segments.append(Segment())
+            site = None if sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
+            self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, phase=self._phase()))
 
     def _guess(self, value: bool | int | float, where: str | None) -> bool | int | float:
         """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
@@ -571,7 +600,7 @@ class Recorder(TorchDispatchMode):
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
         self.optimizing += 1
-        self._optimizers.add(optimizer)
+        self.optimizers.add(optimizer)
         by_default = self.capability and _defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -606,7 +635,7 @@ class Recorder(TorchDispatchMode):
         copied = list(self.copied)
         self._name(copied, "weights")
         self._name((parameter.grad for parameter in copied), "gradients")
-        for optimizer in list(self._optimizers):
+        for optimizer in list(self.optimizers):
             self._name_state(optimizer)
 
     def _name_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -864,7 +893,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         workers, loader.num_workers = loader.num_workers, 0
         try:
             if workers:
-                recorder.assumptions["a DataLoader's workers do not run: batches are loaded by the step itself"] = None
+                recorder.assumptions[WORKERS_IDLE] = None
             return _SingleProcessDataLoaderIter(loader)
         finally:
             loader.num_workers = workers

@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.attaching.sites import find_site
 from effgpu.measuring.torch_internals import (
     FakeTensor,
     _len_torch_function_stack,
@@ -33,6 +35,7 @@ from effgpu.predicting.fake_gpu import (
     on_real_tensors,
 )
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 
 HOST = "host"
 _KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
@@ -58,6 +61,7 @@ class ScriptRecorder(Recorder):
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
         self._depth = 0  # of operations on fake tensors that are being looked up
+        self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -114,6 +118,8 @@ class ScriptRecorder(Recorder):
         return not (self.segments or self.optimizing or torch.is_grad_enabled())
 
     def _read(self, func, args, kwargs):
+        if args[0].constant is not None and not self.optimizing and not self.is_on_host(args[0]):
+            self._wait()  # its value is known here, and a script has to wait for it all the same
         before = dict(self.assumptions), dict(self.unknown)
         try:
             return super()._read(func, args, kwargs)
@@ -132,6 +138,14 @@ class ScriptRecorder(Recorder):
     def _see_real(self, value: object) -> None:
         """What is real is on the CPU: a number, or indices."""
 
+    def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
+        """A real tensor moves to the GPU."""
+        if self.segments:
+            size, pinned = real.numel() * real.element_size(), real in self.pinned
+            waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
+            site = find_site(until=self.loop)
+            self.events.append(Event(COPY, site, bytes=size, waits=waits, pinned=pinned))
+
 
 class _Placer(_Translator):
     """Calls on real tensors run for real; what names the GPU, or has a fake tensor, runs on fake ones."""
@@ -144,12 +158,17 @@ class _Placer(_Translator):
             return self._describe(func, args)
         if func is torch.device or name == "_parse_to":  # the latter reads the arguments of Module.to
             return func(*args, **kwargs)
-        if name in ("pin_memory", "is_pinned"):
-            return args[0] if name == "pin_memory" else False
+        if name == "pin_memory":
+            self._recorder.pinned[args[0]] = True
+            return args[0]
+        if name == "is_pinned":
+            return args[0] in self._recorder.pinned
         values = (*args, *kwargs.values())
         fakes = [value for value in _flat(values) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
+        if name in ("tolist", "numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
+            self._recorder._wait(fakes[0].numel() * fakes[0].element_size())
         if name == "tolist" and fakes:
             return self._recorder.read_array(args[0]).tolist()
         if name == "get_device" and fakes:
@@ -162,7 +181,7 @@ class _Placer(_Translator):
         on_host = where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes))
         with self._recorder.placed(on_host):
             result = super().__torch_function__(func, types, args, kwargs)
-        return result if where is None else self._move(result, where)
+        return result if where is None else self._move(result, where, is_non_blocking(args, kwargs))
 
     def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself: `_move` sees to it."""
@@ -205,14 +224,18 @@ class _Placer(_Translator):
         with on_real_tensors():
             return func(*args, **kwargs)
 
-    def _move(self, result: object, where: torch.device) -> object:
+    def _move(self, result: object, where: torch.device, non_blocking: bool) -> object:
         """The tensor on this device, copied if it is elsewhere."""
         if not isinstance(result, torch.Tensor) or result.device.type == "meta":
             return result
         if not isinstance(result, FakeTensor):
+            if where != _CPU:
+                self._recorder.note_copy(result, non_blocking)
             return self._recorder.imitate(result, where == _CPU, _KEPT)
         if self._recorder.is_on_host(result) == (where == _CPU):
             return result
+        if where == _CPU and not non_blocking:
+            self._recorder._wait(result.numel() * result.element_size())
         with self._recorder.placed(where == _CPU):
             return result.clone()
 

@@ -7,6 +7,7 @@ machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py a
 
 import html
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from numbers import Integral, Real
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program, read_program
+from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
@@ -25,7 +27,8 @@ from effgpu.predicting.fake_gpu import COMPILED, UNTIMED, Recorder, as_gpu, obse
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.time import Time, step_time
+from effgpu.predicting.time import FUSED_CALLS, Time, step_time
+from effgpu.predicting.timeline import Event, Timeline
 from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html_table, with_article
 
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
@@ -66,6 +69,8 @@ class Prediction:
     the kernels of the last step, from which `time` follows. `notes` says what else was seen of a script. `older` is the
     prediction for GPUs below `holds_from`, on which the step takes other kernels or formats. `paged` are the bytes of
     an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of the peak.
+    `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns the peak:
+    (line, owner, bytes).
     """
 
     allocated: int
@@ -82,6 +87,8 @@ class Prediction:
     older: "Prediction | None" = None
     notes: tuple[str, ...] = ()
     paged: int = 0
+    events: tuple[Event, ...] = ()
+    peak: tuple[tuple[Site | None, str, int], ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -142,6 +149,18 @@ class Prediction:
         """
         one, gpu = self.for_gpu(gpu)
         return step_time(one.segments, gpu, compiled=one.compiled)
+
+    def timeline(self, gpu: "str | float | Gpu | None" = None) -> Timeline:
+        """The step on a GPU with two clocks, the CPU's and the GPU's: `.save(path)` writes a trace for Perfetto.
+
+        Raises ValueError for a GPU whose speed is not known.
+        """
+        one, gpu = self.for_gpu(gpu)
+        kernels = sum((segment.kernels for segment in one.segments), Counter())
+        work = step_time([Segment(kernels)], gpu)  # the GPU's alone: the events say when it waits
+        off = work.high / work.expected if work.expected else 1.0
+        launch = gpu.launch * (FUSED_CALLS if one.compiled else 1)
+        return Timeline(one.events, gpu, launch=launch, off=off)
 
     def to_dict(self) -> dict:
         """All of it for a program to read: bytes, seconds, and for each GPU its verdict."""
@@ -366,6 +385,8 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         segments=tuple(recorder.segments),
         notes=tuple(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
         paged=paged,
+        events=tuple(recorder.events),
+        peak=recorder.owners_at_peak(),
     )
 
 

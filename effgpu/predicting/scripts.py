@@ -28,31 +28,18 @@ def planned(
 
     Raises Refused for what cannot be walked.
     """
+    with recording(marks, gpus, capability, taken) as recorder:
+        yield walk(marks, recorder, gpus, steps)
+
+
+@contextlib.contextmanager
+def recording(
+    marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], taken: float | None = None
+) -> Iterator[ScriptRecorder]:
+    """Inside, a script has the first of these GPUs with this capability: what it does is recorded, and not done."""
     recorder = walking_as(ScriptRecorder(capability), gpus)
     recorder.taken = taken
-
-    def plan() -> Plan:
-        yield from count(recorder, steps)
-        for _ in range(_MORE):
-            if not recorder.evaluated:
-                break
-            recorder.note_kernels()
-            yield 1
-            recorder.name_owners()
-        if not recorder.on_gpu:
-            raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
-        notes = []
-        if marks.source is BACKWARD:
-            notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
-        if recorder.evaluated:
-            notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
-        if recorder.without_gradients > _LONG:
-            took = format_seconds(recorder.without_gradients)
-            told = "forward passes without gradients before the third step, such as an evaluation, took"
-            notes.append(f"{told} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
-        concluded = conclude(recorder, gpus)
-        return replace(concluded, notes=(*concluded.notes, *notes))
-
+    marks.listeners.append(lambda: setattr(recorder, "loop", marks.loop or recorder.loop))
     with (
         _refusing(recorder),
         weights_without_values(recorder),
@@ -61,7 +48,31 @@ def planned(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield plan()
+        yield recorder
+
+
+def walk(marks: Marks, recorder: ScriptRecorder, unwritten: dict[str, None], gpus: tuple[Gpu, ...], steps: int) -> Plan:
+    """The plan whose result is the Prediction of a script's step."""
+    yield from count(recorder, steps)
+    for _ in range(_MORE):
+        if not recorder.evaluated:
+            break
+        recorder.note_kernels()
+        yield 1
+        recorder.name_owners()
+    if not recorder.on_gpu:
+        raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
+    notes = []
+    if marks.source is BACKWARD:
+        notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
+    if recorder.evaluated:
+        notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
+    if recorder.without_gradients > _LONG:
+        took = format_seconds(recorder.without_gradients)
+        told = "forward passes without gradients before the third step, such as an evaluation, took"
+        notes.append(f"{told} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
+    concluded = conclude(recorder, gpus)
+    return replace(concluded, notes=(*concluded.notes, *notes))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,116 @@
+"""The batches of a step: where they come from, how long they take, what is in them."""
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
+from effgpu.measuring.variants import is_function
+from effgpu.predicting.timeline import Range
+
+_AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
+
+
+def tensors_in(batch: object) -> list[torch.Tensor]:
+    """The tensors of a batch: in mappings, such as transformers' BatchEncoding, too."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        return [tensor for item in batch for tensor in tensors_in(item)]
+    return [batch] if isinstance(batch, torch.Tensor) else []
+
+
+def change_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """A batch with each of its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = copy.copy(value)  # a BatchEncoding stays one
+        for key, item in value.items():
+            changed[key] = change_tensors(item, change)
+        return changed
+    if isinstance(value, tuple | list):
+        items = [change_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def padding_share(looked_up: list[torch.Tensor]) -> float:
+    """The share of the tokens that the step looks up that are padding.
+
+    Padding is the token that most texts end or begin with, as often as it stands there in a row.
+    """
+    padded = total = 0
+    for tokens in looked_up:
+        if tokens.dim() != 2 or len(tokens) < 2 or (tokens == tokens[0, 0]).all():
+            continue
+        runs = []
+        for row in (tokens, tokens.flip(1)):
+            pad = row[:, 0].mode().values
+            runs.append(int((row == pad).cumprod(1).sum()))
+        padded, total = padded + max(runs), total + tokens.numel()
+    return padded / total if total else 0.0
+
+
+def count_ahead(loader: object) -> int:
+    """How many batches the workers of a loader have made, or are making, before they are asked for."""
+    ahead = getattr(loader, "prefetch_factor", None) or _AHEAD
+    return getattr(loader, "num_workers", 0) * (ahead + 1)
+
+
+def time_loading(take: Callable[[], object], loader: object) -> Range:
+    """Seconds that `take` takes for a batch of the loader, with a 99 % interval."""
+    workers = max(1, getattr(loader, "num_workers", 0))
+    for _ in range(1 + count_ahead(loader)):  # the first one waits for workers to start
+        take()
+    seconds = []
+    for _ in range(FEWEST_BLOCKS):
+        began = time.perf_counter()
+        for _ in range(workers):
+            take()
+        seconds.append((time.perf_counter() - began) / workers)
+    middle, low, high = interval_of_blocks(seconds)
+    return middle, max(0.0, low), high
+
+
+class Batches:
+    """The batches of a function's step, as its arguments: a tuple of one batch, or an empty one without a loader.
+
+    `batch` is the first of them. Raises TypeError for a loader that is none, RuntimeError for one that ends and does
+    not start anew.
+    """
+
+    def __init__(self, loader: object):
+        self._make = loader if is_function(loader) and not isinstance(loader, Iterable) else lambda: loader
+        self._batches: Iterator | None = None
+        self._served = 0
+        self.loader = self._make()
+        if self.loader is not None and not isinstance(self.loader, Iterable):
+            raise TypeError(f"loader: expected batches that can be iterated over, got {type(self.loader).__name__}")
+        self.pinned = bool(getattr(self.loader, "pin_memory", False))
+        self.batch = self.next()
+
+    def next(self) -> tuple:
+        """The next batch. The loader starts anew where it ends."""
+        if self.loader is None:
+            return ()
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            for batch in self._batches:
+                self._served += 1
+                return (batch,)
+            self.loader, self._batches = self._make(), None
+        ended = f"loader: it ended after {self._served} batches and does not start anew, and a diagnosis takes many"
+        raise RuntimeError(f"{ended}: give a DataLoader, a list, or a function that returns a new iterator")
+
+    def drain(self) -> None:
+        """Take what workers have loaded ahead while nobody waited."""
+        for _ in range(count_ahead(self.loader)):
+            self.next()
+
+    def time(self) -> Range:
+        """Seconds that the loader takes for a batch, with a 99 % interval."""
+        return time_loading(self.next, self.loader) if self.loader is not None else (0.0, 0.0, 0.0)

@@ -1,0 +1,196 @@
+"""What can hold a step back: each cause with its advice, its lesson, its events, and the step without it.
+
+To add a cause, add a row to `CAUSES`.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from effgpu.attaching.sites import Site
+from effgpu.predicting.kernels import PRODUCT
+from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, Range, Timeline
+from effgpu.units import format_bytes, format_seconds
+
+LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
+WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
+TF32 = "TF32"
+BATCHES = 8  # whose shapes are looked at
+_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # torch.optim's, with a fused kernel
+NOTHING: Range = (0.0, 0.0, 0.0)
+
+
+@dataclass
+class Observed:
+    """What was seen of a step: of the real one, or where the script has no GPU, of the one on fake tensors.
+
+    `loading` is what the loader takes for a step, in seconds; `workers`, `pinned`, `persistent` describe it. None of
+    them is known where no `has_loader`. `step`, `calls` and `saved` were measured on a GPU: the step's seconds, those
+    of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has the name of each
+    optimizer and whether it is fused. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the
+    optimizers' steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are
+    the step's events in 16 bits.
+    """
+
+    events: tuple[Event, ...] = ()
+    halved: tuple[Event, ...] = ()
+    has_loader: bool = False
+    loading: Range = NOTHING
+    workers: int = 0
+    pinned: bool = False
+    persistent: bool = False
+    padding: float = 0.0
+    unused: dict[Site, int] = field(default_factory=dict)
+    compiling: float = 0.0
+    compiled: bool = False
+    shapes: int = 1
+    optimizers: tuple[tuple[str, bool], ...] = ()
+    stepped: int = 0
+    time_first: bool = False
+    multiplied: int | None = None
+    step: Range | None = None
+    calls: float | None = None
+    saved: dict[frozenset[str], Range] = field(default_factory=dict)  # by what was changed together
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`advice` are the lines to change, for what was seen. `concerns` says whether an event is one of the cause's.
+
+    `without` is the step's timeline without the cause; where it is not given, its events are left out. `note` says
+    what was seen, from the events that it concerns.
+    """
+
+    name: str
+    lesson: str
+    advice: Callable[[Observed], str]
+    concerns: Callable[[Event, Observed], bool] = lambda event, seen: False
+    without: Callable[[Timeline, Observed], Timeline] | None = None
+    note: Callable[[Observed, list[Event]], str] = lambda seen, events: ""
+
+    def change(self, timeline: Timeline, seen: Observed) -> Timeline:
+        """The step's timeline without the cause."""
+        if self.without:
+            return self.without(timeline, seen)
+        return replace(timeline, events=tuple(e for e in timeline.events if not self.concerns(e, seen)))
+
+
+def _load_faster(seen: Observed) -> str:
+    cores = os.cpu_count() or 1
+    if not seen.has_loader:
+        return "DataLoader(..., num_workers=2), so that batches are made while the GPU works"
+    if seen.workers >= 2 * cores:
+        return "less work per sample: decode, resize or tokenise once, before the training, and store the result"
+    keep = "" if seen.persistent else ", persistent_workers=True"
+    return f"DataLoader(..., num_workers={max(2, 2 * seen.workers)}{keep})"
+
+
+def _copy_faster(seen: Observed) -> str:
+    copies = [event for event in seen.events if event.kind == COPY]
+    pins = seen.pinned or (copies and all(event.pinned for event in copies))
+    if pins and not any(event.waits for event in copies):
+        return "fewer bytes: copy uint8 or 16 bits, and convert on the GPU"
+    pin = [] if pins else ["DataLoader(..., pin_memory=True)"]
+    return " and ".join([*pin, ".to(device, non_blocking=True)"])
+
+
+def _update_faster(seen: Observed) -> str:
+    plain = [name for name, fused in seen.optimizers if name in _FUSED and not fused]
+    fewer = "fewer updates: accumulate gradients over larger batches"
+    return f"{plain[0]}(..., fused=True), or {fewer}" if plain else fewer
+
+
+def _launch_less(seen: Observed) -> str:
+    return 'a larger batch, or torch.compile(model, mode="reduce-overhead")' if seen.compiled else _COMPILE
+
+
+def _halve(seen: Observed) -> str:
+    if any(kernel.product and kernel.format in ("fp16", "bf16") for event in seen.events for kernel in event.kernels):
+        return "what autocast does not reach: move the loss and all forward passes into it"
+    return "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
+
+
+_COMPILE = "a larger batch, or torch.compile(model)"
+
+
+def _pack(timeline: Timeline, seen: Observed) -> Timeline:
+    """The GPU works on fewer tokens. The CPU calls as many operations, and the optimizer updates as many weights."""
+    share = 1 - seen.padding
+    events = (event if event.optimizing else event._replace(scale=share) for event in timeline.events)
+    return replace(timeline, events=tuple(events))
+
+
+def _as_tf32(event: Event) -> Event:
+    """The event, with its products of fp32 tensors computed in TF32."""
+    kernels = [
+        kernel._replace(format="tf32") if (kernel.kind, kernel.format) == (PRODUCT, "fp32") else kernel
+        for kernel in event.kernels
+    ]
+    return event._replace(kernels=tuple(kernels))
+
+
+def _tell_loading(seen: Observed, events: list[Event]) -> str:
+    if seen.step is not None:
+        return ""
+    how = f"num_workers={seen.workers}" if seen.has_loader else "by the script itself"
+    return f"{format_seconds(seen.loading[0])} per step, measured here, {how}"
+
+
+def _tell_copies(seen: Observed, events: list[Event]) -> str:
+    pinned = all(event.pinned for event in events) and events
+    return f"{format_bytes(sum(event.bytes for event in events))} from {'pinned' if pinned else 'ordinary'} memory"
+
+
+CAUSES = {
+    cause.name: cause
+    for cause in (  # precision first, as it replaces all events
+        Cause(PRECISION, "08", _halve, without=lambda line, seen: replace(line, events=seen.halved)),
+        Cause(
+            TF32,
+            "08",
+            lambda seen: 'torch.set_float32_matmul_precision("high"), where autocast is not wanted',
+            without=lambda line, seen: replace(line, events=tuple(map(_as_tf32, line.events))),
+        ),
+        Cause(OPTIMIZER, "09", _update_faster, lambda event, seen: event.optimizing),
+        Cause(
+            WAITS,
+            "12",
+            lambda seen: "keep the value on the GPU, loss.detach(), and read it every 100 steps",
+            lambda event, seen: event.kind == READ,
+            note=lambda seen, events: f"the CPU waits {len(events)} times in a step",
+        ),
+        Cause(COPYING, "03", _copy_faster, lambda event, seen: event.kind == COPY, note=_tell_copies),
+        Cause(
+            VALIDATION,
+            "11",
+            lambda seen: "with torch.no_grad(): around the validation, and validate less often",
+            lambda event, seen: event.kind == KERNEL and event.site in seen.unused,
+            note=lambda seen, events: (
+                f"{format_bytes(sum(seen.unused.values()))} are kept here for a backward pass that never comes"
+            ),
+        ),
+        Cause(LAUNCHING, "05 and 14", _launch_less, without=lambda line, seen: replace(line, launch=0.0)),
+        Cause(
+            LOADING,
+            "02",
+            _load_faster,
+            without=lambda line, seen: replace(line, load=NOTHING),
+            note=_tell_loading,
+        ),
+        Cause(
+            PADDING,
+            "04",
+            lambda seen: "pack the texts, or sort them by length and pad each batch to its longest",
+            without=_pack,
+            note=lambda seen, events: f"{seen.padding:.0%} of the tokens",
+        ),
+        Cause(
+            COMPILING,
+            "14",
+            lambda seen: "torch.compile(model, dynamic=True), or pad to a few lengths",
+            without=lambda line, seen: replace(line, compiling=0.0),
+            note=lambda seen, events: f"measured here: {BATCHES} batches of {seen.shapes} shapes",
+        ),
+    )
+}

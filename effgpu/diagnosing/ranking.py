@@ -1,0 +1,174 @@
+"""From what was seen, measured and predicted of a step to the ranking of what each change would save."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations
+
+from effgpu.diagnosing.causes import (
+    CAUSES,
+    COMPILING,
+    COPYING,
+    LAUNCHING,
+    LOADING,
+    NOTHING,
+    PRECISION,
+    TF32,
+    WAITS,
+    Observed,
+)
+from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.prediction import Prediction
+from effgpu.predicting.timeline import COPY, Event, Range, Timeline, saved
+
+BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
+_ALIKE = (frozenset({PRECISION, TF32}),)  # of which one leaves nothing to the other
+
+
+def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "") -> Diagnosis:
+    """Rank what was measured, and what the predicted step says of the rest. `why` there is no prediction."""
+    alone = {name: saving for names, saving in seen.saved.items() if len(names) == 1 for name in names}
+    examined = {name: Finding(name, *saving, measured=True) for name, saving in alone.items()}
+    notes = [*seen.notes, *([f"nothing is predicted: {why}"] if why else [])]
+    events, timeline, names = seen.events, None, []
+    if prediction:
+        timeline = _timeline(prediction, gpu, seen)
+        events, names = prediction.events, _changeable(gpu, seen)
+        for name in names:
+            examined.setdefault(name, _predict(name, timeline, seen, names))
+        notes += [*prediction.notes, *(f"assumed: {what}" for what in prediction.assumptions)]
+        notes += [f"not known: {what}" for what in prediction.unknown]
+    facts = replace(seen, events=events)
+    ranked = sorted((_explain(one, facts) for one in examined.values()), key=lambda finding: -finding.seconds)
+    result = Diagnosis(
+        gpu.name,
+        *(seen.step or timeline.range()),
+        measured=seen.step is not None,
+        examined=tuple(ranked),
+        memory=prediction,
+        notes=tuple(dict.fromkeys(notes)),
+        timeline=timeline,
+    )
+    if result.measured:
+        pairs = {names: saving for names, saving in seen.saved.items() if len(names) == 2}
+    else:
+        pairs = _pair(timeline, seen, result, names)
+    return replace(result, together=_together(result, pairs), hidden=_hidden(result, pairs))
+
+
+def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
+    return replace(prediction.timeline(gpu), load=seen.loading, workers=seen.workers, compiling=seen.compiling)
+
+
+def _changeable(gpu: Gpu, seen: Observed) -> list[str]:
+    """What can be changed in the predicted step."""
+    without = {TF32} if gpu.capability < (8, 0) else set()
+    without |= set() if seen.halved else {PRECISION}
+    without |= set() if seen.has_loader or seen.loading[0] else {LOADING}
+    without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
+    return [name for name in CAUSES if name not in without]
+
+
+def _predict(name: str, timeline: Timeline, seen: Observed, names: list[str]) -> Finding:
+    before, cause = timeline, CAUSES[name]
+    if name == LAUNCHING:  # to blame where nothing else makes the CPU late
+        for other in (WAITS, LOADING, COPYING, COMPILING):
+            before = CAUSES[other].change(before, seen) if other in names else before
+    after = cause.change(before, seen)
+    idle = _idle_seconds(seen, timeline, CAUSES[WAITS].change(timeline, seen), after) if name == LAUNCHING else None
+    return Finding(name, *(idle or saved(before, after)))
+
+
+def _pair(timeline: Timeline, seen: Observed, result: Diagnosis, names: list[str]) -> dict[frozenset[str], Range]:
+    """What two changes save together: the two largest findings, and pairs that save much more than each alone."""
+    alone, pairs = {one.name: one.seconds for one in result.examined}, {}
+    changed = {name: CAUSES[name].change(timeline, seen) for name in names}
+    whole = timeline.seconds()
+    for first, second in combinations(names, 2):  # in their order, as precision replaces all events
+        if frozenset({first, second}) in _ALIKE or changed[second] == timeline or changed[first] == timeline:
+            continue
+        both = CAUSES[second].change(changed[first], seen)
+        beyond = whole - both.seconds() - alone[first] - alone[second]
+        if beyond >= THRESHOLD * result.seconds or {first, second} == set(_best(result)):
+            pairs[frozenset({first, second})] = saved(timeline, both)
+    return pairs
+
+
+def _best(result: Diagnosis) -> list[str]:
+    """The two largest findings that are known in the same way as the step."""
+    return [one.name for one in result.findings if one.measured == result.measured and one.name != TF32][:2]
+
+
+def _together(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> Finding | None:
+    best = _best(result)
+    saving = pairs.get(frozenset(best)) if len(best) == 2 else None
+    return saving and Finding(" and ".join(best), *saving, measured=result.measured)
+
+
+def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Finding, ...]:
+    """The pairs that save much more together than each alone, as one hides the other; the largest of each finding."""
+    found, alone = [], {one.name: one for one in result.examined}
+    for names, saving in sorted(pairs.items(), key=lambda item: -item[1][0]):
+        ones = sorted((alone[name] for name in names), key=lambda one: -one.seconds)
+        beyond = saving[0] - sum(one.seconds for one in ones)
+        taken = any(names & set(one.name.split(" and ")) for one in found)
+        if beyond >= THRESHOLD * result.seconds and saving[1] > 0 and not taken:
+            joined = {what: " and ".join(getattr(one, what) for one in ones) for what in ("name", "lesson")}
+            advice = "; ".join(one.advice for one in ones)
+            found.append(Finding(joined["name"], *saving, result.measured, lesson=joined["lesson"], advice=advice))
+    return tuple(found)
+
+
+def _explain(finding: Finding, seen: Observed) -> Finding:
+    """The finding with its advice, its lines, the most frequent first, and what was seen."""
+    cause = CAUSES[finding.name]
+    concerned = [event for event in seen.events if cause.concerns(event, seen)]
+    lines = Counter(event.site for event in concerned if event.site)
+    return replace(
+        finding,
+        lesson=cause.lesson,
+        advice=cause.advice(seen),
+        note=cause.note(seen, concerned),
+        lines=tuple(line for line, _ in lines.most_common()),
+    )
+
+
+def _idle_seconds(seen: Observed, timeline: Timeline, unread: Timeline, work: Timeline) -> Range | None:
+    """Seconds that the GPU idles in a measured step that has its batch: the wall clock, less its predicted work.
+
+    Less what the step's reads take by prediction (the `timeline` without them is `unread`), and what compiling takes,
+    too: they are other findings. Nothing where the CPU's calls take less than is left: then the GPU is busy, however
+    far off its predicted work is. None without a measured step.
+    """
+    if not seen.step:
+        return None
+    fed = seen.saved.get(feeding(frozenset().union(*seen.saved)), NOTHING)
+    busy, waits = work.range(), saved(timeline, unread)
+    left = seen.step[0] - fed[0] - waits[0] - seen.compiling
+    calls = _all_calls(seen, timeline.events)
+    if calls is not None and calls < BEHIND * left:
+        return NOTHING
+    ends = (1, 2), (2, 1)
+    idle = [
+        seen.step[0] - fed[0] - busy[0] - waits[0],
+        *(seen.step[low] - fed[high] - busy[high] - waits[high] for low, high in ends),
+    ]
+    return tuple(max(0.0, seconds - seen.compiling) for seconds in idle)
+
+
+def _all_calls(seen: Observed, events: tuple[Event, ...]) -> float | None:
+    """Seconds of the CPU's calls in a step: those up to its first wait were timed, and the others take as long each."""
+    first = next((number for number, event in enumerate(events) if reads(event)), None)
+    timed, everything = (sum(event.calls for event in each) for each in (events[:first], events))
+    return seen.calls * everything / timed if seen.calls is not None and timed else None
+
+
+def reads(event: Event) -> bool:
+    """Whether the CPU waits here for a value of the GPU's."""
+    return event.waits and event.kind != COPY
+
+
+def feeding(names: Iterable[str]) -> frozenset[str]:
+    """What there is to change of how the step gets its batch."""
+    return frozenset(names) & {LOADING, COPYING}

@@ -1,0 +1,288 @@
+"""`doctor` for a script as it is: plans in the script's own process, on a GPU or without one."""
+
+import contextlib
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch.utils.data import DataLoader
+
+from effgpu.attaching import scripts
+from effgpu.attaching.commands import Program
+from effgpu.attaching.steps import Marks, Plan
+from effgpu.diagnosing.agreement import check_walked
+from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_loading
+from effgpu.diagnosing.causes import PRECISION, TF32, Observed
+from effgpu.diagnosing.diagnosis import Diagnosis
+from effgpu.diagnosing.observing import Graphs, goes_to
+from effgpu.diagnosing.ranking import rank
+from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
+from effgpu.measuring.torch_internals import _BaseDataLoaderIter
+from effgpu.predicting.fake_gpu import WORKERS_IDLE, on_real_tensors
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.hardware import as_it_is, replaced
+from effgpu.predicting.placing import ScriptRecorder
+from effgpu.predicting.prediction import STEPS, Prediction
+from effgpu.predicting.scripts import recording, walk
+
+WALKED = 1 + STEPS + 2  # steps that a script has to make without a GPU: in 16 bits, and while its graphs are looked at
+
+
+def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
+    """What holds the script's step back on this GPU, by its own loop. With `measured`, it is the GPU that is here.
+
+    Raises ScriptFailed for an error of the script's, and RuntimeError where it cannot be followed.
+    """
+    predicted, walked, why = None, Observed(), f"{gpu.name} is not in the table of GPUs"
+    if gpu.bandwidth is not None:
+        try:
+            predicted, walked = scripts.run(program, f"{__name__}:predicting", needs=WALKED, gpu=gpu)
+            why = ""
+        except scripts.ScriptFailed:
+            raise
+        except RuntimeError as error:
+            if not measured:
+                raise
+            why = str(error)
+    if not measured:
+        return rank(gpu, walked, predicted)
+    seen = scripts.run(program, f"{__name__}:measuring", needs="some hundred", gpu=gpu)
+    if predicted:
+        try:
+            seen.notes += tuple(check_walked(seen, predicted))
+        except RuntimeError as error:
+            predicted, why = None, str(error)
+    seen.halved, seen.compiled = walked.halved, seen.compiled or walked.compiled
+    return rank(gpu, seen, predicted, why)
+
+
+# --- on a GPU ---
+
+
+@contextlib.contextmanager
+def measuring(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
+    """The plan whose result is what was seen of the script's step, and measured of it in turns, on this GPU."""
+    loading, moving, disturbances = Loading(), Moving(), Disturbances()
+    marks.listeners += [loading.next_step, moving.next_step]
+    with replaced(iter([*loading.replacing(disturbances.note), *moving.replacing(), *disturbances.replacing()])):
+        yield _measure(marks, gpu, loading, moving, disturbances)
+
+
+def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", disturbances: "Disturbances") -> Plan:
+    yield 1  # then the loop is known
+    loader = loading.taken[0] if loading.taken else None
+    batches = max(1, len(loading.taken))
+    is_open = torch.is_autocast_enabled("cuda")
+    supply = Supply(
+        has_loader=loader is not None,
+        loader=loader,
+        pinned=bool(getattr(loader, "pin_memory", False)),
+        same=loading.same,
+        on_gpu=moving.on_gpu,
+        last=lambda: list(moving.last.values()),
+        settle=lambda: math.ceil(count_ahead(loader) / batches),
+        disturbed=disturbances.forget,
+        fixed=(PRECISION, TF32) if is_open else (),
+        loop=marks.loop or marks.mark.__code__,
+    )
+    seen, optimizers = yield from observe(supply)
+    if is_open:
+        seen.notes += ("autocast is on where the optimizer steps: what precision saves was not measured",)
+    if loader is None:
+        seen.notes += ("no DataLoader: what the script takes to make its batches was not looked at",)
+    yield from time_turns(seen, optimizers, supply, gpu)
+    return seen
+
+
+class Moving:
+    """What the script moves from the host to the GPU in a step, in its order."""
+
+    def __init__(self):
+        self.last: dict[tuple, torch.Tensor] = {}  # what the last step's moves gave
+        self._now: dict[tuple, torch.Tensor] = {}
+        self._counts: Counter = Counter()
+        self._kept: dict[tuple, torch.Tensor] | None = None
+
+    def next_step(self) -> None:
+        """A step is over."""
+        self.last, self._now = self._now, {}
+        self._counts.clear()
+
+    @contextlib.contextmanager
+    def on_gpu(self) -> Iterator[None]:
+        """Inside, what moves is on the GPU already: the script gets what the same move of the last step gave."""
+        self._kept = dict(self.last)
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def replacing(self) -> Iterator[tuple[type, str, Callable]]:
+        """(class, name, what stands there). Attributes, as a mode would cost each operation some microseconds."""
+        for name in ("to", "cuda"):
+            yield torch.Tensor, name, self._moved(name, getattr(torch.Tensor, name))
+
+    def _moved(self, name: str, move: Callable) -> Callable:
+        @functools.wraps(move)
+        def moved(tensor, *args, **kwargs):
+            if tensor.is_cuda or isinstance(tensor, torch.nn.Parameter):
+                return move(tensor, *args, **kwargs)
+            if name == "to" and goes_to(args, kwargs) != "cuda":
+                return move(tensor, *args, **kwargs)
+            kind = tensor.shape, tensor.dtype
+            key = (*kind, self._counts[kind])
+            self._counts[kind] += 1
+            kept = self._kept.get(key) if self._kept else None
+            self._now[key] = move(tensor, *args, **kwargs) if kept is None else kept
+            return self._now[key]
+
+        return moved
+
+
+class Disturbances:
+    """What happens in a window now and then, and is no part of a usual step: an evaluation, a checkpoint, an epoch."""
+
+    def __init__(self):
+        self._seen = False
+
+    def note(self) -> None:
+        """There was one."""
+        self._seen = True
+
+    def forget(self) -> bool:
+        """Whether there was one since this was asked last."""
+        seen, self._seen = self._seen, False
+        return seen
+
+    def replacing(self) -> Iterator[tuple[object, str, Callable]]:
+        """(owner, name, what stands there)."""
+        train, save = torch.nn.Module.train, torch.save
+
+        @functools.wraps(train)
+        def train_noted(module, mode=True):
+            self._seen |= not mode
+            return train(module, mode)
+
+        @functools.wraps(save)
+        def save_noted(*args, **kwargs):
+            self._seen = True
+            return save(*args, **kwargs)
+
+        yield torch.nn.Module, "train", train_noted  # which eval calls
+        yield torch, "save", save_noted
+
+
+# --- without a GPU ---
+
+
+@contextlib.contextmanager
+def predicting(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
+    """The plan whose result is the Prediction for this GPU, and what was seen of the step.
+
+    Nothing but the loader is measured. Raises Refused for what cannot be predicted.
+    """
+    loading = Loading()
+    marks.listeners.append(loading.next_step)
+    with replaced(iter(loading.replacing())), recording(marks, (gpu,), gpu.capability) as recorder:
+        yield _predict(marks, gpu, recorder, loading)
+
+
+def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:
+    predicted: Prediction = yield from walk(marks, recorder, (gpu,), STEPS)
+    tokens, taken = recorder.looked_up, loading.taken
+    in_full = not torch.is_autocast_enabled("cuda")  # else the script's own would end in the middle of ours
+    recorder.note_kernels()
+    with in_16_bits(gpu) if in_full else contextlib.nullcontext():
+        yield 1
+    halved, graphs = tuple(recorder.events), Graphs(recorder.loop)
+    with graphs.looking():
+        yield 1
+    with on_real_tensors(), as_it_is():
+        took, loader = loading.time(taken)
+        padding = padding_share(tokens)
+    assumed = tuple(what for what in predicted.assumptions if what != WORKERS_IDLE)  # they did run, for the loader
+    return replace(predicted, assumptions=assumed), Observed(
+        events=predicted.events,
+        halved=halved if in_full else (),
+        has_loader=loader is not None,
+        loading=took,
+        workers=getattr(loader, "num_workers", 0),
+        pinned=bool(getattr(loader, "pin_memory", False)),
+        persistent=bool(getattr(loader, "persistent_workers", False)),
+        padding=padding,
+        unused=graphs.unused(),
+        compiled=predicted.compiled,
+        optimizers=tuple(map(describe_optimizer, recorder.optimizers)),
+    )
+
+
+# --- both ---
+
+
+class Loading:
+    """Which DataLoaders give the script's batches, and how many in a step."""
+
+    def __init__(self):
+        self._loaders: dict[int, DataLoader] = {}  # by iterator
+        self._batches: dict[DataLoader, object] = {}  # the last one of each
+        self._same = False
+        self._taking: list[DataLoader] = []
+        self.taken: list[DataLoader] = []  # in the last step, one for each batch
+        self._make = DataLoader._get_iterator
+
+    def next_step(self) -> None:
+        """A step is over."""
+        self.taken, self._taking = self._taking, []
+
+    @contextlib.contextmanager
+    def same(self) -> Iterator[None]:
+        """Inside, loaders give their last batch again, and load nothing."""
+        before, self._same = self._same, True
+        try:
+            yield
+        finally:
+            self._same = before
+
+    def replacing(self, started: Callable[[], None] = lambda: None) -> Iterator[tuple[type, str, Callable]]:
+        """(class, name, what stands there), to see which loader gives a batch. Each iterator calls `started`."""
+        give, prepare = _BaseDataLoaderIter.__next__, _BaseDataLoaderIter.__init__
+
+        @functools.wraps(prepare)
+        def prepare_noted(iterator, loader):
+            prepare(iterator, loader)
+            self._loaders[id(iterator)] = loader
+            started()
+
+        @functools.wraps(give)
+        def give_noted(iterator):
+            loader = self._loaders[id(iterator)]
+            if not (self._same and loader in self._batches):
+                self._batches[loader] = give(iterator)
+            self._taking.append(loader)
+            return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
+
+        yield _BaseDataLoaderIter, "__init__", prepare_noted
+        yield _BaseDataLoaderIter, "__next__", give_noted
+
+    def time(self, taken: list[DataLoader]) -> tuple[tuple[float, float, float], DataLoader | None]:
+        """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most."""
+        total, longest, slowest = (0.0, 0.0, 0.0), -1.0, None
+        for loader in dict.fromkeys(taken):
+            batches = iter(())
+
+            def take(loader=loader):
+                nonlocal batches
+                for _ in range(2):
+                    for batch in batches:
+                        return batch
+                    batches = self._make(loader)
+                raise RuntimeError("loader: expected batches, got none")
+
+            one = [taken.count(loader) * seconds for seconds in time_loading(take, loader)]
+            total = tuple(map(sum, zip(total, one)))
+            if one[0] > longest:
+                longest, slowest = one[0], loader
+        return total, slowest

@@ -1,0 +1,244 @@
+"""Plans of the doctor: a step is observed, and on a GPU timed as it is and with one thing changed, in turns.
+
+A function is pulled through them, a script's own loop pushes them: see attaching/steps.py.
+"""
+
+import contextlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from effgpu.attaching.steps import Plan, drive
+from effgpu.diagnosing.batches import padding_share
+from effgpu.diagnosing.causes import BATCHES, COPYING, LOADING, OPTIMIZER, PRECISION, TF32, Observed
+from effgpu.diagnosing.observing import Observer, UntilRead
+from effgpu.diagnosing.ranking import feeding, reads
+from effgpu.measuring.device import multiplying_as
+from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
+from effgpu.measuring.timing import cap_seconds, window
+from effgpu.measuring.torch_internals import counters
+from effgpu.measuring.turns import orders
+from effgpu.measuring.variants import uncompiled
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.timeline import COPY
+
+_SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
+_LEAD = 0.05  # seconds of a turn that do not count: the clock is still that of the change before
+_CALLING = 5  # steps whose calls are timed
+_TRIES = 4  # of a turn that something else was part of, such as an evaluation
+
+
+@dataclass
+class Supply:
+    """What gives the step its batches, and how that is changed.
+
+    `same` and `on_gpu` are context managers: inside, the step gets the same batch again, or one that is on the GPU.
+    `batch` has the tensors whose copies to the GPU count, None for all. `settle` is called after turns with the same
+    batch, while workers have loaded ahead: it returns how many steps the next turn has to lead in with. `disturbed`
+    says whether there was an evaluation or the like since it was asked last. `last` gives the tensors of the last step.
+    """
+
+    has_loader: bool
+    loader: object
+    pinned: bool
+    same: Callable[[], contextlib.AbstractContextManager]
+    on_gpu: Callable[[], contextlib.AbstractContextManager]
+    last: Callable[[], list[torch.Tensor]]
+    settle: Callable[[], int] = lambda: 0
+    disturbed: Callable[[], bool] = lambda: False
+    batch: tuple | None = None
+    fixed: tuple[str, ...] = ()  # what cannot be changed here
+    loop: object = field(default=drive.__code__)
+
+    @property
+    def workers(self) -> int:
+        """Processes that load."""
+        return getattr(self.loader, "num_workers", 0)
+
+
+def observe(supply: Supply) -> Plan:
+    """Let two steps pass, the second of them observed, and where code is compiled for shapes eight more."""
+    with supply.same():
+        graphs = _count_graphs()
+        yield 1
+        compiles = _count_graphs() > graphs
+        observer = Observer(supply.batch, pinned=supply.pinned, loop=supply.loop)
+        with uncompiled(), observer.looking():
+            yield 1
+    seen = Observed(
+        events=tuple(observer.events),
+        has_loader=supply.has_loader,
+        workers=supply.workers,
+        pinned=supply.pinned,
+        persistent=bool(getattr(supply.loader, "persistent_workers", False)),
+        padding=padding_share(observer.tokens),
+        unused=observer.graphs.unused(),
+        compiled=compiles,
+        optimizers=tuple(describe_optimizer(optimizer) for optimizer in observer.optimizers),
+        stepped=observer.stepped,
+        time_first=observer.time_first,
+        multiplied=observer.multiplied,
+    )
+    if compiles:
+        seen.compiling, seen.shapes = yield from _time_compiling(supply)
+    return seen, observer.optimizers
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
+    """Its name, and whether its step is fused."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    return (type(optimizer).__name__ if is_torchs else f"{type(optimizer).__name__} of another library"), bool(fused)
+
+
+def _count_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process."""
+    return counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
+
+
+def _time_compiling(supply: Supply) -> Plan:
+    """Seconds per step that compiling takes beyond a step's own time, over the next batches; and how many shapes."""
+    seconds, compiled, shapes = [], [], set()
+    for _ in range(BATCHES):
+        graphs, began = _count_graphs(), time.perf_counter()
+        yield 1
+        seconds.append(time.perf_counter() - began)
+        compiled.append(_count_graphs() > graphs)
+        shapes.add(tuple(tensor.shape for tensor in supply.last()))
+    own = min(seconds)  # where every step compiles, this holds some of it: the result is then too low, never too high
+    return sum(each - own for each, slow in zip(seconds, compiled) if slow) / len(seconds), len(shapes)
+
+
+@contextlib.contextmanager
+def emptied(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, a step of these optimizers calls its closure, if it has one, and does nothing else.
+
+    Where something puts the true step back, as accelerate does in fp16, it finds no gradients.
+    """
+
+    def do_nothing(closure: Callable | None = None, **_: object):
+        return closure() if closure else None
+
+    def drop_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            own = vars(optimizer)  # of which some has a step, such as one that a scheduler has put there
+            if "step" in own:
+                stack.callback(own.__setitem__, "step", own["step"])
+            else:
+                stack.callback(own.pop, "step", None)
+            stack.callback(optimizer.register_step_pre_hook(drop_gradients).remove)
+            optimizer.step = do_nothing
+        yield
+
+
+@contextlib.contextmanager
+def in_16_bits(gpu: Gpu) -> Iterator[None]:
+    """Inside, autocast is on, in the 16-bit format that a GPU is fast in; a step cannot switch it off.
+
+    It remembers no weights in 16 bits, as it would beyond their update.
+    """
+    kind = torch.autocast
+    with kind("cuda", torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16, cache_enabled=False):
+        begin, end = kind.__enter__, kind.__exit__
+        kind.__enter__, kind.__exit__ = (lambda autocast: autocast), (lambda *_: None)
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = begin, end
+
+
+def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu) -> Plan:
+    """Time the step on this GPU, as it is and with each change, in turns; then with pairs of changes.
+
+    Fills in what was measured. A step that compiles would do so again in the mode that looks for its first wait.
+    """
+
+    @contextlib.contextmanager
+    def changed(names: frozenset[str]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, change in (
+                (OPTIMIZER, lambda: emptied(optimizers)),
+                (PRECISION, lambda: in_16_bits(target)),
+                (TF32, lambda: multiplying_as("tf32")),
+                (LOADING, supply.same),
+                (COPYING, supply.on_gpu),
+            ):
+                if name in names:
+                    stack.enter_context(change())
+            yield
+
+    def take_turn(names: frozenset[str], steps: int, lead: int) -> Plan:
+        supply.disturbed()
+        for _ in range(_TRIES):
+            with changed(names):
+                took = yield from window(steps, lead=lead)
+            if not supply.disturbed():
+                break
+        else:
+            seen.notes = tuple(dict.fromkeys([*seen.notes, _DISTURBED]))
+        return took
+
+    def compare(changes: list[frozenset[str]]) -> Plan:
+        labels = {" and ".join(sorted(names)): names for names in (frozenset(), *changes)}
+        turns: dict[str, list[float]] = {label: [] for label in labels}
+        more = 0
+        for order in orders(list(labels), FEWEST_BLOCKS):
+            for label in order:
+                turns[label].append((yield from take_turn(labels[label], count, lead + more)))
+                more = supply.settle() if LOADING in labels[label] else 0
+        blocks = {label: list(map(statistics.fmean, zip(each[::2], each[1::2]))) for label, each in turns.items()}
+        seen.step = seen.step or interval_of_blocks(blocks[""])
+        return {
+            names: interval_of_blocks([was - now for was, now in zip(blocks[""], blocks[label])])
+            for label, names in labels.items()
+            if names
+        }
+
+    pace = yield from take_turn(frozenset(), 3, 1)
+    seconds = cap_seconds(_SECONDS)
+    count = max(1, supply.workers, round(seconds / (2 * FEWEST_BLOCKS) / max(pace, 1e-6)))
+    lead = 1 if seconds < _SECONDS else max(1, math.ceil(_LEAD / max(pace, 1e-6)))
+    names = [PRECISION] + [TF32] * (target.capability >= (8, 0)) + [OPTIMIZER] * bool(optimizers)
+    names += [LOADING] * supply.has_loader + [COPYING] * any(event.kind == COPY for event in seen.events)
+    alone = [frozenset({name}) for name in names if name not in supply.fixed]
+    fed = feeding(frozenset().union(*alone))
+    has_reads = any(map(reads, seen.events))
+    if not (has_reads and seen.compiled):
+        with changed(fed):
+            seen.calls = yield from _time_calls(has_reads)
+    seen.saved = yield from compare([*alone, fed] if fed else alone)
+    additive = [name for name in alone if TF32 not in name]  # under autocast, TF32 has nothing left to do
+    ranked = sorted(additive, key=lambda name: -seen.saved[name][0])
+    pairs = {frozenset().union(*ranked[:2])} | {frozenset().union(*ranked[:1], {LOADING}) for _ in fed & {LOADING}}
+    pairs |= {frozenset({LOADING, PRECISION})} if {LOADING, PRECISION} <= frozenset().union(*alone) else set()
+    if left := [pair for pair in pairs if len(pair) == 2 and pair not in seen.saved]:
+        seen.saved |= yield from compare(left)
+
+
+_DISTURBED = "each turn holds an evaluation, a checkpoint or the start of an epoch: the script makes one so often"
+
+
+def _time_calls(has_reads: bool) -> Plan:
+    """Seconds that the CPU takes to call a step's operations, up to the first of its reads: the median of five steps.
+
+    Each finds the GPU idle. So the CPU does not wait for a place in its queue, which has room for 1,024 kernels.
+    """
+    seconds = []
+    for _ in range(_CALLING):
+        torch.cuda.synchronize()
+        with UntilRead(lambda: time.perf_counter()) if has_reads else contextlib.nullcontext() as until:
+            began = time.perf_counter()
+            yield 1
+            ended = time.perf_counter()
+        seconds.append((until.at if until and until.at is not None else ended) - began)
+    return statistics.median(seconds)

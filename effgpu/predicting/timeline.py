@@ -1,0 +1,242 @@
+"""A step as it would run on a GPU, event by event: what the CPU calls, what the GPU runs, and where one waits.
+
+A GPU and the CPU that feeds it are two clocks. The CPU calls one operation after the other and does not wait. The GPU
+starts a kernel when the one before is done and the CPU has called it. Where the CPU waits, the two clocks meet.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from effgpu.attaching.sites import Site
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.kernels import Kernel
+from effgpu.predicting.time import LAUNCH_RANGE, kernel_seconds
+
+KERNEL, READ, COPY = "kernel", "read", "copy"
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
+Range = tuple[float, float, float]  # middle, low, high
+# Bytes per second between host and GPU, over PCI Express of generation 3 and 4: the published rates that lesson 03
+# lists. Ordinary memory reaches less than pinned memory, and its rate depends on the host.
+PINNED, PAGEABLE = {3: 11e9, 4: 24e9}, {3: 3.7e9, 4: 5.7e9}
+SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a wait (CUDA C++ Programming Guide)
+_COPY_RANGE = 0.57, 1.75  # of those times
+_ROUNDING = 1e-9  # seconds
+_STEPS = 4  # that are played; the first does not count
+_CPU, _GPU = 1, 2  # the tracks of a trace
+
+
+class Event(NamedTuple):
+    """What the CPU asks of the GPU: kernels, a value that it reads, or a copy to the GPU.
+
+    `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
+    has done it. `scale` is the share of the GPU's work that is left. `site` is, of a kernel, the line of the step
+    itself; of a read or a copy, the line that asks for it.
+    """
+
+    kind: str
+    site: Site | None
+    kernels: tuple[Kernel, ...] = ()
+    calls: float = 1.0
+    bytes: int = 0
+    waits: bool = False
+    pinned: bool = False
+    scale: float = 1.0
+    phase: str = FORWARD
+
+    @property
+    def optimizing(self) -> bool:
+        """Whether an optimizer's step asks for it."""
+        return self.phase == UPDATE
+
+
+_OUTSIDE_ATTENTION = ("mm", "addmm", "convolution")  # a fused kernel has products that other devices run one by one
+
+
+def count_products(kernels: Iterable[Kernel]) -> int:
+    """FLOPs of matrix products and convolutions, but for batched ones, which attention may hold or not."""
+    return sum(kernel.flops for kernel in kernels if kernel.name in _OUTSIDE_ATTENTION)
+
+
+def copy_waits(size: int, *, pinned: bool, non_blocking: bool) -> bool:
+    """Whether the CPU waits for a copy of so many bytes to the GPU."""
+    return not (pinned and non_blocking) and (pinned or size > SMALL_COPY)
+
+
+def is_non_blocking(args: tuple, kwargs: dict) -> bool:
+    """Whether a call of `Tensor.to` or `Tensor.cuda` with these arguments asks for a copy without a wait."""
+    return bool(kwargs.get("non_blocking")) or any(value is True for value in args)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step on a GPU: its events, and what the CPU does beside them, in seconds.
+
+    `load` is what the loader takes for a step: by the CPU that launches, or where there are `workers` by them, all
+    together. `compiling` is the time that compiling takes per step. `launch` is that of calling an operation. `off` is
+    by how much the GPU's predicted work may be off, as a factor.
+    """
+
+    events: tuple[Event, ...]
+    gpu: Gpu
+    load: Range = (0.0, 0.0, 0.0)
+    workers: int = 0
+    compiling: float = 0.0
+    launch: float = 0.0
+    off: float = 1.0
+
+    def seconds(self, *, work: float = 1.0, launches: float = 1.0, copies: float = 1.0, load: int = 0) -> float:
+        """Seconds per step where the GPU's work, launching and copies take so many times as long.
+
+        `load` picks the middle, low or high end of what loading takes.
+        """
+        costs = [
+            (*self._gpu_seconds(event, work, copies), event.calls * self.launch * launches, event.waits)
+            for event in self.events
+        ]
+        ends = self._play(costs, self.load[load])
+        return (ends[-1] - ends[0]) / (_STEPS - 1)
+
+    def _play(self, costs: list[tuple[bool, float, float, bool]], load: float, last: list | None = None) -> list[float]:
+        """When each of a few steps ends; `last` gets, of the last one, when each event is called, runs, and is over.
+
+        A cost says whether the GPU runs anything, for how long, how long the CPU calls it, and whether it then waits.
+        """
+        cpu = gpu = 0.0
+        ends = []
+        for number in range(_STEPS):
+            began, ready = cpu, (number + 1) * load
+            cpu = max(cpu, ready) if self.workers else cpu + load
+            cpu += self.compiling
+            noted = last if number == _STEPS - 1 else None
+            if noted is not None:
+                noted.append((began, cpu, cpu, cpu, cpu))
+            for runs, seconds, calling, waits in costs:
+                called = cpu
+                cpu += calling
+                begins = max(gpu, cpu)
+                if runs:
+                    gpu = begins + seconds
+                free = max(cpu, gpu) if waits else cpu
+                if noted is not None:
+                    noted.append((called, cpu, begins, gpu if runs else begins, free))
+                cpu = free
+            ends.append(max(cpu, gpu))
+        return ends
+
+    def settings(self) -> list[dict[str, float]]:
+        """As expected, and with each thing that is uncertain at either end: arguments for `seconds`."""
+        ends = {"work": (1 / self.off, self.off), "launches": LAUNCH_RANGE, "copies": _COPY_RANGE, "load": (1, 2)}
+        return [{}, *({name: value} for name, values in ends.items() for value in values)]
+
+    def range(self) -> Range:
+        """Seconds per step, and from where to where they may be."""
+        return _spread([self.seconds(**setting) for setting in self.settings()])
+
+    def _gpu_seconds(self, event: Event, work: float = 1.0, copies: float = 1.0) -> tuple[bool, float]:
+        """Whether the GPU does anything for an event, and for how long."""
+        gpu = self.gpu
+        generation = 3 if gpu.capability < (8, 0) else 4
+        if event.kind == COPY:
+            return True, copies * event.scale * event.bytes / (PINNED if event.pinned else PAGEABLE)[generation]
+        if event.kind == READ:
+            return True, event.scale * (gpu.kernel + copies * event.bytes / PAGEABLE[generation])
+        least = gpu.kernel
+        seconds = sum(
+            max(event.scale * max(kernel_seconds(kernel, gpu)), least * kernel.launches) for kernel in event.kernels
+        )
+        return bool(event.kernels), work * seconds
+
+    def trace(self) -> dict:
+        """One step as Chrome trace events, which Perfetto (ui.perfetto.dev) shows: a track of the CPU, one of the GPU.
+
+        Times are microseconds from the moment when the CPU begins the step. `args` holds the reader's line.
+        """
+        costs = [(*self._gpu_seconds(e), e.calls * self.launch, e.waits) for e in self.events]
+        played: list[tuple[float, ...]] = []
+        self._play(costs, self.load[0], played)
+        (zero, ready, *_), *played = played
+        slices = []
+
+        def add(track: int, name: str, begin: float, end: float, **about: object) -> None:
+            times = {"ts": 1e6 * (begin - zero), "dur": 1e6 * (end - begin)}
+            slices.append(
+                {
+                    "name": name,
+                    "cat": about.get("phase", "host"),
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": track,
+                    **times,
+                    "args": about,
+                }
+            )
+
+        loading = self.load[0] and ready - self.compiling > zero
+        if loading:
+            add(_CPU, "wait for the loader" if self.workers else "load", zero, ready - self.compiling)
+        if self.compiling:
+            add(_CPU, "compile", ready - self.compiling, ready)
+        for event, (called, launched, begins, ends, free) in zip(self.events, played):
+            name, about = _name(event), _describe(event)
+            if launched > called:
+                add(
+                    _CPU,
+                    f"launch {name}" if event.kind == KERNEL and event.kernels else name,
+                    called,
+                    launched,
+                    **about,
+                )
+            if ends > begins:
+                add(_GPU, name, begins, ends, **about)
+            if free > launched:
+                add(_CPU, f"wait for the {_WAITS_FOR[event.kind]}", launched, free, **about)
+        names = {_CPU: "CPU: calls and waits", _GPU: f"{self.gpu.name}: kernels and copies"}
+        named = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "one step, predicted"}}]
+        for track, name in names.items():
+            named.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}})
+        about = {
+            "gpu": self.gpu.name,
+            "predicted": True,
+            "seconds": dict(zip(("expected", "low", "high"), self.range())),
+        }
+        return {"traceEvents": named + slices, "displayTimeUnit": "ms", "otherData": about}
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace to a file."""
+        Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
+
+
+_WAITS_FOR = {KERNEL: "GPU", READ: "value", COPY: "copy"}
+
+
+def _name(event: Event) -> str:
+    if event.kind != KERNEL:
+        return "read a value" if event.kind == READ else "copy to the GPU"
+    names = list(dict.fromkeys(kernel.name for kernel in event.kernels))
+    return " and ".join(names[:2]) if names else "a view"
+
+
+def _describe(event: Event) -> dict[str, object]:
+    told: dict[str, object] = {"phase": event.phase} | ({"line": str(event.site)} if event.site else {})
+    if event.bytes:
+        told |= {"bytes": event.bytes, "memory": "pinned" if event.pinned else "ordinary"}
+    if event.kernels:
+        told |= {"kind": event.kernels[0].kind, "format": event.kernels[0].format}
+        told |= {
+            name: sum(getattr(kernel, name) for kernel in event.kernels) for name in ("flops", "bytes", "launches")
+        }
+    return told
+
+
+def saved(before: Timeline, after: Timeline) -> Range:
+    """Seconds per step that a change saves, and from where to where they may be."""
+    settings = before.settings()
+    savings = [before.seconds(**setting) - after.seconds(**setting) for setting in settings]
+    return _spread([saving if saving > _ROUNDING else 0.0 for saving in savings])
+
+
+def _spread(values: list[float]) -> Range:
+    return values[0], min(values), max(values)

@@ -1,0 +1,306 @@
+"""Tests of `effgpu doctor` for scripts as they are: predicted, and measured in turns on a simulated GPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import patients
+import psutil
+import pytest
+import torch
+from test_attaching import forked, here, loop, server  # noqa: F401  fixtures
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import effgpu
+from effgpu.__main__ import main
+from effgpu.attaching.steps import Marks
+from effgpu.diagnosing import turns
+from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION
+from effgpu.diagnosing.scripts import measuring
+from effgpu.predicting.gpus import find_gpu
+from effgpu.units import GiB
+
+T4 = find_gpu("T4")
+
+
+@pytest.fixture
+def run(here, forked, capfd):  # noqa: F811
+    """A function that diagnoses a script for a T4: gives the exit code, the JSON and what was printed as errors."""
+
+    def run(script, *options):
+        (here / "train.py").write_text(textwrap.dedent(script))
+        code = main(["doctor", "--gpu", "T4", "--json", "-", *options, "--", "python", "train.py"])
+        out, err = capfd.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return run
+
+
+ENDLESS = "\n\nopen('built', 'a').write('once ')\nstep = variant()\nfor batch in loader:\n    step(batch)\n"
+
+
+@pytest.mark.parametrize(
+    "disease",
+    ["slow loader", "item in the loop"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("unpinned copies", "padding to 512", "fp32 on tensor cores", "validation with grad")
+    ],
+)
+def test_of_an_unchanged_script_it_names_the_disease_first_and_the_line(disease, run, here):  # noqa: F811
+    code, told, errors = run(patients.script(disease) + ENDLESS)
+    assert code == 0, errors
+    first = told["findings"][0]
+    assert first["name"] == patients.SICK[disease][0], told
+    assert Path("built").read_text() == "once ", "the script is built once"
+    if disease in ("item in the loop", "validation with grad"):
+        line = Path("train.py").read_text().splitlines()[first["lines"][0]["line"] - 1]
+        assert line not in patients.HEALTHY.splitlines()
+    if disease == "slow loader":
+        assert first["seconds"] == pytest.approx(0.02, rel=0.5) and "num_workers=0" in first["note"]
+
+
+def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811
+    code, told, errors = run(patients.script() + ENDLESS, "--trace", "step.json")
+    assert code == 0 and not told["findings"], errors
+    keys = "gpu measured seconds low high findings hidden perhaps examined together batches memory notes"
+    assert set(told) == set(keys.split())
+    one = "name seconds low high measured note lesson advice share lines"
+    assert all(set(each) == set(one.split()) for each in told["examined"])
+    assert not any("workers do not run" in note for note in told["notes"])
+    lines = [each["args"].get("line", "") for each in json.loads(Path("step.json").read_text())["traceEvents"]]
+    assert any(line.startswith("train.py:") and "step(batch)" in line for line in lines), "the line of the loop"
+
+
+def test_one_that_ends_early_is_refused(run):
+    code, told, errors = run(loop(steps=4))
+    assert (code, told) == (2, None) and "ended after 4 steps, and 5 are needed" in errors
+
+
+def test_a_loader_is_none_of_a_scripts_arguments():
+    with pytest.raises(ValueError, match="loader: expected none for a script"):
+        effgpu.doctor(__file__, [1], "T4")
+
+
+# --- on a GPU ---
+
+
+class Done(Exception):
+    """The plan is over."""
+
+
+def end(result):
+    raise Done(result)
+
+
+@pytest.fixture
+def measure(simulate_gpu, monkeypatch):
+    """A function that pushes the plan of a GPU by a loop of this process, on a simulated T4 with its own clock."""
+    gpu = simulate_gpu("Tesla T4", (7, 5), 15 * GiB)
+    monkeypatch.setattr(turns, "time", gpu and type("Clock", (), {"perf_counter": lambda: gpu.clock}))
+
+    patched = lambda: (torch.Tensor.to, torch.Tensor.backward, nn.Module.train, torch.save, torch.autocast.__enter__)
+
+    def measure(script):
+        marks, before = Marks(end), patched()
+        with pytest.raises(Done) as done, measuring(marks, T4) as plan, marks.pushing(plan):
+            script(gpu)
+        assert patched() == before
+        return done.value.args[0]
+
+    return measure
+
+
+class Slow(TensorDataset):
+    """40 ms a batch, on the simulated clock."""
+
+    def __init__(self, gpu):
+        super().__init__(torch.ones(4096, 8))
+        self.gpu = gpu
+
+    def __getitems__(self, places):
+        self.gpu.clock += 0.04
+        return [self.tensors[0][place] for place in places]
+
+
+class Costly(torch.optim.SGD):
+    """30 ms a step."""
+
+    gpu = None
+
+    def step(self, closure=None):
+        self.gpu.clock += 0.03
+        return super().step(closure)
+
+
+def train(gpu, *, optimizer=Costly, epochs=10_000, each=lambda number, model: None, scaler=None, batches=None):
+    model = nn.Linear(8, 8)
+    Costly.gpu = gpu
+    optimizer = optimizer and optimizer(model.parameters(), lr=0.1)
+    loader, number = DataLoader(Slow(gpu), 8) if batches is None else batches, 0
+    for _ in range(epochs):
+        for rows in loader:
+            gpu.clock += 0.004 if torch.is_autocast_enabled("cuda") else 0.01
+            loss = model(rows).sum()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            elif optimizer:
+                optimizer.step()
+            model.zero_grad()
+            number += 1
+            each(number, model)
+
+
+def alone(seen):
+    return {name: round(saving[0], 4) for names, saving in seen.saved.items() if len(names) == 1 for name in names}
+
+
+def test_a_scripts_own_loop_goes_on_with_one_thing_changed_in_turns(measure):
+    seen = measure(train)
+    assert seen.step[0] == pytest.approx(0.08)
+    assert alone(seen) == {PRECISION: 0.006, OPTIMIZER: 0.03, LOADING: 0.04}
+    assert seen.saved[frozenset({LOADING, OPTIMIZER})][0] == pytest.approx(0.07)
+    assert (seen.optimizers, seen.stepped, seen.has_loader) == ((("Costly of another library", False),), 1, True)
+
+
+def test_steps_that_a_scaler_skips_count(measure):
+    def overflowing(gpu):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, growth_factor=2.0**60)
+        train(gpu, scaler=scaler)
+
+    assert alone(measure(overflowing))[LOADING] == pytest.approx(0.04, rel=0.2)
+
+
+def test_an_autocast_that_is_open_at_the_end_of_a_step_is_left_alone(measure):
+    def script(gpu):
+        with torch.autocast("cuda", torch.float16):
+            train(gpu)
+
+    seen = measure(script)
+    assert set(alone(seen)) == {OPTIMIZER, LOADING} and "autocast is on where the optimizer steps" in seen.notes[0]
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_without_a_data_loader_what_moves_is_looked_at(measure, monkeypatch):
+    moved, resident = [], torch.ones(8, 8)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: moved.append(1) or resident)
+
+    def script(gpu):
+        class Batches:
+            def __iter__(self):
+                gpu.clock += 0.04
+                before = len(moved)
+                yield torch.ones(8, 8).to("cuda")
+                gpu.clock += 0.02 * (len(moved) - before)
+
+        train(gpu, batches=Batches())
+
+    monkeypatch.setattr(turns, "Observer", type("Copies", (turns.Observer,), {"looking": _with_a_copy}))
+    seen = measure(script)
+    assert set(alone(seen)) == {PRECISION, OPTIMIZER, COPYING} and "no DataLoader" in seen.notes[0]
+    assert alone(seen)[COPYING] == pytest.approx(0.02)
+
+
+def _with_a_copy(observer):
+    from effgpu.predicting.timeline import COPY, Event
+
+    observer.events.append(Event(COPY, None, bytes=256))
+    return _looking(observer)
+
+
+_looking = turns.Observer.looking
+
+
+def test_without_an_optimizer_a_backward_pass_is_the_end_of_a_step(measure):
+    seen = measure(lambda gpu: train(gpu, optimizer=None))
+    assert set(alone(seen)) == {PRECISION, LOADING} and seen.step[0] == pytest.approx(0.05)
+
+
+def test_turns_with_an_evaluation_are_taken_again(measure, monkeypatch):
+    monkeypatch.setenv("EFFGPU_SECONDS", "0.1")
+
+    def script(gpu, often):
+        def evaluate(number, model):
+            if number % often == 0:
+                model.eval()
+                gpu.clock += 10
+                model.train()
+
+        train(gpu, each=evaluate)
+
+    seen = measure(lambda gpu: script(gpu, 7))
+    assert seen.step == pytest.approx((0.08,) * 3) and not seen.notes
+    seen = measure(lambda gpu: script(gpu, 1))
+    assert seen.step[0] > 10 and "each turn holds an evaluation" in seen.notes[0]
+
+
+@pytest.mark.slow
+def test_a_script_on_the_simulated_gpu_from_the_command_line(tmp_path):
+    (tmp_path / "train.py").write_text(ON_GPU)
+    simulated = [sys.executable, str(Path(__file__).parent / "simulated_gpu"), "T4"]
+    command = [*simulated, sys.executable, "-m", "effgpu", "doctor", "--json", "-", "--", "python", "train.py"]
+    variables = {"EFFGPU_SECONDS": "0.1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "The weights that it trains are thrown away" in done.stderr.splitlines()[0]
+    told = json.loads(done.stdout)
+    assert told["measured"] and told["memory"]
+    measured = {one["name"] for one in told["examined"] if one["measured"]}
+    assert measured == {LOADING, COPYING, OPTIMIZER, PRECISION}
+
+
+ON_GPU = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(640, 64), torch.zeros(640, dtype=torch.long))
+loader = DataLoader(data, 32, shuffle=True, pin_memory=True)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+for epoch in range(200):
+    for rows, labels in loader:
+        loss = torch.nn.functional.cross_entropy(model(rows.to("cuda")), labels.to("cuda", non_blocking=True))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        loss.item()
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(8, 64, device="cuda"))
+    model.train()
+"""
+
+
+# --- a process of its own ---
+
+WAITING = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open("pids", "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGHUP"])
+def test_the_script_ends_with_the_command_that_started_it(signal_name, here):  # noqa: F811
+    Path("train.py").write_text(WAITING)
+    process = subprocess.Popen([sys.executable, "-m", "effgpu", "predict", "--", "python", "train.py"], stderr=-3)
+    deadline = time.monotonic() + 60
+    while not (here / "pids").exists() or not (here / "pids").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, signal_name))
+    process.wait(30)
+    pids = list(map(int, (here / "pids").read_text().split()))
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

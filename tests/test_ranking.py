@@ -1,0 +1,247 @@
+"""Tests of doctor's ranking: what hides what, advice that fits the script, ceilings that hold no other gain."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import effgpu
+from effgpu.diagnosing import causes
+from effgpu.diagnosing.agreement import check_walked, find_branches
+from effgpu.diagnosing.causes import (
+    CAUSES,
+    COPYING,
+    LAUNCHING,
+    LOADING,
+    OPTIMIZER,
+    PADDING,
+    PRECISION,
+    Observed,
+)
+from effgpu.diagnosing.diagnosis import Diagnosis, Finding
+from effgpu.diagnosing.ranking import rank
+from effgpu.predicting.gpus import find_gpu
+from effgpu.predicting.prediction import predict
+from effgpu.predicting.timeline import COPY, READ, UPDATE, Event
+
+T4 = find_gpu("T4")
+ROWS = torch.ones(8, 64)
+
+
+def training(width, rows, optimizer=torch.optim.SGD):
+    def variant():
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        trained, batch = optimizer(model.parameters()), torch.ones(rows, width)
+
+        def step():
+            model(batch).square().mean().backward()
+            trained.step()
+            trained.zero_grad()
+
+        return step
+
+    return variant
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """A step that keeps a T4 busy with products in fp32, and its events in 16 bits."""
+    predicted = predict(training(2048, 512), "T4")
+    halved = tuple(
+        event._replace(kernels=tuple(kernel._replace(format="fp16") for kernel in event.kernels))
+        for event in predicted.events
+    )
+    return predicted, halved
+
+
+def test_two_that_take_as_long_hide_each_other_and_are_named_together(busy):
+    predicted, halved = busy
+    step = predicted.timeline().seconds()
+    seen = Observed(halved=halved, has_loader=True, loading=(step, 0.99 * step, 1.01 * step), workers=1)
+    found = rank(T4, seen, predicted)
+    assert not {LOADING, PRECISION} & {one.name for one in found.findings}, "each alone saves nothing"
+    (pair,) = found.hidden
+    assert set(pair.name.split(" and ")) == {LOADING, PRECISION} and pair.seconds > 0.4 * found.seconds
+    text = str(found)
+    assert f"{pair.name} hide each other: to change one alone saves little" in text
+    assert "below 5% each alone: " in text and "nothing above" not in text and pair.name in text.splitlines()[3]
+    for name in (LOADING, PRECISION):
+        assert CAUSES[name].advice(seen) in pair.advice
+    told = found.to_dict()
+    assert told["hidden"][0]["share"] == pytest.approx(pair.seconds / found.seconds)
+    fast = rank(T4, replace(seen, loading=(step / 9,) * 3), predicted)
+    assert not fast.hidden and fast.findings[0].name == PRECISION
+
+
+def test_of_measured_pairs_those_are_named_that_save_more_than_both(busy):
+    predicted, halved = busy
+    one, other = frozenset({LOADING}), frozenset({PRECISION})
+    saved = {one: (0.001, 0.0, 0.002), other: (0.002, 0.001, 0.003), one | other: (0.06, 0.05, 0.07)}
+    seen = Observed(halved=halved, has_loader=True, workers=1, step=(0.1, 0.1, 0.1), saved=saved)
+    (pair,) = rank(T4, seen, predicted).hidden
+    assert pair.measured and pair.name == "precision and data loading" and pair.seconds == 0.06
+
+
+def test_what_may_be_large_or_nothing_is_not_called_nothing():
+    found = Diagnosis("T4", 0.1, 0.1, 0.1, False, (Finding(LAUNCHING, 0.067, 0.0, 0.08),))
+    assert "nothing surely above 5% of the step" in str(found) and "launching, perhaps: at most 67.0 ms" in str(found)
+    assert "nothing above 5% of the step" in str(replace(found, examined=(Finding(LAUNCHING, 0.001, 0.0, 0.08),)))
+    assert [one["name"] for one in found.to_dict()["perhaps"]] == [LAUNCHING]
+
+
+COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "advice"),
+    [
+        (LOADING, {"has_loader": True}, "DataLoader(..., num_workers=2, persistent_workers=True)"),
+        (LOADING, {"has_loader": True, "workers": 2, "persistent": True}, "DataLoader(..., num_workers=4)"),
+        (LOADING, {"has_loader": True, "workers": 8}, "less work per sample"),
+        (OPTIMIZER, {"optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
+        (OPTIMIZER, {"optimizers": (("AdamW", True),)}, "fewer updates"),
+        (OPTIMIZER, {"optimizers": (("Lion of another library", False),)}, "fewer updates"),
+        (COPYING, {"events": (COPIED,)}, "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)"),
+        (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
+        (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
+        (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),
+    ],
+)
+def test_no_advice_is_given_that_the_script_follows(name, seen, advice, monkeypatch):
+    monkeypatch.setattr(causes.os, "cpu_count", lambda: 4)
+    assert CAUSES[name].advice(Observed(**seen)).startswith(advice)
+
+
+def test_in_16_bits_the_advice_is_not_to_use_16_bits(busy):
+    predicted, halved = busy
+    assert CAUSES[PRECISION].advice(Observed(events=predicted.events)).startswith("with torch.autocast")
+    assert CAUSES[PRECISION].advice(Observed(events=halved)).startswith("what autocast does not reach")
+
+
+def test_padding_saves_the_gpus_work_and_no_launch_and_no_update(busy):
+    small = predict(training(32, 8), "T4").timeline()
+    seen = Observed(padding=0.9)
+    assert CAUSES[PADDING].change(small, seen).seconds() == pytest.approx(small.seconds(), rel=0.02)
+    line = busy[0].timeline()
+    packed = CAUSES[PADDING].change(line, replace(seen, padding=0.5))
+    update = sum(line._gpu_seconds(event)[1] for event in line.events if event.optimizing)
+    assert packed.seconds() == pytest.approx((line.seconds() + update) / 2, rel=0.05)
+
+
+def test_a_batch_whose_first_dimension_is_time_is_not_so_many_times_as_large():
+    def variant(batch_first=False):
+        model = nn.LSTM(64, 64, batch_first=batch_first)
+        return lambda rows: model(rows)[0].sum().backward()
+
+    found = effgpu.doctor(variant, [torch.ones(35, 4, 64)])
+    assert found.batches is None and "first dimension is time" in str(found)
+    assert effgpu.doctor(partial(variant, True), [torch.ones(4, 35, 64)]).batches.fits > 1
+
+
+# --- the step that is predicted is the one that runs ---
+
+
+def test_a_step_whose_walk_takes_other_sizes_is_refused():
+    data = torch.arange(1000.0)
+
+    def variant():
+        model = nn.Linear(1, 64)
+
+        def step():
+            start = int(torch.randint(900, ()) + 50)  # read as 1 in the walk
+            model(data[:start, None]).sum().backward()
+
+        return step
+
+    with pytest.raises(RuntimeError, match=r"walked multiplies .* in its forward pass, and the one that ran .*FLOP"):
+        effgpu.doctor(variant)
+
+
+def test_an_optimizer_that_steps_in_one_of_the_two_alone_is_refused():
+    predicted = predict(training(64, 8), "T4")
+    with pytest.raises(RuntimeError, match="in the call that was walked and not in the one that ran"):
+        check_walked(Observed(stepped=0), predicted)
+    without = replace(predicted, events=tuple(event for event in predicted.events if event.phase != UPDATE))
+    with pytest.raises(RuntimeError, match="ran and not in the one that was walked"):
+        check_walked(Observed(stepped=1), without)
+
+
+def test_a_step_that_accumulates_says_that_no_optimizer_stepped():
+    def variant():
+        model, calls = nn.Linear(64, 64), []
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(rows):
+            calls.append(1)
+            model(rows).sum().backward()
+            if len(calls) % 4 == 0:
+                optimizer.step()
+
+        return step
+
+    assert "no optimizer made a step in the calls that were looked at" in str(effgpu.doctor(variant, [ROWS]))
+
+
+BRANCHES = """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+other = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+batch = 256 if torch.cuda.is_available() else 64
+
+def variant():
+    model = torch.nn.Linear(batch, batch).to(device)
+    use = torch.cuda.is_available()
+    return lambda: model(torch.ones(2, batch)).sum().backward() if device == "cuda" or use else None
+"""
+
+
+def test_a_branch_that_was_taken_as_no_gpu_is_here_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text(BRANCHES)
+    names = {}
+    exec(compile(BRANCHES, str(path), "exec"), names)
+    lines = [line.partition(": a GPU may")[0] for line in find_branches(names["variant"])]
+    assert [line.partition(": ")[0] for line in lines] == ["train.py:5", "train.py:10"]
+    assert "batch = 256" in lines[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not find_branches(names["variant"])
+
+
+# --- the timeline ---
+
+
+def test_a_trace_has_two_tracks_names_waits_and_gives_lines(tmp_path):
+    def variant():
+        model, rows = nn.Linear(512, 512), torch.ones(64, 512)
+
+        def step():
+            loss = model(rows).sum()
+            loss.backward()
+            loss.item()
+
+        return step
+
+    predicted = predict(variant, "T4")
+    timeline = replace(predicted.timeline(), load=(0.001,) * 3)
+    trace = timeline.trace()
+    slices = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    assert {each["tid"] for each in slices} == {1, 2}
+    named = [each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "thread_name"]
+    assert named == ["CPU: calls and waits", "T4: kernels and copies"]
+    lines = {each["args"].get("line", "") for each in slices}
+    assert any("loss = model(rows).sum()" in line for line in lines)
+    (wait,) = (each for each in slices if each["name"] == "wait for the value")
+    assert "loss.item()" in wait["args"]["line"]
+    assert slices[0]["name"] == "load" and slices[0]["dur"] == pytest.approx(1000)
+    for track in (1, 2):  # one thing after the other
+        mine = [each for each in slices if each["tid"] == track]
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(mine))
+    ends = max(each["ts"] + each["dur"] for each in slices)
+    assert ends == pytest.approx(1e6 * timeline.seconds(), rel=0.05)
+    assert {each["cat"] for each in slices} >= {"forward", "backward"}
+    timeline.save(tmp_path / "step.json")
+    assert (tmp_path / "step.json").stat().st_size > 1000
+    assert any(event.kind == READ for event in predicted.events)
