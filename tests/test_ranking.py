@@ -66,7 +66,7 @@ def test_two_that_take_as_long_hide_each_other_and_are_named_together(busy):
     (pair,) = found.hidden
     assert set(pair.name.split(" and ")) == {LOADING, PRECISION} and pair.seconds > 0.4 * found.seconds
     text = str(found)
-    assert f"{pair.name} hide each other: to change one alone saves little" in text
+    assert f"{pair.name} hide each other: to change one alone saves much less" in text
     assert "below 5% each alone: " in text and "nothing above" not in text and pair.name in text.splitlines()[3]
     for name in (LOADING, PRECISION):
         assert CAUSES[name].advice(seen) in pair.advice

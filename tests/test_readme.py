@@ -15,11 +15,13 @@ import pytest
 import torch
 from test_lessons import ADDRESS, ROOT
 
+from effgpu.attaching import scripts
+from effgpu.attaching.commands import read_program
 from effgpu.course.runner import Outcome, read_lessons
-from effgpu.diagnosing.doctor import doctor
+from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.gpus import find_gpu
 from effgpu.results import stored
-from effgpu.units import NOT_MEASURED, format_bytes, with_article
+from effgpu.units import NOT_MEASURED, format_bytes, format_seconds, with_article
 
 README = ROOT / "README.md"
 LESSONS = re.compile(r"(?<=from the committed notebooks -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
@@ -241,6 +243,25 @@ def test_readmes_prediction_is_what_its_script_gives(tmp_path):
     assert len(lines) > 5 and set(lines) <= {line.rstrip() for line in told}
 
 
+def test_readmes_diagnosis_is_what_its_script_gives(tmp_path, monkeypatch):
+    """With the loader's time as it was measured there: another machine has another."""
+    page = (ROOT / "docs" / "scripts.md").read_text()
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(import argparse.*?)```", page, re.DOTALL)[1])
+    command, shown = re.search(r"```\n\$ effgpu doctor (.*?)\n(.*?)```", README.read_text(), re.DOTALL).groups()
+    monkeypatch.chdir(tmp_path)
+    gpu, program = find_gpu("T4"), read_program(command.partition(" -- ")[2])
+    predicted, seen = scripts.run(program, "effgpu.diagnosing.scripts:predicting", needs=5, gpu=gpu)
+    number, unit = re.search(r"data loading: ([\d.]+) (m?s) per step, measured here", shown).groups()
+    loading = float(number) / (1000 if unit == "ms" else 1)
+    found = rank(gpu, replace(seen, loading=(loading,) * 3), predicted)
+    assert f"{gpu.name}: {format_seconds(found.seconds)} per step" in shown
+    for one in (*found.findings, *found.hidden):
+        saving, share = one.cells(found.seconds)
+        row = next(line for line in shown.splitlines() if line.startswith(f"{one.name}  "))
+        assert saving.partition(" [")[0] in row and f" {share} " in row and one.advice in row
+    assert found.findings
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_and_picture_exists(page):
     targets = re.findall(r"\]\(([^):]+)\)", page.read_text()) + re.findall(r'src="([^":]+)"', page.read_text())
@@ -279,11 +300,8 @@ def test_the_examples_run(no_collecting):
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         dtypes.clear()
         exec(example.replace('"samples"', '"samples", seconds=0.01'), names)
-        if "variant" in names:
-            assert doctor(names.pop("variant"), [torch.randn(32, 8)]).findings[0].name == "launching"
-        else:
-            results.append(names["result"])
-            assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
+        results.append(names["result"])
+        assert set(dtypes) == {torch.float32, torch.bfloat16}, "bf16 was never on"
     compared, ablation = results
     assert [m.label for m in compared] == ["fp32", "bf16"]
     assert len(ablation) == 8 and ablation["bf16 + fused + checkpoint"].items == ablation["none"].items == 32

@@ -1,6 +1,7 @@
 """The batches of a step: where they come from, how long they take, what is in them."""
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -10,6 +11,7 @@ from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.variants import is_function
 from effgpu.predicting.timeline import Range
 
+_PATIENCE, _FEWEST = 10.0, 3  # seconds that the loader is timed, and times that are taken however long they take
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 
 
@@ -61,16 +63,21 @@ def count_ahead(loader: object) -> int:
 
 
 def time_loading(take: Callable[[], object], loader: object) -> Range:
-    """Seconds that `take` takes for a batch of the loader, with a 99 % interval."""
+    """Seconds that `take` takes for a batch of the loader, with a 99 % interval.
+
+    After 10 s, a slow loader is let go: then the range is that of the times so far.
+    """
     workers = max(1, getattr(loader, "num_workers", 0))
     for _ in range(1 + count_ahead(loader)):  # the first one waits for workers to start
         take()
-    seconds = []
-    for _ in range(FEWEST_BLOCKS):
+    seconds, first = [], time.perf_counter()
+    while len(seconds) < FEWEST_BLOCKS:
         began = time.perf_counter()
         for _ in range(workers):
             take()
         seconds.append((time.perf_counter() - began) / workers)
+        if len(seconds) >= _FEWEST and time.perf_counter() - first > _PATIENCE:
+            return statistics.median(seconds), min(seconds), max(seconds)
     middle, low, high = interval_of_blocks(seconds)
     return middle, max(0.0, low), high
 

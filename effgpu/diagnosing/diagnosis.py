@@ -120,7 +120,7 @@ class Diagnosis:
         """What stands below the table."""
         lines = [f"{one.name}: {one.note}" for one in self.findings if one.note]
         lines += [f"{one.name}: {line}" for one in self.findings for line in one.lines[:3]]
-        lines += [f"{one.name} hide each other: to change one alone saves little" for one in self.hidden]
+        lines += [f"{one.name} hide each other: to change one alone saves much less" for one in self.hidden]
         if self.together:
             lines.append(f"{self.together.name} together: {self.together.in_words(self.seconds)}")
         lines += [f"{one.name}, perhaps: {one.in_words(self.seconds)}" for one in self.perhaps]

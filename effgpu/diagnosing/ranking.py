@@ -23,6 +23,7 @@ from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.timeline import COPY, Event, Range, Timeline, saved
 
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
+_ALONE = 0.6  # of what two changes save together: of a pair whose parts hide each other, neither saves more alone
 _ALIKE = (frozenset({PRECISION, TF32}),)  # of which one leaves nothing to the other
 
 
@@ -113,7 +114,8 @@ def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Find
         ones = sorted((alone[name] for name in names), key=lambda one: -one.seconds)
         beyond = saving[0] - sum(one.seconds for one in ones)
         taken = any(names & set(one.name.split(" and ")) for one in found)
-        if beyond >= THRESHOLD * result.seconds and saving[1] > 0 and not taken:
+        hides = beyond >= THRESHOLD * result.seconds and ones[0].seconds <= _ALONE * saving[0]
+        if hides and saving[1] > 0 and not taken:
             joined = {what: " and ".join(getattr(one, what) for one in ones) for what in ("name", "lesson")}
             advice = "; ".join(one.advice for one in ones)
             found.append(Finding(joined["name"], *saving, result.measured, lesson=joined["lesson"], advice=advice))
