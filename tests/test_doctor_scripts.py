@@ -63,7 +63,7 @@ def test_of_an_unchanged_script_it_names_the_disease_first_and_the_line(disease,
         line = Path("train.py").read_text().splitlines()[first["lines"][0]["line"] - 1]
         assert line not in patients.HEALTHY.splitlines()
     if disease == "slow loader":
-        assert first["seconds"] == pytest.approx(0.02, rel=0.5) and "num_workers=0" in first["note"]
+        assert first["seconds"] > 0.018 and "num_workers=0" in first["note"], "more on a busy machine"
 
 
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811

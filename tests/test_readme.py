@@ -18,10 +18,11 @@ from test_lessons import ADDRESS, ROOT
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
 from effgpu.course.runner import Outcome, read_lessons
+from effgpu.diagnosing.causes import NOTHING
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.gpus import find_gpu
 from effgpu.results import stored
-from effgpu.units import NOT_MEASURED, format_bytes, format_seconds, with_article
+from effgpu.units import NOT_MEASURED, format_bytes, with_article
 
 README = ROOT / "README.md"
 LESSONS = re.compile(r"(?<=from the committed notebooks -->\n).*?(?=<!-- /lessons -->)", re.DOTALL)
@@ -244,22 +245,17 @@ def test_readmes_prediction_is_what_its_script_gives(tmp_path):
 
 
 def test_readmes_diagnosis_is_what_its_script_gives(tmp_path, monkeypatch):
-    """With the loader's time as it was measured there: another machine has another."""
+    """With a loader that keeps up: another machine, or a busy one, has a slower one."""
     page = (ROOT / "docs" / "scripts.md").read_text()
     (tmp_path / "train.py").write_text(re.search(r"```python\n(import argparse.*?)```", page, re.DOTALL)[1])
     command, shown = re.search(r"```\n\$ effgpu doctor (.*?)\n(.*?)```", README.read_text(), re.DOTALL).groups()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     gpu, program = find_gpu("T4"), read_program(command.partition(" -- ")[2])
     predicted, seen = scripts.run(program, "effgpu.diagnosing.scripts:predicting", needs=5, gpu=gpu)
-    number, unit = re.search(r"data loading: ([\d.]+) (m?s) per step, measured here", shown).groups()
-    loading = float(number) / (1000 if unit == "ms" else 1)
-    found = rank(gpu, replace(seen, loading=(loading,) * 3), predicted)
-    assert f"{gpu.name}: {format_seconds(found.seconds)} per step" in shown
-    for one in (*found.findings, *found.hidden):
-        saving, share = one.cells(found.seconds)
-        row = next(line for line in shown.splitlines() if line.startswith(f"{one.name}  "))
-        assert saving.partition(" [")[0] in row and f" {share} " in row and one.advice in row
-    assert found.findings
+    found = str(rank(gpu, replace(seen, loading=NOTHING), predicted)).splitlines()
+    lines = [line for line in shown.splitlines() if line.strip() != "..."]
+    assert len(lines) > 5 and set(lines) <= {line.rstrip() for line in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

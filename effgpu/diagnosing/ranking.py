@@ -91,7 +91,8 @@ def _pair(timeline: Timeline, seen: Observed, result: Diagnosis, names: list[str
             continue
         both = CAUSES[second].change(changed[first], seen)
         beyond = whole - both.seconds() - alone[first] - alone[second]
-        if beyond >= THRESHOLD * result.seconds or {first, second} == set(_best(result)):
+        hides = beyond >= THRESHOLD * result.seconds and LAUNCHING not in (first, second)  # which is late by others
+        if hides or {first, second} == set(_best(result)):
             pairs[frozenset({first, second})] = saved(timeline, both)
     return pairs
 

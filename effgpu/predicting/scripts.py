@@ -51,7 +51,7 @@ def recording(
         yield recorder
 
 
-def walk(marks: Marks, recorder: ScriptRecorder, unwritten: dict[str, None], gpus: tuple[Gpu, ...], steps: int) -> Plan:
+def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: int) -> Plan:
     """The plan whose result is the Prediction of a script's step."""
     yield from count(recorder, steps)
     for _ in range(_MORE):
