@@ -338,6 +338,8 @@ def _predict(chosen: argparse.Namespace) -> int:
 
     how = {name: getattr(chosen, name) for name in ("lora", "four_bits", "checkpointing", "optimizer", "precision")}
     how = {name: value for name, value in how.items() if value}
+    if chosen.model and chosen.trace:
+        raise _Refused("--trace: expected a command or FILE.py:VARIANT, whose lines it shows")
     if chosen.model:
         return _predict_model(chosen, how)
     if how or chosen.length or chosen.price:
