@@ -62,7 +62,6 @@ CHECKED = {
     "torch.optim.optimizer._global_optimizer_post_hooks": "2.14.1",
     "torch.optim.optimizer._default_to_fused_or_foreach": "2.14.1",
     "torch.utils.data.DataLoader._get_iterator": "2.14.1",
-    "torch.utils.data.dataloader._BaseDataLoaderIter": "2.14.1",
     "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",
 }
 _PATHS = {path.rpartition(".")[2]: path for path in CHECKED}
