@@ -561,6 +561,7 @@ def as_they_are(tmp_path_factory):
         return effgpu.bench(given, seconds=0.1, timeout=100.0, logs=folder / "logs")
 
 
+@pytest.mark.slow  # seventeen processes import PyTorch
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_script_without_a_tick_is_benched_as_it_is(kind, as_they_are):
     _, source, samples = KINDS[kind]
@@ -569,6 +570,7 @@ def test_a_script_without_a_tick_is_benched_as_it_is(kind, as_they_are):
     assert len(as_they_are[kind].turns) >= 8
 
 
+@pytest.mark.slow
 def test_the_losses_are_what_backward_was_called_on(as_they_are):
     losses = {kind: list(found.items())[:4] for kind, found in as_they_are.losses.items()}
     plain = losses["plain"]
