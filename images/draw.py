@@ -1019,6 +1019,33 @@ def doctor():
     return ax.figure
 
 
+def profile():
+    """Two rows over time. Above, the CPU launches three operations, then waits for a value. Below, the GPU runs them,
+    and is idle until the CPU launches again. Under it the same step without the wait: the GPU has no gap, and the step
+    ends sooner."""
+    ax = card(316, "Find the gap, then look above it")
+    launch, kernel, left = 22, 38, 62
+    for y in (76, 208):
+        text(ax, 18, y + 13, "CPU", ha="left")
+        text(ax, 18, y + 43, "GPU", ha="left")
+    heading(ax, 18, 60, "a value is read in the step", False)
+    free = left + launch + 3 * kernel  # when the value is there
+    for begin in (left, free):
+        for k in range(3):
+            box(ax, begin + launch * k, 76, launch, 26, ORANGE)
+            box(ax, begin + launch + kernel * k, 106, kernel, 26, BLUE)
+    box(ax, left + 3 * launch, 76, free - left - 3 * launch, 26, WHITE, "waits", edge=GREY)
+    box(ax, free, 107, launch, 24, WHITE, edge="#B4B9C0", hatch="////")
+    text(ax, free + launch / 2, 146, "gap")
+    heading(ax, 18, 192, "the value stays on the GPU", True)
+    for k in range(6):
+        box(ax, left + launch * k, 208, launch, 26, ORANGE)
+        box(ax, left + launch + kernel * k, 238, kernel, 26, BLUE)
+    arrow(ax, (62, 280), (346, 280))
+    text(ax, 204, 296, "time", color=GREY)
+    return ax.figure
+
+
 def roofline():
     """The rate that an operation can reach, over its FLOPs per byte. Up to the balance it rises along a slope: bytes
     decide, and additions and norms lie there. From the balance on it is flat: FLOPs decide, and large products lie just
@@ -1111,6 +1138,7 @@ def main(folder=Path(__file__).parent):
         table_of_2022,
         lora,
         doctor,
+        profile,
         roofline,
         large_vocabulary,
         away,

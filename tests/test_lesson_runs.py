@@ -51,6 +51,7 @@ MUTATIONS = {
         "partial(create_selective_checkpoint_contexts, KEPT)  # new",
         "partial(create_selective_checkpoint_contexts, [])  # new",
     ),
+    "28_profile": ("averages, weights, 0.001)  # new", "averages, weights, 0.01)  # new"),
     "29_limit": ("gradient @ weight  # the", "pass  # the"),
 }
 

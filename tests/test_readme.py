@@ -32,7 +32,7 @@ SHOWN = re.compile(r"(?<=by `make readme` from lesson 07 -->\n).*?(?=<!-- /pictu
 PICTURE = ROOT / "images" / "result.png"
 ALT = "Memory of one training step: a tall mountain of activations, and with checkpointing a row of small teeth."
 QUESTIONS = {
-    "My GPU idles": ("00", "02", "03", "12"),
+    "My GPU idles": ("00", "28", "02", "03", "12"),
     "It does not fit": ("01", "06", "07", "26", "27", "09", "11", "22", "23"),
     "It is slow": ("25", "29", "04", "05", "08", "10", "13", "14", "16", "17", "21", "24"),
     "Is the result still right?": ("15",),
@@ -41,9 +41,9 @@ QUESTIONS = {
 }
 MAP = ROOT / "notebooks" / "README.md"  # which GitHub shows first
 SYMPTOMS = {
-    "The GPU's utilisation jumps between 0 and 100 %": ("02", "03", "12"),
+    "The GPU's utilisation jumps between 0 and 100 %": ("02", "03", "12", "28"),
     "It is near 100 %, and training is still slow": ("08", "04", "14", "13"),
-    "I want to know how much faster it could be": ("29", "25"),
+    "I want to know how much faster it could be, and where the time goes": ("29", "28", "25"),
     "Small steps take as long as large ones": ("05", "14", "12"),
     "CUDA out of memory in training": ("22", "08", "26", "06", "07", "27", "09"),
     "Out of memory only in validation": ("11",),
