@@ -255,6 +255,7 @@ class Comparison:
         if self.full_size:
             where = "in brackets, where about 9 of 10 published times lie (docs/predict.md)"
             told.append(f"Predicted: at full size; {where}.")
+            told += self._say_what_is_unchecked()
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
         if clocks := [m.sm_clock for m in self if m.sm_clock]:
@@ -273,6 +274,13 @@ class Comparison:
         if all(m.builds == 1 for m in self):
             return ""
         return f"The variants did not fit into memory together: each was built {BUILDS} times."
+
+    def _say_what_is_unchecked(self) -> list[str]:
+        """On which GPUs no run stands beside the predicted times."""
+        names: dict[str, dict[str, None]] = {}
+        for one in (one for predicted in self.full_size.values() for one in predicted if one.unchecked):
+            names.setdefault(one.unchecked, {})[one.gpu] = None
+        return [f"Not checked against any run: {missing} on {', '.join(those)}." for missing, those in names.items()]
 
     def _say_how_far_off(self) -> str:
         """What was measured over what was predicted: +8 % is more than predicted."""

@@ -1,23 +1,27 @@
 """Tests of the audit of predictions: single operations that a GPU timed, and the lessons that one measured."""
 
 import ast
+import csv
 import json
 import math
 import shutil
 import statistics
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
-from benchmarks import measured, predictions, renew, survey
+from benchmarks import measured, predictions, published_peaks, published_times, ranges, renew, survey
 
 from effgpu import course, results
 from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.course.runner import LESSONS, find_lessons, find_origin
+from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs, family
 from effgpu.predicting.full_size import predict_here
-from effgpu.predicting.gpus import TABLE, read_table
+from effgpu.predicting.gpus import TABLE, find_gpu, read_table
+from effgpu.predicting.kernels import OTHER, Kernel, Segment
 from effgpu.predicting.time import step_time
 
 pytestmark = pytest.mark.usefixtures("short_collections")
@@ -100,6 +104,76 @@ def test_the_fit_finds_the_constants_that_made_a_survey_and_puts_back_those_of_t
     errors = [[abs(error) for error in survey.errors(odd, values, GPU)] for values in (before, after)]
     assert max(errors[1]) < 0.06 < 0.2 < max(errors[0])
     assert survey.constants(GPU) == before
+
+
+# --- ranges that hold a source which was not seen ---
+
+
+def audited_run(source, off, gpu="T4", convolutional=False, format="fp32"):
+    """A run that took exp(off) times as long as predicted."""
+    kernel = Kernel("add", OTHER, format, 0, 2**32)
+    predicted = step_time([Segment(Counter({kernel: 1}))], find_gpu(gpu))
+    case = published_times.Case(source, "run", 1.0, None, gpu, format, convolutional)
+    expected = predicted.expected
+    return published_times.Outcome(expected * math.exp(off), expected, expected, expected, expected, case, predicted)
+
+
+OTHERS_OFF = [0.05, -0.05, 0.1, -0.1, 0.15, -0.15, 0.2, -0.2, 0.25, -0.4]
+
+
+def test_a_range_is_as_wide_as_nine_of_ten_sources_ask_for():
+    runs = [audited_run(f"source {number}", off) for number, off in enumerate(OTHERS_OFF)]
+    fitted = ranges.fit(runs, ranges.NONE)
+    width = fitted.sources[TRANSFORMERS]
+    assert sum(ranges.is_inside(run, width) for run in runs) == 9
+    assert not all(ranges.is_inside(run, width - 0.01) for run in runs[:9])
+    assert fitted.sources[CONVOLUTIONAL] == fitted.extrapolated == 0, "nothing asks for more"
+    repeated = runs + [audited_run("source 9", -0.4)] * 30
+    assert ranges.fit(repeated, ranges.NONE) == fitted, "a source counts once, however many runs it has"
+
+
+def test_what_one_source_alone_checks_counts_as_not_compared():
+    runs = [audited_run(f"source {number}", off) for number, off in enumerate(OTHERS_OFF)]
+    alone = [audited_run("lonely", 0.45, "L4"), audited_run("convolving", -0.3, convolutional=True)]
+    fitted = ranges.fit(runs + alone, ranges.NONE)
+    assert fitted.sources == ranges.fit(runs, ranges.NONE).sources and fitted.extrapolated > 0.1
+    inside = [ranges.is_inside(o, fitted.sources[ranges.cell(o)[1]], fitted.extrapolated) for o in alone]
+    assert inside == [True, True]
+    left_out = ranges.leave_out(runs + alone, ranges.NONE)
+    assert left_out["source 0"] == (1, 1) and left_out["source 9"] == (0, 1)
+    assert left_out["lonely"] == (0, 1), "without it, nothing asks for so much"
+    assert ranges.fit([]) == ranges.LEAST
+
+
+def test_cells_are_counted_by_gpu_kind_and_format():
+    runs = [audited_run("a", 0.1, "A100 40 GB"), audited_run("b", 0.3, "A100 80 GB"), audited_run("c", 0.0, "L4")]
+    found = ranges.cells(runs, [(("H100", TRANSFORMERS, "tf32"), -0.2)])
+    table = {line.split(" | ")[0]: line for line in ranges.as_table(found)}
+    assert table["| L4"] == "| L4 | 0% (1) | – | – | – | – | – | – | – |"
+    assert table["| A100"].startswith("| A100 | 18% (2) | –") and table["| H100"].split(" | ")[2] == "20% (1)"
+    rows = list(csv.DictReader(ranges.as_csv(found).splitlines()))
+    assert [row["gpu"] for row in rows] == ["A100", "H100", "L4"]
+    assert (rows[0]["runs"], rows[0]["sources"], rows[1]["format"]) == ("2", "2", "tf32")
+
+
+def test_the_pages_show_every_run_and_the_package_counts_them():
+    page = predictions.EVERY.read_text(encoding="utf-8")
+    for cases in (published_times.CASES, published_peaks.CASES):
+        for case in cases:
+            assert getattr(case, "calibrates", False) or f"| {case.name} |" in page, case.name
+    chosen = [case for case in published_times.CASES if not case.calibrates]
+    counted = Counter((family(c.gpu), CONVOLUTIONAL if c.convolutional else TRANSFORMERS, c.format) for c in chosen)
+    for (gpu, kind, format), number in counted.items():
+        assert audited_runs(gpu, kind, format.replace("TF", "tf")) >= number
+    cells = predictions.PAGE.read_text(encoding="utf-8").partition("### By GPU and format")[2]
+    for gpu in map(family, read_table(TABLE)):
+        assert f"\n| {gpu} | " in cells
+
+
+def test_rows_are_replaced_below_their_heading_alone():
+    text = "\n## A\n\n| x |\n|---|\n| 1 |\n| 2 |\n\nbetween\n\n## B\n\n| y |\n|---|\n| 3 |\n"
+    told = predictions.replace(text, {"betw..n": "then"}, {"## A": ["| 7 |"], "## B": ["| 8 |", "| 9 |"]})
+    assert told == "\n## A\n\n| x |\n|---|\n| 7 |\n\nthen\n\n## B\n\n| y |\n|---|\n| 8 |\n| 9 |\n"
 
 
 # --- lessons ---

@@ -3,10 +3,11 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from math import inf
+from unittest.mock import patch
 
 import pytest
 import torch
-from benchmarks import published_memory
+from benchmarks import published_lora, published_memory, published_peaks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -632,10 +633,28 @@ def test_a_published_peak_is_met_and_another_one_only_with_the_margin(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", published_memory.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", published_peaks.CASES, ids=lambda case: case.name)
 def test_no_published_run_is_a_false_fit(case):
     outcome = published_memory.run(case)
-    assert not outcome.is_false_fit and abs(outcome.error) < 0.15
+    assert not outcome.is_false_fit and abs(outcome.error) < (0.3 if case.rests else 0.2)
+
+
+def test_weights_in_4_bits_take_half_a_byte_and_their_scales():
+    """QLoRA (arXiv 2305.14314): 0.5 bits a weight for the scales of 64, 0.127 with scales of 8 bits and their own."""
+    weights = 1024 * 4096
+    for double, bits in ((False, 4.5), (True, 4.127)):
+        stored = published_lora.Linear4bit(1024, 4096, double).state_dict().values()
+        assert sum(t.nbytes for t in stored) == pytest.approx(weights * bits / 8, rel=0.001)
+
+
+def test_what_a_loaded_model_takes_is_its_stored_weights():
+    sizes = published_lora.Loaded(256, 2, 4, 2, 64, 512, 1000)
+    with patch.dict(published_lora.LOADED, {"tiny": sizes}):
+        predicted = predict(partial(published_lora.loaded, "tiny", 8), "T4")
+    linear = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 256 * 512 * 3)
+    adapters = 2 * 4 * 8 * sum((256 + 256, 256 + 128, 256 + 128, 256 + 256, 768, 768, 768))
+    expected = linear * 4.127 / 8 + adapters + 2 * 2 * 1000 * 256
+    assert expected <= predicted.allocated < expected + 120 * KiB  # blocks of 512 bytes
 
 
 @pytest.mark.gpu

@@ -20,12 +20,22 @@ from effgpu import count_flops
 from effgpu.__main__ import main
 from effgpu.course import workloads
 from effgpu.measuring.device import multiplying_as
-from effgpu.predicting import calibration
+from effgpu.predicting import audited, calibration
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import TABLE, Gpu, find_gpu, known_gpus, own_table, read_table
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
 from effgpu.predicting.prediction import predict
-from effgpu.predicting.time import LAUNCH_BOUND, MEMORY_BOUND, PRODUCTS_BOUND, kernel_seconds, step_time, time_ratio
+from effgpu.predicting.time import (
+    EXTRAPOLATED,
+    LAUNCH_BOUND,
+    MEMORY_BOUND,
+    NINE_OF_TEN,
+    PRODUCTS_BOUND,
+    SPREAD_OF_SOURCES,
+    kernel_seconds,
+    step_time,
+    time_ratio,
+)
 from effgpu.units import GiB, MiB
 
 pytestmark = pytest.mark.usefixtures("short_collections")
@@ -291,6 +301,54 @@ def test_a_ratio_of_like_steps_is_known_better_than_their_times(ours, theirs):
     assert high_of_unlike / low_of_unlike > high / low
 
 
+def test_a_gpu_that_no_run_was_compared_on_says_so_and_its_range_is_wider(monkeypatch):
+    """In the table, in what a program reads, and in a comparison."""
+    cells = {("A100", audited.TRANSFORMERS, "fp32"): 3, ("T4", audited.CONVOLUTIONAL, "fp32"): 2}
+    monkeypatch.setattr(audited, "_counted", lambda: cells)
+    checked, unseen = (made(gpu) for gpu in ("A100 40 GB", "RTX 4080"))
+    assert (checked.checked_by, unseen.checked_by) == (3, 0) and unseen.network == (audited.TRANSFORMERS, "fp32")
+    assert not checked.tell_unchecked() and unseen.tell_unchecked() == "transformers in fp32"
+    width = lambda time: math.log(time.high / time.low) / 2 / NINE_OF_TEN
+    without = math.sqrt(width(unseen) ** 2 - EXTRAPOLATED**2)
+    assert without == pytest.approx(width(checked)) and without > SPREAD_OF_SOURCES[audited.TRANSFORMERS]
+    predicted = predict(training(**WIDE), ["T4", "A100 80 GB", "RTX 4080"])
+    told = [line for line in repr(predicted).splitlines() if line.startswith("not checked")]
+    assert told == ["not checked against any run: transformers in fp32 on T4, RTX 4080"]
+    assert [gpu["time"]["checked_by"] for gpu in predicted.to_dict()["gpus"]] == [0, 3, 0]
+    (one, _, other) = predict_full_size({"wide": training}, {"wide": training(**WIDE)}, ["T4", "A100", "4080"])["wide"]
+    assert one.unchecked == other.unchecked == "transformers in fp32"
+
+
+@pytest.mark.parametrize(
+    "format, gpu, counted", [("tf32", "T4", "fp32"), ("tf32", "A100", "tf32"), ("bf16", "P100", "fp32")]
+)
+def test_a_network_counts_as_what_the_gpu_multiplies_in(format, gpu, counted):
+    assert made(gpu, format=format).network == (audited.TRANSFORMERS, counted)
+    convolved = dict(kind=CONVOLUTION, layout="wide nchw", format=format)
+    assert made(gpu, **convolved).network == (audited.CONVOLUTIONAL, counted)
+    assert made(gpu, kind=OTHER, product=None, format=format).network is None
+
+
+def test_the_table_of_audited_runs_names_gpus_kinds_and_formats_that_there_are():
+    gpus = {audited.family(gpu) for gpu in known_gpus()}
+    assert {audited.family("A100 80 GB"), audited.family("V100")} == {"A100", "V100"}
+    for (gpu, kind, format), runs in audited._counted().items():
+        assert gpu in gpus and kind in (audited.TRANSFORMERS, audited.CONVOLUTIONAL) and runs > 0
+        assert format in dict(find_gpu(gpu).rates)
+    assert audited.audited_runs("A100 40 GB", audited.TRANSFORMERS, "bf16") > 10
+    assert audited.audited_runs("T4", audited.TRANSFORMERS, "fp16") > 0
+    assert audited.audited_runs("B200", audited.TRANSFORMERS, "bf16") == 0
+
+
+def test_images_in_16_bits_are_reordered_on_turing():
+    """fp16 alone: what was fitted on an RTX 2080 Ti holds on a T4, and with channels last nothing changed."""
+    wide = dict(kind=CONVOLUTION, format="fp16", bytes=1)
+    seconds = lambda gpu, layout: made(gpu, layout=f"wide {layout}", **wide).table[CONVOLUTION].seconds
+    for gpu in ("T4", "RTX 2080 Ti"):
+        assert seconds(gpu, "nchw") / seconds(gpu, "nhwc") == pytest.approx(1 / 0.53, rel=0.05)
+    assert seconds("V100", "nchw") / seconds("V100", "nhwc") == pytest.approx(1 / 0.82, rel=0.05)
+
+
 def test_a_step_without_kernels_has_no_ratio():
     nothing = step_time([Segment()], find_gpu("A100 80 GB"))
     assert nothing.expected == 0 and nothing.bound == LAUNCH_BOUND
@@ -433,7 +491,7 @@ def test_a_published_time_is_met():
 
 
 def test_no_row_both_calibrates_and_is_audited():
-    rows = [(case.source, case.name, case.format) for case in published_times.CASES]
+    rows = [(case.source, case.name, case.format, case.gpu) for case in published_times.CASES]
     assert len(set(rows)) == len(rows)
     assert {case.calibrates for case in published_times.CASES if case.source == published_times.TIMM} == {True, False}
 

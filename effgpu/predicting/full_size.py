@@ -26,7 +26,7 @@ class FullSize:
     computes for how many seconds of it: "matrix products" (with convolutions and attention), "everything else",
     "optimizer"; in the rest it waits for the CPU. `ratio` is the time over the baseline's on the same GPU. Seconds and
     ratio are (expected, low, high): 9 of 10 published transformers lie between low and high. They are None for a GPU
-    whose speed is not known.
+    whose speed is not known. `unchecked` is the kind of network and the format of which no run was compared there.
     """
 
     gpu: str
@@ -38,6 +38,7 @@ class FullSize:
     seconds: Range | None = None
     parts: dict[str, float] = field(default_factory=dict)
     ratio: Range | None = None
+    unchecked: str = ""
 
     def tell_time(self) -> str:
         """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit."""
@@ -122,7 +123,7 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
     update = work.get(OPTIMIZER, 0.0)
     parts = {PRODUCT: products, REST: sum(work.values()) - products - update, OPTIMIZER: update}
     seconds = time.expected, time.low, time.high
-    return FullSize(gpu.name, gpu.memory, *memory, time.bound, seconds, parts, ratio)
+    return FullSize(gpu.name, gpu.memory, *memory, time.bound, seconds, parts, ratio, time.tell_unchecked())
 
 
 def _against(time: Time, baseline: Time) -> Range:

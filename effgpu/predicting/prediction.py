@@ -219,7 +219,15 @@ class Prediction:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
-        return [*self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled]
+        return [*self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
+
+    def _unchecked(self) -> list[str]:
+        """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
+        names: dict[str, list[str]] = {}
+        for gpu in self.gpus:
+            if gpu.bandwidth and (missing := self.time(gpu).tell_unchecked()):
+                names.setdefault(missing, []).append(gpu.name)
+        return [f"not checked against any run: {missing} on {', '.join(those)}" for missing, those in names.items()]
 
     def _kinds(self) -> tuple[list[str], list[list[str]]]:
         """What kinds of operation take the time, where one GPU was asked for."""

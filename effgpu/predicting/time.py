@@ -5,7 +5,7 @@ after another while the CPU calls the operations that follow. Between two moment
 the slower of the two decides. After a wait, the GPU idles until the CPU has called the next operation.
 
 Every constant has its source beside it, or was fitted on the calibration rows that docs/predict.md names. That page
-also says which two constants were chosen after seeing rows of the audit.
+also says which constants were chosen after seeing rows of the audit.
 """
 
 import html
@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from effgpu import units
+from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kernels import (
     ATTENTION,
@@ -119,7 +120,11 @@ HOPPER = USUAL._replace(
         "nhwc": USUAL.layouts["nhwc"]._replace(pointwise_traffic=0.82),
     },
 )
-SHARES = {(9, 0): HOPPER}  # by compute capability; USUAL elsewhere
+# Turing's tensor cores take images in 16 bits with their channels last: cuDNN reorders others. Fitted on every second
+# model of pytorch-gpu-benchmark's RTX 2080 Ti. A T4's Wide-ResNet meets it (docs/audit.md). Channels last: not known.
+_REORDERED = _Layout(0.53, 0.3, 0.27, 0.14, 0.27, 0.53, 0.43, 0.41, 0.27)
+TURING = USUAL._replace(layouts=USUAL.layouts | {"nchw": _REORDERED})
+SHARES = {(7, 5): TURING, (9, 0): HOPPER}  # by compute capability; USUAL elsewhere
 # Convolutions cannot feed a multiprocessor that is faster than the RTX 3090's. By pytorch-gpu-benchmark's calibration
 # rows, an A100 reaches 0.6 of that share in fp16, and in TF32, whose rate is that of the RTX 3090's fp16, 0.87.
 FED, HUNGER, IN_TF32 = 1.02e12, 0.65, 0.87
@@ -137,7 +142,11 @@ BUS = {"pinned": {7: 11e9, 8: 24e9, 9: 54e9}, "ordinary": {7: 3.7e9, 8: 5.7e9, 9
 SPREAD = {PRODUCT: 0.08, ATTENTION: 0.15, CONVOLUTION: 0.22, "groups": 0.5}
 SPREAD |= {NORM: 0.12, OPTIMIZER: 0.1, OTHER: 0.1, "launch": 0.3}
 SPREAD[COPY] = 0.3  # an A100 copied 12 to 26 GB/s from pinned memory, 3.3 to 10 from ordinary
-SPREAD_OF_RUNS = 0.07  # two publications of one configuration differ by about 10 %
+# What a source that was not seen is off by, beyond that, and what is added where no run of a kind and format was
+# compared on a GPU: fitted on all published times (tests/benchmarks/ranges.py), with least widths for transformers and
+# for what nothing checks.
+SPREAD_OF_SOURCES = {TRANSFORMERS: 0.085, CONVOLUTIONAL: 0.21}
+EXTRAPOLATED = 0.1
 SPREAD_OF_RATIOS = 0.04
 OF_LAYOUTS = 0.25  # of the variance of a kind and format: what its layouts do not share
 NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side
@@ -258,7 +267,8 @@ class Time:
     operations" or "PCI Express". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of
     operation. Their sum is what the GPU works; `expected` is more where the GPU waits for the CPU. `between_waits` has,
     of each stretch between two waits of the CPU, the seconds of both: the longer count, and what the GPU idles after a
-    wait. Loading data is not in it.
+    wait. `network` is the kind of the network and its format, and `checked_by` says how many runs of such on such a
+    GPU were compared; None for a step that multiplies nothing. Loading data is not in it.
     """
 
     gpu: Gpu
@@ -268,12 +278,18 @@ class Time:
     bound: str
     table: dict[str, Row]
     compiled: bool = False
+    checked_by: int | None = None
+    network: tuple[str, str] | None = None
     between_waits: tuple[tuple[float, float], ...] = field(default=(), compare=False)
     sources: dict[tuple[str, str, str], float] = field(default_factory=dict, compare=False)
 
     def with_launches(self, times: float) -> float:
         """Expected seconds on a CPU that takes so many times as long to launch an operation."""
         return _add_stretches(self.between_waits, self.gpu, launches=times)
+
+    def tell_unchecked(self) -> str:
+        """What no run was compared with: "transformers in fp16"; empty where there are some."""
+        return " in ".join(self.network).replace("tf32", "TF32") if self.network and not self.checked_by else ""
 
     def times(self, steps: int) -> str:
         """What so many steps take, in words: "23.5 s [20.1 s, 27.4 s]"."""
@@ -282,7 +298,7 @@ class Time:
 
     def to_dict(self) -> dict:
         """Seconds, what decides, and for each kind of operation its seconds, FLOPs, bytes and kernels."""
-        told = {name: getattr(self, name) for name in ("expected", "low", "high", "bound")}
+        told = {name: getattr(self, name) for name in ("expected", "low", "high", "bound", "checked_by")}
         names = ("seconds", "FLOPs", "bytes", "kernels")
         return told | {"kinds": {kind: dict(zip(names, row)) for kind, row in self.table.items()}}
 
@@ -330,7 +346,10 @@ def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) 
     if cpu > sum(work.seconds.values()):
         bound = LAUNCH_BOUND
     table = {kind: Row(work.seconds[kind], *work.counts[kind]) for kind in KINDS if kind in work.counts}
-    return Time(gpu, expected, low, high, bound, table, compiled, tuple(work.between_waits), dict(work.sources))
+    network = work.network(gpu)
+    checked_by = audited_runs(gpu.name, *network) if network else None
+    known = checked_by, network, tuple(work.between_waits), dict(work.sources)
+    return Time(gpu, expected, low, high, bound, table, compiled, *known)
 
 
 @dataclass
@@ -339,7 +358,16 @@ class _Work:
     counts: dict = field(default_factory=lambda: defaultdict(lambda: (0, 0, 0)))  # by kind: FLOPs, bytes, kernels
     sources: Counter = field(default_factory=Counter)  # seconds by what they are uncertain for: see _group
     bounds: Counter = field(default_factory=Counter)
+    multiplied: Counter = field(default_factory=Counter)  # seconds by kind and format of what multiplies
     between_waits: list = field(default_factory=list)  # seconds of the GPU and of the CPU
+
+    def network(self, gpu: Gpu) -> tuple[str, str] | None:
+        """The kind of the network by what takes the most time of its arithmetic, and the format of most of that."""
+        if not self.multiplied:
+            return None
+        convolves = self.seconds[CONVOLUTION] > self.seconds[PRODUCT] + self.seconds[ATTENTION]
+        chosen = [(seconds, each[1]) for each, seconds in self.multiplied.items() if each[0] == convolves]
+        return CONVOLUTIONAL if convolves else TRANSFORMERS, _counted_as(max(chosen)[1], gpu)
 
 
 def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work:
@@ -364,6 +392,8 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             what = "launch" if bound == LAUNCH_BOUND else what
             layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(USUAL.layouts)) else ""
             work.sources[what, kernel.format * bool(computes), layout] += seconds
+            if kernel.kind in (PRODUCT, ATTENTION, CONVOLUTION):
+                work.multiplied[kernel.kind == CONVOLUTION, kernel.format] += seconds
         work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1) * gpu.launch))
     return work
 
@@ -397,14 +427,25 @@ def _spread(source: tuple, gpu: Gpu) -> float:
     return max(SPREAD[kind], gpu.spread) if by_tensor_cores else SPREAD[kind]
 
 
-def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
-    """Expected, least and most seconds."""
-    total = sum(work.sources.values()) or 1.0
-    known = _group(work.sources, 2)
-    spread = math.hypot(SPREAD_OF_RUNS, *(_spread(source, gpu) * s / total for source, s in known.items()))
+def _spreads(sources: dict[tuple[str, str, str], float], gpu: Gpu) -> list[float]:
+    """What the kinds of operation add to the standard deviation of a step's time, as shares of it."""
+    total = sum(sources.values()) or 1.0
+    return [_spread(source, gpu) * seconds / total for source, seconds in _group(sources, 2).items()]
+
+
+def _ends(between_waits: Sequence[tuple[float, float]], gpu: Gpu, spread: float) -> tuple[float, float, float]:
+    """Expected, least and most seconds of a step whose work is off by such a standard deviation."""
     off = math.exp(NINE_OF_TEN * spread)
     ends = zip((1.0, 1 / off, off), (1.0, *LAUNCH_RANGE))  # of the GPU's time, and of the CPU's
-    return tuple(_add_stretches(work.between_waits, gpu, *end) for end in ends)
+    return tuple(_add_stretches(between_waits, gpu, *end) for end in ends)
+
+
+def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
+    """Expected, least and most seconds."""
+    network = work.network(gpu)
+    apart = SPREAD_OF_SOURCES[network[0]] if network else EXTRAPOLATED
+    unseen = EXTRAPOLATED if network and not audited_runs(gpu.name, *network) else 0.0
+    return _ends(work.between_waits, gpu, math.hypot(apart, unseen, *_spreads(work.sources, gpu)))
 
 
 def time_ratio(ours: Time, theirs: Time) -> tuple[float, float, float]:

@@ -36,9 +36,10 @@ from effgpu.comparison import Comparison, _apply
 from effgpu.course import workloads
 from effgpu.course.runner import LESSONS
 from effgpu.measuring.variants import Variant
+from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, family
 from effgpu.predicting.fake_gpu import _on_cpu
 from effgpu.predicting.full_size import _against
-from effgpu.predicting.gpus import Gpu, find_gpu
+from effgpu.predicting.gpus import RATE_COLUMNS, Gpu, find_gpu
 from effgpu.predicting.prediction import Prediction, predict
 
 NONE = "No results of a GPU are stored in effgpu/reference/ yet."
@@ -305,6 +306,19 @@ def _try_to_walk(comparison: Comparison, batches: list[int]) -> dict[str, Predic
         why = f"{type(error).__name__}: {error}"
     print(f"{comparison.name}: not walked: {why}", file=sys.stderr)
     return {}
+
+
+def by_cell(audited: Mapping[str, list[Outcome]]) -> list[tuple[tuple[str, str, str], float]]:
+    """A GPU, a kind of network and a format of each variant whose time was predicted, and its error."""
+    found = []
+    for gpu, outcomes in audited.items():
+        for outcome in outcomes:
+            kind = CONVOLUTIONAL if outcome.lesson.startswith("13") else TRANSFORMERS
+            format = {"TF32": "tf32"}.get(outcome.format, outcome.format)
+            if format in RATE_COLUMNS:
+                error = (outcome.now or outcome.stored).error
+                found.append(((family(find_gpu(gpu).name), kind, format), error))
+    return found
 
 
 # --- the section of the page ---

@@ -1,9 +1,9 @@
-"""Bring docs/predict.md up to date: published and measured peaks and times beside predicted ones. Some minutes.
+"""Bring docs/predict.md and docs/audit.md up to date: peaks and times beside predicted ones. Some minutes.
 
 PYTHONPATH=tests python -m benchmarks.predictions
 
-The page's text is written by hand, with what the publications leave open and why some runs are missed: this replaces
-its numbers and the rows of its tables.
+The text of the pages is written by hand, with what the publications leave open and why some runs are missed: this
+replaces numbers and the rows of tables. It also counts what checks a GPU: effgpu/predicting/audited.csv.
 """
 
 import re
@@ -12,11 +12,13 @@ import warnings
 from pathlib import Path
 
 import torch
-from benchmarks import measured, published_memory, published_times
+from benchmarks import measured, published_memory, published_peaks, published_times, ranges
 
 from effgpu import results
+from effgpu.predicting import audited, time
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "predict.md"
+EVERY = PAGE.with_name("audit.md")
 
 
 def replace(text: str, numbers: dict[str, str], tables: dict[str, list[str]]) -> str:
@@ -27,7 +29,7 @@ def replace(text: str, numbers: dict[str, str], tables: dict[str, list[str]]) ->
             raise ValueError(f"{PAGE}: expected one place as {pattern}, found {places}")
     for heading, rows in tables.items():
         start = text.index("|\n", text.index("\n|---", text.index(f"\n{heading}"))) + 2
-        text = text[:start] + "\n".join(rows) + text[text.index("\n\n", start) :]
+        text = text[:start] + "\n".join(rows) + re.sub(r"\A(?:\|.*(?:\n|\Z))*", "\n", text[start:])
     return text
 
 
@@ -42,17 +44,34 @@ def replace_part(text: str, name: str, part: str) -> str:
 
 
 def main() -> int:
-    """Run the audits and update the page. Returns 1 for a false "fits"."""
+    """Run the audits and update both pages and the package's table. Returns 1 for a false "fits"."""
     warnings.simplefilter("ignore")
-    memory = [published_memory.run(case) for case in published_memory.CASES]
-    times = [published_times.run(case) for case in published_times.CASES]
+    memory = [published_memory.run(case) for case in published_peaks.CASES]
+    walked = {case: published_times.walk(case) for case in published_times.CASES}
+    ours = measured.audit(sorted(results.STORED.glob("*.json")))
+    judge_all = lambda: [published_times.judge(case, *found) for case, found in walked.items()]
+    counted = ranges.cells([o for o in judge_all() if not o.case.calibrates], measured.by_cell(ours))
+    audited.TABLE.write_text(ranges.as_csv(counted), encoding="utf-8")
+    audited._counted.cache_clear()  # the ranges depend on it
+    times = judge_all()
+    chosen = [o for o in times if not o.case.calibrates]
+    fitted = ranges.fit([o for o in chosen if not o.time.compiled])
+    print(f"{time.__name__}: asked for are {fitted}, set are {time.SPREAD_OF_SOURCES}, {time.EXTRAPOLATED}")
+
     about_time, title, about_memory = PAGE.read_text(encoding="utf-8").partition("\n## Memory\n")
     version = {r"with PyTorch \S+\. ": f"with PyTorch {torch.__version__.partition('+')[0]}. "}
-    about_time = replace(about_time, version | published_times.numbers(times), published_times.tables(times))
-    about_memory = replace(about_memory, published_memory.numbers(memory), published_memory.tables(memory))
-    ours = measured.section(measured.audit(sorted(results.STORED.glob("*.json"))))
-    about_time = replace_part(about_time, "measured by us", ours)
-    PAGE.write_text(about_time + title + about_memory, encoding="utf-8")
+    rows = published_times.summaries(times)
+    rows |= {"### By GPU and format": ranges.as_table(counted), "### By source": ranges.by_source(chosen)}
+    about_time = replace(about_time, version | published_times.numbers(times), rows)
+    about_time = replace_part(about_time, "measured by us", measured.section(ours))
+    summary = {"## Memory": published_peaks.summarize(memory)}
+    about_memory = replace(title + about_memory, published_memory.numbers(memory), summary)
+    PAGE.write_text(about_time + about_memory, encoding="utf-8")
+
+    about_time, title, about_memory = EVERY.read_text(encoding="utf-8").partition("\n## Memory\n")
+    about_time = replace(about_time, {}, published_times.tables(times))
+    about_memory = replace(about_memory, {}, published_memory.tables(memory))
+    EVERY.write_text(about_time + title + about_memory, encoding="utf-8")
     return int(any(outcome.is_false_fit for outcome in memory))
 
 

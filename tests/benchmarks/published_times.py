@@ -11,12 +11,12 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from benchmarks import published_memory
+from benchmarks import published_lora, published_memory, published_peaks, published_runs
 from torch.nn import functional as F
 
 from effgpu.measuring.device import multiplying_as
 from effgpu.predicting.fake_gpu import on_real_tensors
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.prediction import Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
 from effgpu.units import format_seconds
 
@@ -24,12 +24,26 @@ TABLE = Path(__file__).with_name("published_times.csv")
 HF22, R2, TT = published_memory.HF22, published_memory.R2, published_memory.TT
 TIMM, RYU = "timm, results/benchmark-train-amp", "pytorch-gpu-benchmark, results/dgx-a100"
 U39 = "deep-learning-benchmark, README"
+SKB = "pytorch_experiments, torchvision_exp"
+SHI, CES = published_peaks.SHI, "apex_pytorch_cifar_experiment, README"
+MLI, NGPT = "transformers-benchmarks, README", "Let's reproduce GPT-2 (124M), chapters"
+EAR, QWEN = "applied-deep-learning, bf16 on a T4", "Qwen, README"
+CH07 = "LLMs-from-scratch, ch07"
 WORKERS_START = 0.225, 0.15, 0.3  # seconds for two loaders of four workers: expected, least, most; not published
-SOURCES = {"timm": TIMM, "pytorch-gpu-benchmark": RYU, "deep-learning-benchmark": U39}
+SOURCES = {"timm": TIMM, "pytorch-gpu-benchmark": RYU, "deep-learning-benchmark": U39, "pytorch_experiments": SKB}
 # Data sheets: TFLOP/s in fp32, TF32 and 16 bits (tensor cores, fp32 accumulation), and GB/s.
 DATA_SHEETS = {
+    "T4": (8.1, 8.1, 65, 320),
+    "L4": (30.3, 60, 121, 300),
+    "P100": (9.3, 9.3, 18.7, 732),
     "V100": (15.7, 15.7, 125, 900),
+    "V100 32 GB": (15.7, 15.7, 125, 900),
+    "RTX 2080 Ti": (13.4, 13.4, 53.8, 616),
     "RTX 3090": (35.6, 35.6, 71, 936),
+    "RTX 3090 Ti": (40, 40, 80, 1008),
+    "RTX 4070 Ti Super": (44.1, 44.1, 88.2, 672),
+    "RTX 4090": (82.6, 82.6, 165, 1008),
+    "RTX A6000": (38.7, 77.4, 155, 768),
     "A100 40 GB": (19.5, 156, 312, 1555),
     "A100 80 GB": (19.5, 156, 312, 2039),
 }
@@ -54,7 +68,7 @@ class Case:
     @property
     def group(self) -> str:
         """What the audit sums up."""
-        if self.source == RYU:
+        if self.source == RYU and self.gpu.startswith("A100"):
             return "convolutional networks, 12 images: bound by the CPU"
         format = "16 bits" if self.format in ("fp16", "bf16") else self.format
         return "convolutional networks" if self.convolutional else f"transformers, {format}"
@@ -185,7 +199,7 @@ def _images(row: dict[str, str]) -> Case:
         source,
         f"{name}, {layout.upper()}, {batch} × {size}²",
         float(row["milliseconds"]) / 1000,
-        partial(images, name, batch, size, layout, row["format"], source == TIMM),
+        partial(images, name, batch, size, layout, row["format"], source in (TIMM, SKB)),
         row["gpu"],
         format,
         convolutional=not name.startswith(("vit", "swin")),
@@ -216,6 +230,54 @@ def _gpt(name: str, tokens_per_second: float, tf32: bool = True, **options) -> C
     return Case(R2, f"GPT-2, {name}", seconds, variant, "A100 40 GB", format, **options)
 
 
+def _unet(seconds: float, **options) -> Case:
+    """A row of the fork's table."""
+    told = ["fp16" if options.get("fp16", True) else "fp32", f"batch {options.get('batch', 1)}"]
+    told += ["checkpointed"] * ("checkpoints" in options) + ["AdamW"] * ("adam8bit" in options)
+    variant = partial(published_runs.unet, **options)
+    return Case(SHI, f"U-Net of SD 1.4, {', '.join(told)}", seconds, variant, "T4", told[0], True)
+
+
+def _layers() -> Iterable[Case]:
+    """The source gives the FLOP/s of the best shape: the largest batch, on the GPU whose table it shows."""
+    shapes = {"BERT": (128, 128), "GPT-2": (64, 512), "T5 encoder": (64, 512), "T5 decoder": (64, 512)}
+    reached = {"A100 80 GB": (136, 53, 56, 47), "RTX A6000": (70, 38, 41, 34), "V100 32 GB": (64, 36, 38, 32)}
+    reached |= {"RTX 3090 Ti": (61.8, 39.4, 41.2, 36.0), "RTX 4090": (109, 54, 55, 45)}
+    for gpu, rates in reached.items():
+        for (kind, shape), rate in zip(shapes.items(), rates):
+            name = f"{kind} layer, {shape[0]} × {shape[1]}"
+            seconds = published_runs.layer_flops(kind, *shape) / rate / 1e12
+            yield Case(MLI, name, seconds, partial(published_runs.layer, kind, *shape), gpu, "fp16")
+
+
+def _lecture() -> Iterable[Case]:
+    """The chapters name the step's milliseconds after each change."""
+    rungs = {"fp32": 1000, "TF32": 333, "bf16": 300, "compiled": 130, "fused attention": 96, "vocabulary of 50,304": 93}
+    for number, (name, milliseconds) in enumerate((rungs | {"fused AdamW": 90}).items()):
+        format, matmul = ("fp32", "TF32", "bf16")[min(number, 2)], "tf32" if number else "ieee"
+        variant = partial(published_runs.gpt2_of_the_lecture, number)
+        yield Case(NGPT, f"GPT-2, {name}", milliseconds / 1000, variant, "A100 80 GB", format, matmul=matmul)
+
+
+def _qwen() -> Iterable[Case]:
+    """Seconds of an iteration: eight micro-batches and an update."""
+    told = {"1.8B": {2048: 1.7, 4096: 3.3, 8192: 6.8}, "7B": {1024: 2.8, 2048: 5.2, 4096: 10.1, 8192: 21.3}}
+    told |= {"14B": {2048: 8.4}}
+    for size, rows in told.items():
+        for length, seconds in rows.items():
+            variant = partial(published_lora.qwen, size, length)
+            besides = partial(variant, updates=True), 1 / 8
+            name = f"Qwen {size}, LoRA, {length:,} tokens"
+            yield Case(QWEN, name, seconds / 8, variant, "A100 80 GB", "bf16", besides=besides)
+
+
+def _instructed(size: str, minutes: float, gpu: str) -> Case:
+    """232 steps. Ten batches are evaluated after every fifth, and 100 tokens are written in all, one at a time."""
+    variant = partial(published_runs.instructed, size)
+    besides = partial(variant, writes=True), 100 / 232
+    return Case(CH07, f"GPT-2 {size}, instructions", 60 * minutes / 232, variant, gpu, "fp32", besides=besides)
+
+
 _ALL, _FAST, _COMPILED = published_memory._ALL, published_memory._FAST, published_memory._COMPILED
 _ADAFACTOR = published_memory._adafactor
 CASES = [
@@ -237,18 +299,57 @@ CASES = [
     _gpt("vocabulary of 50,304", 127345, **_COMPILED, vocabulary=50304),
     _gpt("batch 32", 142156, **_COMPILED, vocabulary=50304, batch=32),
     Case(TT, "Llama-3.2-3B, packed", 2 * 4096 / 7075, published_memory.llama_3b, "A100 80 GB", "bf16"),
+    _unet(1 / 0.93, checkpoints=True),
+    _unet(1 / 0.42, fp16=False, checkpoints=True),
+    _unet(1 / 0.66, batch=2, checkpoints=True),
+    _unet(1 / 1.14),
+    _unet(1 / 0.49, fp16=False),
+    _unet(1 / 0.82, batch=2),
+    _unet(1 / 0.77, checkpoints=True, adam8bit=False),
+    Case(CES, "Wide-ResNet 28x10, O0", 0.8308, published_runs.wide_resnet, "T4", "fp32", True),
+    Case(CES, "Wide-ResNet 28x10, O1", 0.4538, partial(published_runs.wide_resnet, "O1"), "T4", "fp16", True),
+    Case(CES, "Wide-ResNet 28x10, O2", 0.4308, partial(published_runs.wide_resnet, "O2"), "T4", "fp16", True),
+    Case(
+        CES,
+        "Wide-ResNet 28x10, O0",
+        2821 / 3900,
+        published_runs.wide_resnet,
+        "P100",
+        "fp32",
+        True,
+        besides=(partial(published_runs.wide_resnet, evaluated=256), 40 / 390),
+    ),
+    *_layers(),
+    *_lecture(),
+    Case(EAR, "ModernBERT-base, fp16", 0.30, partial(published_runs.modern_bert, torch.float16), "T4", "fp16"),
+    Case(EAR, "ModernBERT-base, bf16", 1.29, partial(published_runs.modern_bert, torch.bfloat16), "T4", "bf16"),
+    *_qwen(),
+    _instructed("medium", 1.83, "L4"),
+    _instructed("medium", 0.86, "A100 40 GB"),
+    _instructed("small", 0.69, "L4"),
+    _instructed("small", 0.39, "A100 40 GB"),
+    Case(published_peaks.AO, "ViT-H, fused AdamW", 8 / 41.9, published_runs.vit_huge, "RTX 4070 Ti Super", "bf16"),
     *map(_images, csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines())),
 ]
 
 
+def walk(case: Case) -> tuple[Prediction, Prediction | None]:
+    """Predict a case, and the variant beside it."""
+    with multiplying_as(case.matmul):
+        return predict(case.variant, case.gpu), predict(case.besides[0], case.gpu) if case.besides else None
+
+
 def run(case: Case) -> Outcome:
     """Predict a case."""
+    return judge(case, *walk(case))
+
+
+def judge(case: Case, predicted: Prediction, more: Prediction | None) -> Outcome:
+    """What was predicted for a case beside what was published."""
     with multiplying_as(case.matmul):
-        predicted = predict(case.variant, case.gpu)
         time, sheet = predicted.time(), _data_sheet(predicted.segments, case.gpu)
         expected = time.expected
-        if case.besides:
-            more = predict(case.besides[0], case.gpu)
+        if more:
             expected += case.besides[1] * (more.time().expected - time.expected)
             sheet += case.besides[1] * (_data_sheet(more.segments, case.gpu) - sheet)
     ends = [end * expected / time.expected for end in (time.low, time.high)]
@@ -268,17 +369,19 @@ def _data_sheet(segments: Iterable, gpu: str) -> float:
 
 
 def find_pairs(outcomes: list[Outcome]) -> list[Pair]:
-    """The ratios of the audit: each rung to the one before, each run of 2022 to the plain one, layouts, formats."""
+    """The ratios of the audit: each rung to the one before, runs of a table to its first, layouts, formats."""
     pairs, others = [], {}
     for o in outcomes:
         case, key = o.case, o.case.source
-        if case.source in (TIMM, U39) and case.convolutional:  # for transformers the layout is next to nothing
-            key = case.name.replace("NHWC", "NCHW"), case.format if case.source == TIMM else case.source
+        if case.source in (TIMM, U39, SKB) and case.convolutional:  # for transformers the layout is next to nothing
+            key = case.name.replace("NHWC", "NCHW"), case.source if case.source == U39 else case.format, case.source
+        elif case.source in (SHI, CES, NGPT):
+            key = case.source, case.gpu
         elif case.source not in (R2, HF22):
             continue
         if key in others:
             pairs.append(_compare(o, others[key]))
-        if case.source != HF22 or key not in others:
+        if case.source not in (HF22, SHI, CES) or key not in others:
             others[key] = o
     return pairs
 
@@ -344,10 +447,15 @@ def numbers(outcomes: list[Outcome]) -> dict[str, str]:
     return {r"audit's: \d+ rows": f"audit's: {len(inside)} rows", r"of which \d+% lie": share}
 
 
-def tables(outcomes: list[Outcome]) -> dict[str, list[str]]:
+def summaries(outcomes: list[Outcome]) -> dict[str, list[str]]:
     """Rows of docs/predict.md, by the headings above them."""
+    return {"## Time": _summarize([o for o in outcomes if not o.case.calibrates])}
+
+
+def tables(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    """Rows of docs/audit.md, by the headings above them."""
     outcomes = [o for o in outcomes if not o.case.calibrates]
-    rows = {"## Time": _summarize(outcomes), "### Ratios": []}
+    rows: dict[str, list[str]] = {"### Ratios": []}
     for o in outcomes:
         published, expected, low, high = map(format_seconds, (o.published, o.expected, o.low, o.high))
         times = f"{published} | {expected} | {low} – {high} | {_tell_error(o)}"
