@@ -5,10 +5,12 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from numbers import Integral
 from pathlib import Path
@@ -51,9 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     `bench` allows, or than a GPU of `predict` has. 4: it may not fit, or the intervals of `bench` do not tell.
     130: Ctrl-C.
     """
-    chosen = _parser().parse_args(arguments)
+    chosen = _parser().parse_args(_variant_last(sys.argv[1:] if arguments is None else arguments))
     try:
         return chosen.command(chosen)
+    except _Failed as reason:
+        print(f"effgpu: error: {reason}", file=sys.stderr)
+        return FAILED
     except _Refused as reason:
         print(f"effgpu: error: {' '.join(str(reason).split())}", file=sys.stderr)
         return REFUSED
@@ -69,6 +74,20 @@ class _Refused(Exception):
 
 class _Ended(Exception):
     """All is said: the exit code is the argument."""
+
+
+class _Failed(Exception):
+    """An error of the reader's own file, in one line."""
+
+
+def _variant_last(arguments: list[str]) -> list[str]:
+    """The arguments, with FILE.py:VARIANT behind the --, where its own follow: argparse takes them together."""
+    if arguments[:1] not in (["predict"], ["doctor"]) or "--" not in arguments:
+        return arguments
+    end = arguments.index("--")
+    found = [word for word in arguments[:end] if re.search(r"\.py:\w+$", word)]
+    rest = [word for word in arguments[:end] if word not in found]
+    return [*rest, "--", *found, *arguments[end + 1 :]]
 
 
 @contextlib.contextmanager
@@ -416,10 +435,12 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
     from effgpu.attaching.scripts import ScriptFailed
 
     only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
-    is_variant = " " not in only and not Path(only).is_file()
-    target, names = _load(only) if is_variant else (only.strip() or words, {})
+    is_variant = (" " not in only and not Path(only).is_file()) or re.search(r"\.py:\w+$", words[0])
+    name = words[0] if is_variant else ""
+    with _failing(name):
+        target, names = _load(name, words[1:]) if is_variant else (only.strip() or words, {})
     try:
-        with _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
+        with _failing(name), _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
             if not is_variant:
                 signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
                 print(before.format(only.strip() or shlex.join(words)), file=sys.stderr)
@@ -456,10 +477,26 @@ def _doctor(chosen: argparse.Namespace) -> int:
     return SUCCEEDED
 
 
-def _load(asked: str) -> tuple[Callable, dict[str, object]]:
-    """The function of FILE.py:VARIANT, and all names of the file.
+@contextlib.contextmanager
+def _failing(name: str) -> Iterator[None]:
+    """An error of the file that `name` is in, as one line that says where it is. Without a name, errors stay."""
+    from effgpu.attaching.child import describe, find_line
 
-    The file is run as a module: so a DataLoader's workers find its classes.
+    try:
+        yield
+    except _Refused:
+        raise
+    except (Exception, SystemExit) as error:
+        if not name:
+            raise
+        line = find_line(error)
+        raise _Failed(f"{name} failed: {describe(error)}{f' ({line})' if line else ''}") from error
+
+
+def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
+    """The function of FILE.py:VARIANT, or package.module:VARIANT, and all names of the file, which sees `arguments`.
+
+    The file is run as a module, of its package where it is in one: so a DataLoader's workers find its classes.
     """
     from effgpu.measuring.variants import is_function
 
@@ -467,13 +504,24 @@ def _load(asked: str) -> tuple[Callable, dict[str, object]]:
     if not path:
         raise _Refused(f"expected a command, as in -- python train.py, or FILE.py:VARIANT; got {asked}")
     path = Path(path)
-    if not path.is_file():
+    if not path.is_file() and (found := Path(*str(path).split(".")).with_suffix(".py")).is_file():
+        path = found
+    if not path.is_file() or path.suffix != ".py":
         raise _Refused(f"{path}: expected a Python file")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = spec_from_file_location(path.stem, path)
+    folder, full_name = path.resolve().parent, path.stem
+    while (folder / "__init__.py").is_file():
+        folder, full_name = folder.parent, f"{folder.name}.{full_name}"
+    sys.path.insert(0, str(folder))
+    if package := full_name.rpartition(".")[0]:
+        import_module(package)
+    spec = spec_from_file_location(full_name, path)
     module = module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[full_name] = module
+    before, sys.argv = sys.argv, [str(path), *arguments]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = before
     names = vars(module)
     if not is_function(names.get(name)):
         raise _Refused(f"{path}: expected a function called {name}")

@@ -653,3 +653,131 @@ def test_a_trainer_and_accelerate_do_as_on_the_gpu(bert, here, capfd):
         assert told["allocated"] == pytest.approx(alike.allocated, rel=0.01)
         assert seconds(told) == pytest.approx(alike.time().expected, rel=0.01)
     assert not list((here / "saved").glob("*.safetensors"))
+
+
+# --- kinds of step ---
+
+FUNC = """
+params = {name: value.detach() for name, value in model.named_parameters()}
+loss_of = lambda params, x: torch.func.functional_call(model, params, (x[None],)).square().mean()
+gradients = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0))(params, torch.randn(64, 1024).to("cuda"))
+for name, parameter in model.named_parameters():
+    parameter.grad = gradients[name].mean(0)
+optimizer.step()
+optimizer.zero_grad()
+"""
+CTC = """
+logits = model(torch.randn(50, 8, 1024).to("cuda")).log_softmax(-1)
+lengths = torch.full((8,), 50).to("cuda"), torch.full((8,), 20).to("cuda")
+torch.nn.functional.ctc_loss(logits, torch.randint(1, 1024, (8, 20)).to("cuda"), *lengths).backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+SPARSE = """
+import torch
+table = torch.nn.Embedding(50_000, 64, sparse=True).to("cuda")
+optimizer = torch.optim.SparseAdam(table.parameters())
+"""
+LOOKED_UP = """
+table(torch.randint(0, 50_000, (256, 20)).to("cuda")).mean().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+PACKED = """
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+model = torch.nn.LSTM(256, 256, batch_first=True).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+READ_PACKED = """
+texts, lengths = torch.randn(8, 64, 256).to("cuda"), torch.arange(8, 72, 8)
+packed = pack_padded_sequence(texts, lengths, batch_first=True, enforce_sorted=False)
+pad_packed_sequence(model(packed)[0], batch_first=True)[0].mean().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+GATHERED = """
+import torch.distributed
+import torch.distributed.nn
+found = [None]
+torch.distributed.all_gather_object(found, {"a": 1})
+assert found == [{"a": 1}]
+embedded = torch.cat(torch.distributed.nn.all_gather(model(torch.randn(64, 1024).to("cuda"))))
+embedded.square().mean().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+HOST_STEP = """
+import torch
+model = torch.nn.Linear(1024, 1024).to("cuda")
+held = [parameter.detach().to("cpu") for parameter in model.parameters()]
+optimizer = torch.optim.AdamW(held)
+"""
+UPDATED = """
+model(torch.randn(64, 1024).to("cuda")).mean().backward()
+for one, parameter in zip(held, model.parameters()):
+    one.grad, parameter.grad = parameter.grad.to("cpu"), None
+optimizer.step()
+"""
+
+
+def test_gradients_of_single_samples_are_as_large_as_the_batch(run):
+    code, told, errors = run(loop(step=FUNC))
+    assert code == 0 and not told["unknown"], errors
+    a_sample = 8 * (1024 * 1024 + 1024) * 4
+    assert told["allocated"] > 64 * a_sample
+
+
+def test_the_ctc_loss_keeps_its_paths_by_the_longest_target(run):
+    code, told, errors = run(loop(step=CTC))
+    assert code == 0 and [why for why in told["unknown"] if "_ctc_loss" in why] == told["unknown"], errors
+
+
+def test_a_sparse_gradient_takes_what_its_rows_take(run):
+    code, told, errors = run(loop(SPARSE, LOOKED_UP))
+    assert code == 0, errors
+    table = 50_000 * 64 * 4
+    assert 3 * table < told["allocated"] < 3 * table + 16 * 256 * 20 * 64 * 4  # the table, and two states of its size
+
+
+def test_a_packed_sequence_is_as_long_as_its_lengths(run):
+    code, told, errors = run(loop(PACKED, READ_PACKED))
+    assert code == 0, errors
+    code, padded, errors = run(loop(PACKED, READ_PACKED.replace("torch.arange(8, 72, 8)", "torch.full((8,), 64)")))
+    assert code == 0 and told["allocated"] < padded["allocated"], errors
+    assert not told["assumptions"]
+
+
+def test_what_a_single_rank_gathers_is_its_own(run, expected):
+    start = "\nimport torch.distributed\ntorch.distributed.init_process_group('nccl', world_size=1, rank=0)\n"
+    code, told, errors = run(loop(BUILD + start, GATHERED))
+    assert code == 0, errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.02)
+
+
+def test_an_optimizer_of_the_cpus_is_no_kernel_of_the_gpus(run):
+    code, told, errors = run(loop(HOST_STEP, UPDATED))
+    assert code == 0, errors
+    assert told["unknown"] == ["how long the optimizer takes on the CPU, where its weights are"]
+    weights = 4 * (1024 * 1024 + 1024)
+    assert told["allocated"] < 2.2 * weights and told["gpus"][0]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    "step, why",
+    [
+        (
+            "torch.nested.nested_tensor([torch.randn(n, 1024) for n in (3, 5)], layout=torch.jagged, device='cuda')",
+            "nested",
+        ),
+        (
+            "from torch.nn.attention.flex_attention import flex_attention\n"
+            "x = torch.randn(1, 1, 128, 64, device='cuda')\nflex_attention(x, x, x)",
+            "scaled_dot_product_attention in its place",
+        ),
+    ],
+    ids=["nested", "flex"],
+)
+def test_what_cannot_be_predicted_is_said_in_one_sentence(run, step, why):
+    code, _, errors = run(loop(step=step + STEP))
+    assert code == 2 and why in errors.splitlines()[-1] and "Traceback" not in errors

@@ -316,3 +316,59 @@ def test_predict_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
     (tmp_path / "its_neighbour.py").write_text("width = 8")
     (tmp_path / "train.py").write_text(STEP.format(width="its_neighbour.width") + "\nimport its_neighbour\n")
     assert main(["predict", f"{tmp_path / 'train.py'}:variant", "--gpu", "T4"]) == 0
+
+
+WITH_ARGUMENTS = """
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=256)
+width = parser.parse_args().width
+
+
+def variant():
+    model = torch.nn.Linear(width, width)
+    return lambda: model(torch.zeros(8, width)).mean().backward()
+"""
+
+
+@pytest.mark.parametrize("arguments, width", [([], 256), (["--", "--width", "512"], 512)])
+def test_a_functions_file_sees_its_own_arguments(arguments, width, here, capsys):
+    Path("train.py").write_text(WITH_ARGUMENTS)
+    assert main(["predict", "train.py:variant", "--gpu", "T4", "--json", "-", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["owners"]["weights"] >= 4 * width * width
+    assert sys.argv[0] != "train.py"
+
+
+@pytest.mark.parametrize("name", ["package/train.py:variant", "package.train:variant"])
+def test_a_functions_file_may_be_part_of_a_package(name, here, monkeypatch):
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("width = 8")
+    built = "def variant():\n    return lambda: torch.zeros(width, requires_grad=True).sum()"
+    text = f"import torch\nfrom . import width\n\n{built}"
+    Path("package/train.py").write_text(text)
+    for module in ("package", "package.train"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert main(["predict", name, "--gpu", "T4"]) == 0
+
+
+@pytest.mark.parametrize(
+    "text, code, told",
+    [
+        ("def variant(): return lambda batch: None", 2, "step: expected one that takes nothing, and loads its batch"),
+        ("raise ValueError('no data\\nand more')", 1, r"train.py:variant failed: ValueError: no data \(.*train.py:1\)"),
+        (
+            "def variant():\n    raise KeyError('a' * 9999)",
+            1,
+            r"train.py:variant failed: KeyError: '(a{299}) \.\.\. \(.*:2\)",
+        ),
+        ("import sys\nsys.exit(3)", 1, r"train.py:variant failed: SystemExit: 3 \(.*train.py:2\)"),
+    ],
+)
+def test_an_error_in_a_functions_file_is_one_line(text, code, told, here, capsys):
+    Path("train.py").write_text(text)
+    assert main(["predict", "train.py:variant", "--gpu", "T4"]) == code
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1 and re.search(told, errors), errors

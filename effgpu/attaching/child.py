@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_LONGEST = 300  # characters of an error's line that are shown
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 
 
@@ -65,10 +66,10 @@ def main(path: str) -> NoReturn:
         if isinstance(code, str):
             print(code, file=sys.stderr)
     except Refused as why:
-        leave(refused=str(why), line=_line(why.__cause__ or why))
+        leave(refused=str(why), line=find_line(why.__cause__ or why))
     except BaseException as error:
         _show(error)
-        leave(1, failed=_describe(error))
+        leave(1, failed=describe(error))
     code = code if isinstance(code, int) else int(code is not None)
     if code:
         leave(code, failed=f"exit code {code}")
@@ -120,7 +121,7 @@ def _is_ours(file: str) -> bool:
     return file.startswith((_OURS, "<frozen"))
 
 
-def _line(error: BaseException) -> str | None:
+def find_line(error: BaseException) -> str | None:
     """The innermost line of the reader's that an error came through."""
     from effgpu.attaching.sites import READER, whose
 
@@ -139,8 +140,14 @@ def _show(error: BaseException) -> None:
     print("".join(shown.format()), end="", file=sys.stderr)
 
 
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+def describe(error: BaseException) -> str:
+    """An error's kind and the first line of what it says."""
+    told = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {_cut(told[0])}" if told else type(error).__name__
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
 def end_with(parent: int) -> None:

@@ -46,6 +46,8 @@ CHECKED = {
     "torch._C._ExcludeDispatchKeyGuard": "2.14.1",
     "torch._library.fake_impl.FakeImplCtx": "2.14.1",
     "torch.Tensor._make_subclass": "2.14.1",
+    "torch._C._functorch.get_unwrapped": "2.14.1",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "2.14.1",
     "torch._C._current_graph_task_id": "2.14.1",
     "torch._functorch.config.activation_memory_budget": "2.14.1",
     "torch._dynamo.eval_frame": "2.14.1",

@@ -197,6 +197,8 @@ class Recorder(TorchDispatchMode):
         if self.fakes and func.namespace == quantized.LIBRARY and (made := self._quantized(func)):
             with self:
                 return made(*args, **kwargs)
+        if self.fakes and (made := _BY_LENGTHS.get(func)):
+            return made(self, *args)
         if self.fakes and func.overloadpacket in _BY_VALUES:
             func, args, kwargs, result = self._choose(func, args, kwargs)
             if result is not None:
@@ -310,6 +312,11 @@ class Recorder(TorchDispatchMode):
                 self._see(item)
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.sparse_coo:
+            for part in (aten._indices.default(tensor), aten._values.default(tensor)):
+                self._add(part)
+        if tensor.layout is not torch.strided:
+            return
         storage = tensor.untyped_storage()
         if storage._cdata in self._blocks:
             return
@@ -474,7 +481,7 @@ class Recorder(TorchDispatchMode):
     def _guess(self, value: bool | int | float, where: str | None) -> bool | int | float:
         """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
         site, frame = find_reader()
-        if where is None:
+        if where is None or self.optimizing:  # an optimizer's learning rate may depend on it, not what it keeps
             return value
         passes = passing(frame) if isinstance(value, bool) else None
         if site in self.answers or passes is not None:
@@ -535,6 +542,7 @@ class Recorder(TorchDispatchMode):
             return known
         share = 0.5 if self.taken is None else self.taken
         if where := _reader():
+            where = where.partition(" (in ")[0]  # one line for all that a library chooses below it
             self.assumptions[f"{where} takes {share:.0%} of what it chooses from by value (taken={share:g})"] = None
         return round(share * number)
 
@@ -569,6 +577,41 @@ class Recorder(TorchDispatchMode):
         made = [self._empty(size if on else (0,), kind) for size, kind, on in zip(sizes, kinds, wanted)]
         self._see(made)
         return func, args, kwargs, tuple(made[: len(func._schema.returns)])
+
+    def _ctc_loss(self, log_probs: torch.Tensor, targets: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+        """aten/src/ATen/native/cuda/LossCTC.cu: the losses, and log_alpha, which is kept, by the longest target.
+
+        Of targets in one row, without their lengths, each counts as long as the mean.
+        """
+        steps, batch, _ = log_probs.shape
+        longest = targets.shape[1] if targets.dim() > 1 else math.ceil(targets.numel() / batch)
+        made = log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))
+        self._see(made)
+        if self.segments:
+            self._note(aten._ctc_loss.Tensor, (log_probs, targets), {}, made)
+        return made
+
+    def _pack(self, padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, ...]:
+        """The rows of a padded batch, step after step, by lengths that are on the CPU, and the rows of each step."""
+        known = self.values.of(lengths)
+        batch, steps = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
+        if known is None:
+            known = torch.full((batch,), max(1, self.choose_from(steps)))
+        with _disable_current_modes():
+            rows = (known[None] > torch.arange(int(known.max()))[:, None]).sum(1)
+            total = int(rows.sum())
+        made = padded.new_empty((total, *padded.shape[2:]))
+        self._see(made)
+        if self.segments:
+            self._note(aten.clone.default, (made,), {}, made)
+        return made, rows
+
+    def _unpack_gradient(self, gradient: torch.Tensor, shape: tuple, *_: object) -> torch.Tensor:
+        made = gradient.new_empty(tuple(shape))
+        self._see(made)
+        if self.segments:
+            self._note(aten.clone.default, (made,), {}, made)
+        return made
 
     def _find(self, tensor: torch.Tensor) -> torch.Tensor:
         """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
@@ -664,6 +707,13 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, FakeTensor) and value.fake_device.type == "meta"
 
 
+_BY_LENGTHS = {  # whose results' shapes depend on lengths that are given as values
+    aten._ctc_loss.Tensor: Recorder._ctc_loss,
+    aten._pack_padded_sequence.default: Recorder._pack,
+    aten._pack_padded_sequence_backward.default: Recorder._unpack_gradient,
+}
+
+
 class _Translator(TorchFunctionMode):
     """A GPU that is named is the CPU that stands for it."""
 
@@ -693,6 +743,9 @@ class _Translator(TorchFunctionMode):
             if isinstance(copied, torch.nn.Parameter):
                 self._recorder.copied[copied] = True
             return copied
+        if name == "_pad_packed_sequence" and not isinstance(args[1], FakeTensor):
+            with self:
+                return recurrent.pad_packed(*args)
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
         if func is torch.device:

@@ -20,12 +20,15 @@ from effgpu.measuring.torch_internals import (
     FakeTensor,
     _len_torch_function_stack,
     fake_tensor,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
 )
 from effgpu.predicting.allocator import Block
 from effgpu.predicting.fake_gpu import (
     _CPU,
     FACTORIES,
     LARGE,
+    UNTIMED,
     Recorder,
     _all_on_cpu,
     _Translator,
@@ -74,6 +77,8 @@ class ScriptRecorder(Recorder):
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""
+        if fake.layout is not torch.strided:
+            return False
         block = self._blocks.get(fake.untyped_storage()._cdata)
         return block is not None and block.owner == HOST
 
@@ -97,6 +102,9 @@ class ScriptRecorder(Recorder):
         return real
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
+        if name_device(kwargs.get("device")) == FIRST_GPU:  # named where no function mode sees it, as within torch.func
+            with self.placed(False):
+                return self._dispatch(func, args, kwargs | {"device": _CPU})
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
             with on_real_tensors():
                 return func(*args, **kwargs)
@@ -135,6 +143,12 @@ class ScriptRecorder(Recorder):
             block = self._blocks[storage._cdata] = Block(0, self._events, HOST)
             weakref.finalize(storage, self._drop, storage._cdata, block)
 
+    def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        if not self.on_host:
+            super()._note(func, args, kwargs, result)
+        elif self.optimizing:
+            self.unknown[f"{UNTIMED} the optimizer takes on the CPU, where its weights are"] = None
+
     def _see_real(self, value: object) -> None:
         """What is real is on the CPU: a number, or indices."""
 
@@ -164,7 +178,7 @@ class _Placer(_Translator):
         if name == "is_pinned":
             return args[0] in self._recorder.pinned
         values = (*args, *kwargs.values())
-        fakes = [value for value in _flat(values) if isinstance(value, FakeTensor)]
+        fakes = [value for value in map(_innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
         if name in ("tolist", "numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
@@ -194,10 +208,10 @@ class _Placer(_Translator):
 
     def _describe(self, func: Callable, args: tuple) -> object:
         """What a tensor is asked for: a fake one says where it would be."""
-        if isinstance(args[0], FakeTensor):
+        if isinstance(fake := _innermost(args[0]), FakeTensor):
             asked = getattr(func, "__self__", None)
             if asked in (torch.Tensor.is_cuda, torch.Tensor.is_cpu):
-                return (asked is torch.Tensor.is_cpu) == self._recorder.is_on_host(args[0])
+                return (asked is torch.Tensor.is_cpu) == self._recorder.is_on_host(fake)
         return func(*args)
 
     def _find_place(self, func, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict, torch.device | None]:
@@ -228,11 +242,12 @@ class _Placer(_Translator):
         """The tensor on this device, copied if it is elsewhere."""
         if not isinstance(result, torch.Tensor) or result.device.type == "meta":
             return result
-        if not isinstance(result, FakeTensor):
+        fake = _innermost(result)
+        if not isinstance(fake, FakeTensor):
             if where != _CPU:
                 self._recorder.note_copy(result, non_blocking)
             return self._recorder.imitate(result, where == _CPU, _KEPT)
-        if self._recorder.is_on_host(result) == (where == _CPU):
+        if self._recorder.is_on_host(fake) == (where == _CPU):
             return result
         if where == _CPU and not non_blocking:
             self._recorder._wait(result.numel() * result.element_size())
@@ -255,6 +270,13 @@ def _flat(values: tuple) -> Iterator[object]:
             yield from _flat(tuple(value.values()))
         else:
             yield value
+
+
+def _innermost(value: object) -> object:
+    """A tensor without what torch.func has put around it; anything else as it is."""
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def _has_fake(values: tuple) -> bool:

@@ -5,7 +5,10 @@ dispatch mode adds up the storages and notes the kernels. The tensors say that t
 machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py answer as the GPU would.
 """
 
+import contextlib
 import html
+import inspect
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +24,7 @@ from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
-from effgpu.measuring.variants import Variant, run_variant
+from effgpu.measuring.variants import Step, Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.fake_gpu import COMPILED, UNTIMED, Recorder, as_gpu, observed_by
 from effgpu.predicting.files import weights_without_values
@@ -331,7 +334,7 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
             ):
                 # to copy a module asks for its tensors' addresses, and a fake tensor has none
                 warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-                return run_variant(variant, partial(drive, count(recorder, steps)))
+                return run_variant(variant, lambda step: drive(count(recorder, steps), _check_takes_nothing(step)))
         except Exception as error:
             if why := explain(error):
                 raise RuntimeError(f"predict: {why}") from error
@@ -343,6 +346,15 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
                 told = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
                 raise RuntimeError(f"predict: {told}") from first[0]
         recorder.again()
+
+
+def _check_takes_nothing(step: Step) -> Step:
+    with contextlib.suppress(ValueError):  # a callable that has no signature
+        try:
+            inspect.signature(step).bind()
+        except TypeError as error:
+            raise TypeError(f"step: expected one that takes nothing, and loads its batch itself: {error}") from None
+    return step
 
 
 def _walk_script(program: Program, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int) -> Prediction:
@@ -495,6 +507,11 @@ def explain(error: BaseException) -> str | None:
     if "devices" in str(error) and "cuda" in str(error):
         told = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
         return f"{told}: keep those on the CPU, and let the step move them with .to(device)"
+    if found := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
+        instead = "scaled_dot_product_attention" if "flex" in found[1] else "plain operations"
+        return f"{found[1]} cannot be predicted: let the script call {instead} in its place"
+    if "shape_env must not be None" in str(error):
+        return "the step makes sizes that depend on values, as nested tensors have them: predict it with padded ones"
     if any(told in str(error) for told in _ASKS_CUDA):
         return "the step calls torch.cuda itself, and there is no GPU here: leave out what has no answer without one"
     return None

@@ -21,6 +21,8 @@ def alone() -> Iterator[tuple[object, str, object]]:
     yield torch.multiprocessing, "spawn", _spawn_here
     if not distributed.is_available():
         return
+    from torch.distributed import nn as distributed_nn
+
     start = distributed.init_process_group
 
     def start_alone(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *_, **__):
@@ -29,8 +31,12 @@ def alone() -> Iterator[tuple[object, str, object]]:
         start("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
     yield distributed, "init_process_group", start_alone
-    for name in ("all_reduce", "reduce", "broadcast", "barrier"):
+    for name in ("all_reduce", "reduce", "broadcast", "barrier", "broadcast_object_list"):
         yield distributed, name, lambda *_, **__: None
+    for name in ("all_gather_object", "gather_object"):
+        yield distributed, name, _gather_object
+    yield distributed_nn, "all_gather", lambda tensor, *_, **__: (tensor.clone(),)
+    yield distributed_nn, "all_reduce", lambda tensor, *_, **__: tensor.clone()
     yield distributed, "all_gather", lambda tensors, tensor, *_, **__: _copy(tensor, tensors[0])
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         yield distributed, name, lambda result, tensor, *_, **__: _copy(tensor, result)
@@ -40,6 +46,13 @@ def _spawn_here(function: Callable, args: tuple = (), nprocs: int = 1, *_: objec
     if nprocs > 1:
         raise Refused(_TOO_MANY.format(nprocs))
     function(0, *args)
+
+
+def _gather_object(*given: object, **__: object) -> None:
+    """Both take a list and an object, in another order."""
+    found = next((one for one in given[:2] if isinstance(one, list) and one and one[0] is None), None)
+    if found is not None:
+        found[0] = next(one for one in given[:2] if one is not found)
 
 
 def _copy(tensor: torch.Tensor, result: torch.Tensor) -> None:

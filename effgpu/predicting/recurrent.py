@@ -104,3 +104,14 @@ def _run(note: Callable, kind: str, shape: tuple, weights_per_layer: int, inputs
         rest = [*states, *params]
     is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in (inputs, *rest))
     return _Layers.apply(note, kind, (shape, is_trained), weights_per_layer, inputs, *rest)
+
+
+def pad_packed(data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int):
+    """torch._VF._pad_packed_sequence, which writes lengths into a tensor of its own: a fake one has no memory."""
+    rows = batch_sizes.tolist()
+    lengths = [sum(row > place for row in rows) for place in range(rows[0])]
+    steps = max(len(rows), total_length)
+    padded = data.new_full((steps * rows[0], *data.shape[1:]), padding)
+    padded.index_copy_(0, torch.empty(len(data), dtype=torch.long, device=data.device), data)
+    padded = padded.view(steps, rows[0], *data.shape[1:])
+    return padded.transpose(0, 1) if batch_first else padded, torch.tensor(lengths)
