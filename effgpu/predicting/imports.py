@@ -5,14 +5,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 
-import torch
-
+from effgpu.attaching.sites import OTHER, TORCH, whose
 from effgpu.predicting.hardware import as_it_is, replaced
 
-_INSIDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 Changes = Callable[[ModuleType], contextlib.AbstractContextManager]
 
 
@@ -58,8 +55,8 @@ def replaced_in(module: ModuleType, **values: object) -> contextlib.AbstractCont
 
 
 def is_insider(file: str) -> bool:
-    """Whether a file is PyTorch's or effgpu's; the course stands for a reader."""
-    return file.startswith(_INSIDERS) and "course" not in Path(file).parts
+    """Whether a file is PyTorch's, effgpu's or Python's own: neither a reader's nor a library's."""
+    return whose(file) in (TORCH, OTHER)
 
 
 @contextlib.contextmanager
