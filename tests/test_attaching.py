@@ -761,6 +761,8 @@ def test_an_optimizer_of_the_cpus_is_no_kernel_of_the_gpus(run):
     assert told["unknown"] == ["how long the optimizer takes on the CPU, where its weights are"]
     weights = 4 * (1024 * 1024 + 1024)
     assert told["allocated"] < 2.2 * weights and told["gpus"][0]["verdict"] == "fits"
+    bus = weights / 16e9  # the gradients alone, at all that a T4's bus could carry
+    assert seconds(told) > bus
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,8 @@ class Recorder(TorchDispatchMode):
 
     def _is_not_the_gpus(self, func, args: tuple, kwargs: dict) -> bool:
         """Whether it is no kernel of the GPU's: a copy over the bus, which is noted here, or the CPU's own work."""
-        blocks = {id(t): self._blocks.get(t.untyped_storage()._cdata) for t in tensors_of((args, kwargs))}
+        given = filter(_has_storage, tensors_of((args, kwargs)))
+        blocks = {id(tensor): self._blocks.get(tensor.untyped_storage()._cdata) for tensor in given}
         places = {block.place for block in blocks.values() if block is not None} - {PAGED}
         if func is aten.copy_.default and "gpu" in places and len(places) == 2:
             block = blocks[id(args[0])]

@@ -250,8 +250,10 @@ class _Placer(_Translator):
         if self._recorder.is_on_host(fake) == (where == _CPU):
             return result
         if where == _CPU and not non_blocking:
-            self._recorder._wait(result.numel() * result.element_size())
-        with self._recorder.placed(where == _CPU):
+            self._recorder._wait(fake.numel() * fake.element_size())
+        if self._recorder.segments:
+            self._recorder._note_copy(fake, pinned=where != _CPU)
+        with self._recorder.placed(where == _CPU), self._recorder.placing("", moving=True):
             return result.clone()
 
 
