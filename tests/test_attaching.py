@@ -783,3 +783,24 @@ def test_an_optimizer_of_the_cpus_is_no_kernel_of_the_gpus(run):
 def test_what_cannot_be_predicted_is_said_in_one_sentence(run, step, why):
     code, _, errors = run(loop(step=step + STEP))
     assert code == 2 and why in errors.splitlines()[-1] and "Traceback" not in errors
+
+
+ATTENDS = """
+q = model(torch.randn(64, 1024).to("cuda")).view(2, 8, 4, 1024).half()
+torch.nn.functional.scaled_dot_product_attention(q[..., :64], q[..., :64], q[..., :64]).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("step, runs", [(STEP, 1), (ATTENDS, 2)], ids=["same", "other kernels"])
+def test_a_script_runs_once_more_for_older_gpus_where_they_differ(step, runs, run, here, capfd):
+    script = "open('runs', 'a').write('x')\n" + loop(step=step)
+    alone = run(script)[1]
+    (here / "runs").unlink()
+    assert main(["predict", "--gpu", "A100 40 GB", "--gpu", "T4", "--json", "-", "--", "python", "train.py"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (here / "runs").read_text() == "x" * runs
+    assert [gpu["name"] for gpu in told["gpus"]] == ["A100 40 GB", "T4"]
+    assert told["gpus"][1]["needed"] == alone["gpus"][0]["needed"]
+    assert told["gpus"][1]["time"]["expected"] == pytest.approx(alone["gpus"][0]["time"]["expected"], rel=1e-6)
