@@ -27,7 +27,7 @@ def save(folder: Path) -> dict[str, str]:
             torch.nn.init.normal_(parameter, std=0.3)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    hub.load_texts(None, train=400, test=100).save_to_disk(folder / "texts")
+    hub.load_texts(None, train=4000, test=2000).save_to_disk(folder / "texts")
     for number in range(8):
         image, label = corpus.Glyphs(8, size=16)[number]
         path = folder / "images" / ("train" if number < 5 else "test") / str(label % 2) / f"{number}.png"

@@ -55,9 +55,9 @@ def test_a_tokenizer_cuts_pads_and_is_saved_as_any_other(tmp_path):
 
 
 def test_texts_of_a_folder_come_in_random_order_and_only_those_asked_for(saved):
-    data = hub.load_texts(str(saved / "texts"), train=10, test=1000)
-    assert data.num_rows == {"train": 10, "test": 100}
-    texts = corpus.draw_texts(400, "train", 0)[0]
+    data = hub.load_texts(str(saved / "texts"), train=10, test=9000)
+    assert data.num_rows == {"train": 10, "test": 2000}
+    texts = corpus.draw_texts(4000, "train", 0)[0]
     assert set(data["train"]["text"]) <= set(texts) and data["train"]["text"][:] != texts[:10]
     assert hub.load_texts(str(saved / "texts"), 10, 5)["train"]["text"][:] == data["train"]["text"][:]
     assert hub.load_texts(str(saved / "texts"), 10, 5, seed=1)["train"]["text"][:] != data["train"]["text"][:]

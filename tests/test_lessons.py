@@ -336,3 +336,32 @@ def defined(tree: ast.AST) -> set[str]:
     if isinstance(tree, ast.Name):
         return {tree.id} if isinstance(tree.ctx, ast.Store) else set()
     return set().union(*map(defined, ast.iter_child_nodes(tree)))
+
+
+OUT_OF_MEMORY_IN_A_BACKWARD_PASS = """
+import torch
+from torch.utils.data import DataLoader
+
+calls, backward, iterate = [], torch.Tensor.backward, DataLoader.__iter__
+
+def failing(self):
+    backward(self)
+    calls.append(1)
+    if len(calls) == 41:  # 4 times 10 steps of the first batch size went well
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+def first(self):
+    if len(calls) == 41:
+        left = [parameter.grad for parameter in model.parameters()]
+        print("no gradient is left" if left == [None] * len(left) else "gradients are left")
+    return iterate(self)
+
+torch.Tensor.backward, DataLoader.__iter__ = failing, first
+"""
+
+
+def test_a_search_for_the_batch_leaves_no_gradient_of_a_failed_backward_pass(tmp_path):
+    script = script_to_copy(ROOT / "notebooks" / "05_batch_size.ipynb")
+    (tmp_path / "train.py").write_text(OUT_OF_MEMORY_IN_A_BACKWARD_PASS + script)
+    told = run_script(tmp_path, launched=False, CUDA_VISIBLE_DEVICES="")
+    assert "no gradient is left" in told and "batches of 8:" in told
