@@ -14,8 +14,10 @@ import io
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import CodeType
+from unittest.mock import patch
 
 import nbformat
 from benchmarks.measured import (
@@ -37,6 +39,7 @@ from effgpu.comparison import GPUS, MIME_TYPE, Comparison
 from effgpu.course.runner import find_lessons, find_origin, lighten
 from effgpu.figures import to_png
 from effgpu.predicting.full_size import predict_full_size, predict_here
+from effgpu.predicting.prediction import Prediction, predict
 from effgpu.results import comparison_from_dict
 
 _MEASURE = {"compare", "trace", "doctor", "saved_bytes", "perf_counter", "synchronize", "elapsed_time"}
@@ -57,7 +60,7 @@ def renew(path: Path) -> list[str]:
     statements = read_cells(path)
     with sized_for_gpu(*batches[:1] or [1]):
         for number in _find_predicting(statements):
-            if cells[number].outputs:
+            if cells[number].outputs and "tags" not in cells[number].metadata:  # a checked cell says nothing of a GPU
                 _rerun(cells[number], [each for cell in statements[:number] for each in cell], statements[number])
     nbformat.write(notebook, path)
     return [cell.source.splitlines()[0] for cell, old in zip(cells, before) if _shown(cell) != old]
@@ -86,12 +89,16 @@ def _find_predicting(cells: list[list[ast.stmt]]) -> Iterator[int]:
     """The numbers of the cells that use what `effgpu.predict` gave, and nothing that was measured."""
     predicted, measured = set(), set()
     for number, statements in enumerate(cells):
-        uses, gives = (set().union(*(names(each)[i] for each in statements)) for i in (0, 1))
-        called = {node.attr for each in statements for node in ast.walk(each) if isinstance(node, ast.Attribute)}
-        if called & _MEASURE or uses & measured:
-            measured |= gives
-        elif "predict" in called or uses & predicted:
-            predicted |= gives
+        found = set()
+        for statement in statements:
+            uses, gives = names(statement)
+            called = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
+            measures = bool(called & _MEASURE or uses & measured)
+            predicts = not measures and bool("predict" in called or uses & predicted)
+            predicted, measured = predicted - gives, measured - gives
+            (measured if measures else predicted if predicts else set()).update(gives)
+            found.add("measures" if measures else "predicts" if predicts else "")
+        if "predicts" in found and "measures" not in found:
             yield number
 
 
@@ -100,8 +107,9 @@ def _rerun(cell: NotebookNode, before: list[ast.stmt], statements: list[ast.stmt
     needed = [each for each in with_what_they_need(before, statements) if each not in statements]
     space, printed, value = {"__name__": "lesson"}, io.StringIO(), None
     *statements, last = (WithGpu().visit(each) for each in statements)
-    with OnCpu():
-        exec(_compile(ast.Module([WithGpu().visit(each) for each in needed], []), "exec"), space)
+    with OnCpu() as mode, patch.object(effgpu, "predict", partial(_predict_outside, mode)):
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(_compile(ast.Module([WithGpu().visit(each) for each in needed], []), "exec"), space)
         with contextlib.redirect_stdout(printed):
             exec(_compile(ast.Module(statements, []), "exec"), space)
             if isinstance(last, ast.Expr):
@@ -115,6 +123,15 @@ def _rerun(cell: NotebookNode, before: list[ast.stmt], statements: list[ast.stmt
             output.data["image/png"] = _draw(value)
         else:
             output.data.update({"text/plain": repr(value), "text/html": value._repr_html_()})
+
+
+def _predict_outside(mode: OnCpu, *args: object, **options: object) -> Prediction:
+    """`effgpu.predict` without the mode that takes a GPU's tensors to the CPU: it has its own."""
+    mode.__exit__(None, None, None)
+    try:
+        return predict(*args, **options)
+    finally:
+        mode.__enter__()
 
 
 def _compile(tree: ast.AST, kind: str) -> CodeType:
