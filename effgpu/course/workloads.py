@@ -296,7 +296,7 @@ def kept_batches() -> Path:
 @cache
 def _measure_batch(name: str) -> int:
     """The batch that fits the current GPU."""
-    from effgpu.predicting.fake_gpu import on_real_tensors
+    from effgpu.predicting.translator import on_real_tensors
 
     with gpu_lock.taken(), on_real_tensors(), as_it_is():
         device, kept = describe(), _read_batches()

@@ -19,9 +19,9 @@ from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.variants import Variant, check_worked, run_variant
-from effgpu.predicting.fake_gpu import Recorder
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
 from effgpu.predicting.prediction import Largest, Prediction, largest, walk
+from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.timeline import READ
 
 DEFAULT_GPU = "T4"

@@ -14,8 +14,8 @@ from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing.batches import tensors_in
 from effgpu.measuring.torch_internals import TorchDispatchMode, _current_graph_task_id
-from effgpu.predicting.fake_gpu import OWN_READS
 from effgpu.predicting.kernels import note
+from effgpu.predicting.recorder import OWN_READS
 from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, copy_waits, count_products, is_non_blocking
 
 # Operations whose result has a size that only the GPU knows: the CPU waits for it.

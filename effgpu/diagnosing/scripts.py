@@ -21,12 +21,13 @@ from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
 from effgpu.measuring.torch_internals import _BaseDataLoaderIter
-from effgpu.predicting.fake_gpu import WORKERS_IDLE, on_real_tensors
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import as_it_is, replaced
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import STEPS, Prediction
+from effgpu.predicting.recorder import WORKERS_IDLE
 from effgpu.predicting.scripts import recording, walk
+from effgpu.predicting.translator import on_real_tensors
 
 WALKED = 1 + STEPS + 2  # steps that a script has to make without a GPU: in 16 bits, and while its graphs are looked at
 

@@ -18,8 +18,9 @@ import torch
 
 from effgpu.measuring.torch_internals import FakeTensor, tree_map_only
 from effgpu.predicting import imports
-from effgpu.predicting.fake_gpu import LARGE, Recorder, name_device, on_real_tensors
 from effgpu.predicting.hardware import FIRST_GPU, replaced
+from effgpu.predicting.recorder import LARGE, Recorder
+from effgpu.predicting.translator import name_device, on_real_tensors
 
 _DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},

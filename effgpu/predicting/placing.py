@@ -24,21 +24,19 @@ from effgpu.measuring.torch_internals import (
     is_functorch_wrapped_tensor,
 )
 from effgpu.predicting.allocator import Block
-from effgpu.predicting.fake_gpu import (
-    _CPU,
+from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.recorder import LARGE, UNTIMED, Recorder
+from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
+from effgpu.predicting.translator import (
+    CPU,
     FACTORIES,
-    LARGE,
-    UNTIMED,
-    Recorder,
-    _all_on_cpu,
-    _Translator,
+    Translator,
+    all_on_cpu,
     default_device,
     name_by_number,
     name_device,
     on_real_tensors,
 )
-from effgpu.predicting.hardware import FIRST_GPU
-from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 
 HOST = "host"
 _KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
@@ -86,7 +84,7 @@ class ScriptRecorder(Recorder):
         """Where a script finds a fake tensor, and where PyTorch finds it while an operation is looked up."""
         if self._depth or fake.fake_mode.in_kernel_invocation:
             return _device(fake)
-        return _CPU if self.is_on_host(fake) else FIRST_GPU
+        return CPU if self.is_on_host(fake) else FIRST_GPU
 
     @contextlib.contextmanager
     def placed(self, on_host: bool) -> Iterator[None]:
@@ -104,7 +102,7 @@ class ScriptRecorder(Recorder):
     def _dispatch(self, func, args: tuple, kwargs: dict):
         if name_device(kwargs.get("device")) == FIRST_GPU:  # named where no function mode sees it, as within torch.func
             with self.placed(False):
-                return self._dispatch(func, args, kwargs | {"device": _CPU})
+                return self._dispatch(func, args, kwargs | {"device": CPU})
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
             with on_real_tensors():
                 return func(*args, **kwargs)
@@ -161,7 +159,7 @@ class ScriptRecorder(Recorder):
             self.events.append(Event(COPY, site, bytes=size, waits=waits, pinned=pinned))
 
 
-class _Placer(_Translator):
+class _Placer(Translator):
     """Calls on real tensors run for real; what names the GPU, or has a fake tensor, runs on fake ones."""
 
     _recorder: ScriptRecorder
@@ -203,7 +201,7 @@ class _Placer(_Translator):
 
     def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
         """The call on the CPU, where fake tensors are; `placed` says where a script finds its result."""
-        args, kwargs = _all_on_cpu(args, kwargs)
+        args, kwargs = all_on_cpu(args, kwargs)
         return func(*args, **kwargs)
 
     def _describe(self, func: Callable, args: tuple) -> object:
@@ -217,7 +215,7 @@ class _Placer(_Translator):
     def _find_place(self, func, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict, torch.device | None]:
         """The device that a call names, and its arguments with the GPU named as one device. None: it names none."""
         if name in ("cuda", "cpu") and args and isinstance(args[0], torch.Tensor):
-            return args, kwargs, FIRST_GPU if name == "cuda" else _CPU
+            return args, kwargs, FIRST_GPU if name == "cuda" else CPU
         if name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor):
             other = args[1]
             kwargs, args = kwargs | {"dtype": other.dtype, "device": other.device}, (args[0], *args[2:])
@@ -229,7 +227,7 @@ class _Placer(_Translator):
 
     def _run_real(self, func, types, args: tuple, kwargs: dict, where: torch.device | None) -> object:
         """A call without a fake tensor, not for the GPU: its result is fake where a module builds something large."""
-        on_cpu = where is None or where == _CPU
+        on_cpu = where is None or where == CPU
         if on_cpu and func in FACTORIES and func not in _DATA_GIVEN and _builds_module():
             with self._recorder.placed(True):
                 made = super().__torch_function__(func, types, args, kwargs)
@@ -244,16 +242,16 @@ class _Placer(_Translator):
             return result
         fake = _innermost(result)
         if not isinstance(fake, FakeTensor):
-            if where != _CPU:
+            if where != CPU:
                 self._recorder.note_copy(result, non_blocking)
-            return self._recorder.imitate(result, where == _CPU, _KEPT)
-        if self._recorder.is_on_host(fake) == (where == _CPU):
+            return self._recorder.imitate(result, where == CPU, _KEPT)
+        if self._recorder.is_on_host(fake) == (where == CPU):
             return result
-        if where == _CPU and not non_blocking:
+        if where == CPU and not non_blocking:
             self._recorder._wait(fake.numel() * fake.element_size())
         if self._recorder.segments:
-            self._recorder._note_copy(fake, pinned=where != _CPU)
-        with self._recorder.placed(where == _CPU), self._recorder.placing("", moving=True):
+            self._recorder._note_copy(fake, pinned=where != CPU)
+        with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True):
             return result.clone()
 
 

@@ -2,7 +2,7 @@
 
 The variant's step runs as it is, but no kernel does: PyTorch's FakeTensorMode knows each result's shape and dtype. A
 dispatch mode adds up the storages and notes the kernels. The tensors say that they are on the CPU, which works on every
-machine; where a GPU keeps something else than a CPU, the rules in fake_gpu.py answer as the GPU would.
+machine; where a GPU keeps something else than a CPU, those in rules.py answer as the GPU would.
 """
 
 import contextlib
@@ -26,10 +26,11 @@ from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
-from effgpu.predicting.fake_gpu import COMPILED, UNTIMED, Recorder, as_gpu, observed_by
+from effgpu.predicting.as_gpu import as_gpu, observed_by
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
+from effgpu.predicting.recorder import COMPILED, UNTIMED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline
 from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html_table, with_article

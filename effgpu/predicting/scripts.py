@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from effgpu.attaching.child import Refused
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
-from effgpu.predicting.fake_gpu import as_gpu
+from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import replaced

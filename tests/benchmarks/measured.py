@@ -37,10 +37,10 @@ from effgpu.course import workloads
 from effgpu.course.runner import LESSONS
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, family
-from effgpu.predicting.fake_gpu import _on_cpu
 from effgpu.predicting.full_size import _against
 from effgpu.predicting.gpus import RATE_COLUMNS, Gpu, find_gpu
 from effgpu.predicting.prediction import Prediction, predict
+from effgpu.predicting.translator import on_cpu
 
 NONE = "No results of a GPU are stored in effgpu/reference/ yet."
 SAME_MEMORY, ALIKE = 0.002, 0.03  # predicted peaks that differ by less are the same, or those of another PyTorch
@@ -113,7 +113,7 @@ class OnCpu(TorchFunctionMode):
     """What is asked for on a GPU comes to the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in (kwargs or {}).items()})
+        return func(*map(on_cpu, args), **{key: on_cpu(value) for key, value in (kwargs or {}).items()})
 
 
 class WithGpu(ast.NodeTransformer):

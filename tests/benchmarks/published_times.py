@@ -15,9 +15,9 @@ from benchmarks import published_lora, published_memory, published_peaks, publis
 from torch.nn import functional as F
 
 from effgpu.measuring.device import multiplying_as
-from effgpu.predicting.fake_gpu import on_real_tensors
 from effgpu.predicting.prediction import Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
+from effgpu.predicting.translator import on_real_tensors
 from effgpu.units import format_seconds
 
 TABLE = Path(__file__).with_name("published_times.csv")

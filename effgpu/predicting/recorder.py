@@ -1,21 +1,12 @@
-"""A step on fake tensors, as if on a GPU: what it allocates is recorded, and a GPU's rules stand in for a CPU's.
-
-The fake tensors are on the CPU, because autograd's engine asks for a real CUDA context where they are on a GPU
-(pytorch/pytorch#92627). What a GPU would do differently is answered by rule. Each rule names its source in PyTorch.
-"""
+"""Records a step on fake tensors: what it allocates, which kernels a GPU would run, what it reads of values."""
 
 import contextlib
-import copy
 import functools
-import inspect
 import math
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
@@ -23,55 +14,34 @@ from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
 from effgpu.measuring.ops import runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
-    DeviceContext,
     DisableTorchFunction,
     DispatchKey,
-    DispatchKeySet,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     _current_graph_task_id,
-    _device_constructors,
     _disable_current_modes,
-    _ExcludeDispatchKeyGuard,
-    _get_current_function_mode_stack,
-    _len_torch_function_stack,
-    _pop_mode_temporarily,
 )
-from effgpu.predicting import imports, quantized, recurrent, shapes
+from effgpu.predicting import quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
-from effgpu.predicting.disguise import disguised
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
-from effgpu.predicting.hardware import FIRST_GPU, answering_as
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, lacks_rule, note
-from effgpu.predicting.parameters import making_fakes
+from effgpu.predicting.rules import (
+    TEMPORARY,
+    attention,
+    convolution_workspace,
+    defaults_to_foreach,
+    dropout,
+    recurrent_layers,
+)
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
+from effgpu.predicting.translator import CPU, Translator, on_real_tensors
 from effgpu.predicting.values import Values
-from effgpu.units import GiB, MiB
+from effgpu.units import MiB
 
 aten = torch.ops.aten
-FACTORIES = frozenset(_device_constructors())  # what makes tensors
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
-_CPU = torch.device("cpu")
-_HALF = (torch.float16, torch.bfloat16)
-
-# at/autocast_mode.h, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: what
-# autocast runs in fp32 on a GPU, and not on a CPU.
-_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
-upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
-upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"""
-_WITH_DTYPE = ("sum", "sum.dim_IntList", "prod", "prod.dim_int")  # fp32 by their own argument: no copy of the input
-# AT_FORALL_LOWER_PRECISION_FP, where the CPU's list has them not
-_HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
-# in the CPU's list only: a GPU leaves them to the types of their arguments
-_LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sampler_2d grid_sampler_3d
-cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-replication_pad3d"""
-_PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
 _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
@@ -147,9 +117,9 @@ class Recorder(TorchDispatchMode):
         """The step has asked what the GPU is: another one may take another way."""
         self.holds_from = max(self.holds_from, self.capability or (0, 0))
 
-    def translator(self) -> "_Translator":
+    def translator(self) -> Translator:
         """The mode that makes a GPU of the CPU, for `as_gpu`."""
-        return _Translator(self)
+        return Translator(self)
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
@@ -175,7 +145,7 @@ class Recorder(TorchDispatchMode):
 
         aten/src/ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp, parseChosenWorkspaceSize: 8,320 KiB for a handle, or
         32 MiB from compute capability 9.0 on; one handle for the forward thread, one for autograd's. cuDNN's
-        heuristics choose a convolution's workspace, and no rule tells which: `_convolution_workspace` gives a bound.
+        heuristics choose a convolution's workspace, and no rule tells which: `convolution_workspace` gives a bound.
         """
         if not self.capability:
             return 0, 0
@@ -213,8 +183,8 @@ class Recorder(TorchDispatchMode):
         place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
         name = func._schema.name
         result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
-        if name in _TEMPORARY and self.capability:
-            self._take_for_a_moment(_TEMPORARY[name](args[1]))
+        if name in TEMPORARY and self.capability:
+            self._take_for_a_moment(TEMPORARY[name](args[1]))
         self._placing = place
         self._see(result)
         self._placing = before
@@ -237,7 +207,7 @@ class Recorder(TorchDispatchMode):
         elif name == "embedding" and self.segments and (known := self.values.of(args[1])) is not None:
             self.looked_up.append(known)
         elif name in ("convolution", "convolution_backward"):
-            self._convolved = max(self._convolved, _convolution_workspace(*args[name == "convolution_backward" :][:2]))
+            self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
 
     def _note(self, func, args, kwargs, result) -> None:
@@ -296,10 +266,10 @@ class Recorder(TorchDispatchMode):
         """
         with self:
             if self.capability and func is aten.scaled_dot_product_attention.default:
-                return _attention(self, *args, **kwargs)
+                return attention(self, *args, **kwargs)
             if self.capability and func is aten.dropout.default:
-                return _dropout(*args, **kwargs)
-            if self.capability and (layers := _recurrent(self).get(func)):
+                return dropout(*args, **kwargs)
+            if self.capability and (layers := recurrent_layers(self).get(func)):
                 return layers(*args, **kwargs)
             return func.decompose(*args, **kwargs)
 
@@ -526,7 +496,7 @@ class Recorder(TorchDispatchMode):
     def imitate(self, real: torch.Tensor, on_host: bool, kept: int = 1) -> FakeTensor:
         """A fake tensor like a real one. Of up to `kept` elements the values are: what follows from them is known."""
         with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_CPU)
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CPU)
         if real.numel() <= kept and not real.requires_grad:
             with on_real_tensors():
                 fake.constant = real.detach().clone()
@@ -645,7 +615,7 @@ class Recorder(TorchDispatchMode):
         """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
         self.optimizing += 1
         self.optimizers.add(optimizer)
-        by_default = self.capability and _defaults_to_foreach(optimizer)
+        by_default = self.capability and defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
@@ -713,472 +683,6 @@ _BY_LENGTHS = {  # whose results' shapes depend on lengths that are given as val
     aten._pack_padded_sequence.default: Recorder._pack,
     aten._pack_padded_sequence_backward.default: Recorder._unpack_gradient,
 }
-
-
-class _Translator(TorchFunctionMode):
-    """A GPU that is named is the CPU that stands for it."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # most calls ask for a tensor's shape, type or the like
-            return func(*args, **kwargs)
-        if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
-            return args[0]
-        if name == "cuda" and args and isinstance(args[0], torch.Tensor):
-            return self._to_gpu(args[0])
-        if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
-            return func(*args, **kwargs)
-        if name == "is_pinned":
-            return False
-        if name == "record_stream":
-            return None
-        if name == "__format__" and args[1] and not args[0].dim():
-            return format(args[0].item(), args[1])
-        if name == "__deepcopy__" and isinstance(args[0], FakeTensor):
-            copied = _copy_deeply(*args)
-            if isinstance(copied, torch.nn.Parameter):
-                self._recorder.copied[copied] = True
-            return copied
-        if name == "_pad_packed_sequence" and not isinstance(args[1], FakeTensor):
-            with self:
-                return recurrent.pad_packed(*args)
-        if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
-            return self._recorder.read_array(args[0])
-        if func is torch.device:
-            return func(*args, **kwargs)
-        if func in FACTORIES and kwargs.get("device") is None and (default := default_device()):
-            kwargs = kwargs | {"device": default}
-        result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "pin_memory"})
-        if name in _PREDICATES and isinstance(result, torch.Tensor):
-            self._recorder.truths[result] = _PREDICATES[name]
-        return result
-
-    def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._recorder.names_gpu = True
-        return self._recorder.move(tensor, "gpu")
-
-    def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
-        """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
-        args, kwargs = name_by_number(name, args, kwargs)
-        if any(map(_names_gpu, (*args, *kwargs.values()))):
-            self._recorder.names_gpu = True
-            args, kwargs = _all_on_cpu(args, kwargs)
-            moves = name == "to" and isinstance(args[0], torch.Tensor)
-            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
-                result = func(*args, **kwargs)
-            return self._recorder.move(result, "gpu") if moves else result
-        result = func(*args, **kwargs)
-        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
-            result = self._recorder.move(result, "host")
-        return result
-
-
-def default_device() -> torch.device | None:
-    """The device of a `with torch.device(...)` or of torch.set_default_device: a mode further out adds it too late."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
-def name_by_number(name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a call, with the GPU as a device where they have its number."""
-    if name == "to" and len(args) > 1 and type(args[1]) is int:
-        args = (args[0], FIRST_GPU, *args[2:])
-    if type(kwargs.get("device")) is int:
-        kwargs = kwargs | {"device": FIRST_GPU}
-    return args, kwargs
-
-
-def name_device(value: object) -> torch.device | None:
-    """The device that a value names: the CPU, "meta", or the GPU, whatever its number; None for anything else."""
-    if isinstance(value, str):
-        if value != "cpu" and value.partition(":")[0] not in ("cuda", "meta"):
-            return None
-        value = value.partition(":")[0]
-        return {"cuda": FIRST_GPU, "cpu": _CPU}.get(value) or torch.device(value)
-    if isinstance(value, torch.device):
-        return FIRST_GPU if value.type == "cuda" else _CPU if value.type == "cpu" else value
-    return None
-
-
-def _names_gpu(value: object) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
-
-
-def _on_cpu(value: object) -> object:
-    return (torch.device("cpu") if isinstance(value, torch.device) else "cpu") if _names_gpu(value) else value
-
-
-def _all_on_cpu(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments, with the CPU in place of the GPU."""
-    return tuple(map(_on_cpu, args)), {key: _on_cpu(value) for key, value in kwargs.items()}
-
-
-class _Fakes(FakeTensorMode):
-    """The mode that a fake tensor belongs to. A copy, with the objects in C that it remembers, corrupts memory."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "_Fakes":
-        return self
-
-
-def _copy_deeply(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
-    """torch.Tensor.__deepcopy__, which fails where a fake tensor has a constant."""
-    if id(tensor) in memo:
-        return memo[id(tensor)]
-    if not tensor.is_leaf:
-        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
-    memo[id(tensor)] = copied = tensor.detach().clone()
-    copied.requires_grad_(tensor.requires_grad)
-    if tensor.grad is not None:
-        copied.grad = _copy_deeply(tensor.grad, memo)
-    own = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
-    vars(copied).update(copy.deepcopy(own, memo))
-    return copied
-
-
-@contextlib.contextmanager
-def as_gpu(recorder: Recorder) -> Iterator[None]:
-    """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before."""
-    with (
-        _registered(_kernels(recorder) if recorder.capability else {}),
-        _replaced(recorder),
-        _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
-        disguised(),
-        observed_by(recorder),
-        answering_as(recorder.gpu, recorder.note_capability),
-        imports.changed({quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page)}),
-        recorder.translator(),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def on_real_tensors() -> Iterator[None]:
-    """Inside, tensors are real and a GPU is the GPU, also within `as_gpu`."""
-    with _disable_current_modes(), contextlib.ExitStack() as stack:
-        for _ in range(_len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
-        yield
-
-
-@contextlib.contextmanager
-def observed_by(recorder: Recorder) -> Iterator[None]:
-    """Inside, `recorder` sees all operations, and which tensors belong to modules and optimizers."""
-    from torch.nn.modules import module
-    from torch.optim import optimizer
-
-    handles = [
-        module.register_module_parameter_registration_hook(recorder.note_module),
-        optimizer.register_optimizer_step_pre_hook(recorder.before_step),
-        optimizer.register_optimizer_step_post_hook(recorder.after_step),
-    ]
-    try:
-        with recorder:
-            yield
-    finally:
-        recorder.stop()
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _registered(kernels: dict[tuple[str, str], Callable]) -> Iterator[None]:
-    """Operations have other kernels inside, and their own again after."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel of PyTorch's is replaced is what we want
-            for (name, key), kernel in kernels.items():
-                library.impl(name, kernel, key)
-        yield
-    finally:
-        library._destroy()
-
-
-@contextlib.contextmanager
-def _replaced(recorder: Recorder) -> Iterator[None]:
-    """Replace what cannot run on fake tensors: torch.compile, a DataLoader's workers, autocast's look for a GPU, and
-    Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference. A backward pass
-    and autocast come to the CPU that stands for the GPU.
-    """
-    from torch.cuda.amp import common
-    from torch.utils.data import DataLoader
-
-    from effgpu.measuring.torch_internals import (
-        FakeImplCtx,
-        OptimizedModule,
-        _make_subclass,
-        _SingleProcessDataLoaderIter,
-        eval_frame,
-    )
-    from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
-
-    def mark(function):
-        @functools.wraps(function)
-        def run(*args, **kwargs):  # what is never called is never compiled
-            note_compiled()
-            return function(*args, **kwargs)
-
-        return run
-
-    def run_eagerly(model=None, **options):
-        if model is None:
-            return functools.partial(run_eagerly, **options)
-        return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
-
-    def run_uncompiled(callback):
-        if callback:
-            note_compiled()
-
-    def note_compiled():
-        from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
-
-        recorder.assumptions[COMPILED] = None
-        if budget < 1:
-            recorder.unknown[f"how much less compiled code keeps, with activation_memory_budget={budget:g}"] = None
-
-    def load_here(loader):
-        workers, loader.num_workers = loader.num_workers, 0
-        try:
-            if workers:
-                recorder.assumptions[WORKERS_IDLE] = None
-            return _SingleProcessDataLoaderIter(loader)
-        finally:
-            loader.num_workers = workers
-
-    def run_backward_here(*args, **kwargs):
-        with recorder.translator():  # what checkpointing runs again names a GPU, too
-            return run_backward(*args, **kwargs)
-
-    def has_bf16(including_emulation=True):
-        if not including_emulation and recorder.capability >= (8, 0):
-            recorder.holds_from = (8, 0)
-        return including_emulation or recorder.capability >= (8, 0)
-
-    def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
-        ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
-        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
-
-    replaced = [
-        (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),
-        (torch.autograd, "_engine_run_backward", run_backward_here),
-        *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
-        (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
-        (torch, "compile", run_eagerly),
-        (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
-        (eval_frame, "_callback_from_stance", run_uncompiled),
-        (torch.nn.Module, "_apply", _apply),
-        (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))),
-        (DataLoader, "_get_iterator", load_here),
-        (common, "amp_definitely_not_available", lambda: False),
-        (torch.cuda, "is_bf16_supported", has_bf16),
-    ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
-def _autocast_on_both() -> dict[str, Callable]:
-    """Methods of torch.autocast: where a GPU's begins, the CPU's begins with it, which has a GPU's rules."""
-    begin, end = torch.autocast.__enter__, torch.autocast.__exit__
-
-    def begin_both(autocast):
-        if autocast.device == "cuda":
-            autocast.on_cpu = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled, autocast._cache_enabled)
-            begin(autocast.on_cpu)
-        return begin(autocast)
-
-    def end_both(autocast, *error):
-        end(autocast, *error)
-        if autocast.device == "cuda":
-            end(autocast.on_cpu, *error)
-
-    return {"__enter__": begin_both, "__exit__": end_both}
-
-
-def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """nn.Module._apply, by which a module changes its device or dtype: the parameters stay, their data change."""
-    if recurse:
-        for child in module.children():
-            child._apply(function)
-    with torch.no_grad():
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            if (applied := function(parameter)) is not parameter:
-                parameter.data = applied.detach()
-            if parameter.grad is not None:
-                parameter.grad = function(parameter.grad)
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = function(buffer)
-    return module
-
-
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
-
-
-def _kernels(recorder: Recorder) -> dict[tuple[str, str], Callable]:
-    """(operation, dispatch key) -> what a GPU does."""
-    kernels: dict[tuple[str, str], Callable] = {}
-    for names, dtype in ((_FP32, torch.float32), (_HALVED, None)):
-        for name in names.split():
-            kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), dtype)
-    for name in _WITH_DTYPE:
-        kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
-    for name in _LEFT.split():
-        kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
-    for name in ("softmax", "log_softmax"):
-        kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
-    kernels["dropout", "AutogradCPU"] = _dropout
-    kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(_attention, recorder)
-    for func, layers in _recurrent(recorder).items():
-        kernels[func._schema.name.removeprefix("aten::") + "." + func._schema.overload_name, "AutogradCPU"] = layers
-    return kernels
-
-
-def _recurrent(recorder: Recorder) -> dict:
-    """aten/src/ATen/native/RNN.cpp: with cuDNN, which layers of a network over time are one call."""
-    if not torch.backends.cudnn.enabled:
-        return {}
-    runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
-    return {
-        getattr(getattr(aten, kind), overload): functools.partial(run, recorder.note_recurrent, kind)
-        for kind in recurrent.GATES
-        for overload, run in runs
-    }
-
-
-def _find(name: str):
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
-
-
-def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
-    """at/autocast_mode.cpp, cached_cast: floating-point arguments but doubles, to fp32 or the lower precision."""
-    wanted = dtype or torch.get_autocast_dtype("cpu")
-
-    def cast(value):
-        if isinstance(value, torch.Tensor):
-            castable = value.is_floating_point() and value.dtype not in (torch.float64, wanted)
-            return value.to(wanted) if castable else value
-        return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
-
-    with _ExcludeDispatchKeyGuard(_AUTOCAST):
-        return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
-
-
-def _with_dtype(func, *args, dtype=None, **kwargs):
-    """CastPolicy::fp32_set_opt_dtype: the kernel reads 16 bits and writes fp32."""
-    if dtype is None and args[0].dtype in _HALF:
-        dtype = torch.float32
-    with _ExcludeDispatchKeyGuard(_AUTOCAST):
-        return func(*args, dtype=dtype, **kwargs)
-
-
-def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
-    """aten/src/ATen/native/SoftMax.cpp: on a GPU, 16 bits in and fp32 out is one kernel (half_to_float)."""
-    to_float = dtype in (None, torch.float32) and tensor.dtype in _HALF
-    with _ExcludeDispatchKeyGuard(_AUTOCAST):
-        if to_float:
-            return getattr(aten, f"_{name}").default(tensor, dim, True)
-        if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
-            dtype = torch.float32
-        return getattr(aten, name).int(tensor, dim, dtype)
-
-
-def _dropout(tensor: torch.Tensor, p: float, train: bool):
-    """aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable: a GPU keeps a mask of one byte an element."""
-    return aten.native_dropout.default(tensor, p, True)[0] if train and p else tensor
-
-
-def _attention(
-    recorder, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-):
-    """aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: which kernel a GPU would choose."""
-    options = {"scale": scale}
-    width, half = query.shape[-1], query.dtype in _HALF
-    four = query.dim() == 4 and key.dim() == 4
-    square = width == value.shape[-1] == key.shape[-1]
-    flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
-        recorder.holds_from = (8, 0)
-    recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
-    if four and square and flash and recorder.capability >= (8, 0):
-        if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
-            options["scale"] = scale or width**-0.5
-            query, key, value = (torch.nn.functional.pad(t, (0, pad)) for t in (query, key, value))
-        out = aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, False, **options
-        )[0]
-        return out[..., :width] if pad else out
-    aligned = width % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
-    same_heads = four and query.shape[1] == key.shape[1] == value.shape[1]
-    efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32)
-    if query.dtype is torch.bfloat16 and recorder.capability < (8, 0):
-        efficient = False
-    if four and efficient and aligned and same_heads:
-        bias = attn_mask
-        if bias is not None:
-            if bias.dtype is torch.bool:  # convert_boolean_attn_mask
-                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
-            if pad := -bias.shape[-1] % 16:  # pad_bias
-                length = bias.shape[-1]
-                bias = torch.nn.functional.pad(bias, (0, pad))[..., :length]
-            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        return aten._scaled_dot_product_efficient_attention.default(
-            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
-        )[0]
-    options["enable_gqa"] = enable_gqa
-    return aten._scaled_dot_product_attention_math.default(
-        query, key, value, attn_mask, dropout_p, is_causal, None, **options
-    )[0]
-
-
-def _flash_backward(query: torch.Tensor) -> int:
-    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32."""
-    batch, heads, length, width = query.shape
-    rounded = -(-length // 128) * 128
-    wide = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
-    return 4 * batch * heads * rounded * (wide + 1)
-
-
-def _efficient_backward(query: torch.Tensor) -> int:
-    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32."""
-    batch, heads, length, width = query.shape
-    accumulated = width if query.dtype in _HALF and width > 64 else 0
-    return 4 * batch * heads * length * (1 + accumulated)
-
-
-_TEMPORARY = {  # bytes that a kernel takes while it runs
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-}
-
-
-def _convolution_workspace(image: torch.Tensor, weight: torch.Tensor) -> int:
-    """The most that a convolution may take: the spectra of an FFT, cuDNN's largest way, and not above 1 GiB."""
-    planes = image.shape[0] * image.shape[1] + image.shape[0] * weight.shape[0] + weight.shape[0] * weight.shape[1]
-    points = math.prod(size + kernel for size, kernel in zip(image.shape[2:], weight.shape[2:]))
-    return min(4 * planes * points, GiB)
-
-
-def _defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether PyTorch takes foreach on a GPU where nothing is said: Adafactor does not, as that takes memory.
-
-    Its optimizers ask a function of torch/optim/optimizer.py, which they import.
-    """
-    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
-    return any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in kinds)
 
 
 def _reader() -> str | None:

@@ -1,0 +1,196 @@
+"""A step on fake tensors, as if on a GPU: what is replaced in PyTorch while it runs, and put back afterwards."""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from effgpu.measuring.torch_internals import FakeTensorMode
+from effgpu.predicting import imports, quantized
+from effgpu.predicting.disguise import disguised
+from effgpu.predicting.hardware import answering_as
+from effgpu.predicting.parameters import making_fakes
+from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
+from effgpu.predicting.rules import kernels
+
+
+class _Fakes(FakeTensorMode):
+    """The mode that a fake tensor belongs to. A copy, with the objects in C that it remembers, corrupts memory."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Fakes":
+        return self
+
+
+@contextlib.contextmanager
+def as_gpu(recorder: Recorder) -> Iterator[None]:
+    """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before."""
+    with (
+        _registered(kernels(recorder) if recorder.capability else {}),
+        _replaced(recorder),
+        _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
+        disguised(),
+        observed_by(recorder),
+        answering_as(recorder.gpu, recorder.note_capability),
+        imports.changed({quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page)}),
+        recorder.translator(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def observed_by(recorder: Recorder) -> Iterator[None]:
+    """Inside, `recorder` sees all operations, and which tensors belong to modules and optimizers."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    handles = [
+        module.register_module_parameter_registration_hook(recorder.note_module),
+        optimizer.register_optimizer_step_pre_hook(recorder.before_step),
+        optimizer.register_optimizer_step_post_hook(recorder.after_step),
+    ]
+    try:
+        with recorder:
+            yield
+    finally:
+        recorder.stop()
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _registered(kernels: dict[tuple[str, str], Callable]) -> Iterator[None]:
+    """Operations have other kernels inside, and their own again after."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel of PyTorch's is replaced is what we want
+            for (name, key), kernel in kernels.items():
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def _replaced(recorder: Recorder) -> Iterator[None]:
+    """Replace what cannot run on fake tensors: torch.compile, a DataLoader's workers, autocast's look for a GPU, and
+    Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference. A backward pass
+    and autocast come to the CPU that stands for the GPU.
+    """
+    from torch.cuda.amp import common
+    from torch.utils.data import DataLoader
+
+    from effgpu.measuring.torch_internals import (
+        FakeImplCtx,
+        OptimizedModule,
+        _make_subclass,
+        _SingleProcessDataLoaderIter,
+        eval_frame,
+    )
+    from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
+
+    def mark(function):
+        @functools.wraps(function)
+        def run(*args, **kwargs):  # what is never called is never compiled
+            note_compiled()
+            return function(*args, **kwargs)
+
+        return run
+
+    def run_eagerly(model=None, **options):
+        if model is None:
+            return functools.partial(run_eagerly, **options)
+        return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
+
+    def run_uncompiled(callback):
+        if callback:
+            note_compiled()
+
+    def note_compiled():
+        from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
+
+        recorder.assumptions[COMPILED] = None
+        if budget < 1:
+            recorder.unknown[f"how much less compiled code keeps, with activation_memory_budget={budget:g}"] = None
+
+    def load_here(loader):
+        workers, loader.num_workers = loader.num_workers, 0
+        try:
+            if workers:
+                recorder.assumptions[WORKERS_IDLE] = None
+            return _SingleProcessDataLoaderIter(loader)
+        finally:
+            loader.num_workers = workers
+
+    def run_backward_here(*args, **kwargs):
+        with recorder.translator():  # what checkpointing runs again names a GPU, too
+            return run_backward(*args, **kwargs)
+
+    def has_bf16(including_emulation=True):
+        if not including_emulation and recorder.capability >= (8, 0):
+            recorder.holds_from = (8, 0)
+        return including_emulation or recorder.capability >= (8, 0)
+
+    def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
+        ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
+        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
+
+    replaced = [
+        (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),
+        (torch.autograd, "_engine_run_backward", run_backward_here),
+        *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
+        (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
+        (torch, "compile", run_eagerly),
+        (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
+        (eval_frame, "_callback_from_stance", run_uncompiled),
+        (torch.nn.Module, "_apply", _apply),
+        (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))),
+        (DataLoader, "_get_iterator", load_here),
+        (common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", has_bf16),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _autocast_on_both() -> dict[str, Callable]:
+    """Methods of torch.autocast: where a GPU's begins, the CPU's begins with it, which has a GPU's rules."""
+    begin, end = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def begin_both(autocast):
+        if autocast.device == "cuda":
+            autocast.on_cpu = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled, autocast._cache_enabled)
+            begin(autocast.on_cpu)
+        return begin(autocast)
+
+    def end_both(autocast, *error):
+        end(autocast, *error)
+        if autocast.device == "cuda":
+            end(autocast.on_cpu, *error)
+
+    return {"__enter__": begin_both, "__exit__": end_both}
+
+
+def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
+    """nn.Module._apply, by which a module changes its device or dtype: the parameters stay, their data change."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            if (applied := function(parameter)) is not parameter:
+                parameter.data = applied.detach()
+            if parameter.grad is not None:
+                parameter.grad = function(parameter.grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = function(buffer)
+    return module

@@ -1,0 +1,194 @@
+"""What a GPU does where a CPU does something else: autocast, attention, dropout, networks over time, workspaces.
+
+Each rule names its source in PyTorch.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from effgpu.predicting import recurrent
+from effgpu.units import GiB
+
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+# at/autocast_mode.h, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: what
+# autocast runs in fp32 on a GPU, and not on a CPU.
+_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"""
+_WITH_DTYPE = ("sum", "sum.dim_IntList", "prod", "prod.dim_int")  # fp32 by their own argument: no copy of the input
+# AT_FORALL_LOWER_PRECISION_FP, where the CPU's list has them not
+_HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
+# in the CPU's list only: a GPU leaves them to the types of their arguments
+_LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sampler_2d grid_sampler_3d
+cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+replication_pad3d"""
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+
+
+def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
+    """(operation, dispatch key) -> what a GPU does."""
+    kernels: dict[tuple[str, str], Callable] = {}
+    for names, dtype in ((_FP32, torch.float32), (_HALVED, None)):
+        for name in names.split():
+            kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), dtype)
+    for name in _WITH_DTYPE:
+        kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
+    for name in _LEFT.split():
+        kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
+    for name in ("softmax", "log_softmax"):
+        kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
+    kernels["dropout", "AutogradCPU"] = dropout
+    kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(attention, recorder)
+    for func, layers in recurrent_layers(recorder).items():
+        kernels[func._schema.name.removeprefix("aten::") + "." + func._schema.overload_name, "AutogradCPU"] = layers
+    return kernels
+
+
+def recurrent_layers(recorder: "Recorder") -> dict:
+    """aten/src/ATen/native/RNN.cpp: with cuDNN, which layers of a network over time are one call."""
+    if not torch.backends.cudnn.enabled:
+        return {}
+    runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
+    return {
+        getattr(getattr(aten, kind), overload): functools.partial(run, recorder.note_recurrent, kind)
+        for kind in recurrent.GATES
+        for overload, run in runs
+    }
+
+
+def _find(name: str):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
+    """at/autocast_mode.cpp, cached_cast: floating-point arguments but doubles, to fp32 or the lower precision."""
+    wanted = dtype or torch.get_autocast_dtype("cpu")
+
+    def cast(value):
+        if isinstance(value, torch.Tensor):
+            castable = value.is_floating_point() and value.dtype not in (torch.float64, wanted)
+            return value.to(wanted) if castable else value
+        return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
+
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
+        return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+
+def _with_dtype(func, *args, dtype=None, **kwargs):
+    """CastPolicy::fp32_set_opt_dtype: the kernel reads 16 bits and writes fp32."""
+    if dtype is None and args[0].dtype in _HALF:
+        dtype = torch.float32
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
+        return func(*args, dtype=dtype, **kwargs)
+
+
+def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
+    """aten/src/ATen/native/SoftMax.cpp: on a GPU, 16 bits in and fp32 out is one kernel (half_to_float)."""
+    to_float = dtype in (None, torch.float32) and tensor.dtype in _HALF
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
+        if to_float:
+            return getattr(aten, f"_{name}").default(tensor, dim, True)
+        if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+            dtype = torch.float32
+        return getattr(aten, name).int(tensor, dim, dtype)
+
+
+def dropout(tensor: torch.Tensor, p: float, train: bool):
+    """aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable: a GPU keeps a mask of one byte an element."""
+    return aten.native_dropout.default(tensor, p, True)[0] if train and p else tensor
+
+
+def attention(
+    recorder, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    """aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: which kernel a GPU would choose."""
+    options = {"scale": scale}
+    width, half = query.shape[-1], query.dtype in _HALF
+    four = query.dim() == 4 and key.dim() == 4
+    square = width == value.shape[-1] == key.shape[-1]
+    flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
+        recorder.holds_from = (8, 0)
+    recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
+    if four and square and flash and recorder.capability >= (8, 0):
+        if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
+            options["scale"] = scale or width**-0.5
+            query, key, value = (torch.nn.functional.pad(t, (0, pad)) for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, False, **options
+        )[0]
+        return out[..., :width] if pad else out
+    aligned = width % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
+    same_heads = four and query.shape[1] == key.shape[1] == value.shape[1]
+    efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32)
+    if query.dtype is torch.bfloat16 and recorder.capability < (8, 0):
+        efficient = False
+    if four and efficient and aligned and same_heads:
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype is torch.bool:  # convert_boolean_attn_mask
+                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+            if pad := -bias.shape[-1] % 16:  # pad_bias
+                length = bias.shape[-1]
+                bias = torch.nn.functional.pad(bias, (0, pad))[..., :length]
+            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
+        )[0]
+    options["enable_gqa"] = enable_gqa
+    return aten._scaled_dot_product_attention_math.default(
+        query, key, value, attn_mask, dropout_p, is_causal, None, **options
+    )[0]
+
+
+def _flash_backward(query: torch.Tensor) -> int:
+    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32."""
+    batch, heads, length, width = query.shape
+    rounded = -(-length // 128) * 128
+    wide = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    return 4 * batch * heads * rounded * (wide + 1)
+
+
+def _efficient_backward(query: torch.Tensor) -> int:
+    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32."""
+    batch, heads, length, width = query.shape
+    accumulated = width if query.dtype in _HALF and width > 64 else 0
+    return 4 * batch * heads * length * (1 + accumulated)
+
+
+TEMPORARY = {  # bytes that a kernel takes while it runs
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+}
+
+
+def convolution_workspace(image: torch.Tensor, weight: torch.Tensor) -> int:
+    """The most that a convolution may take: the spectra of an FFT, cuDNN's largest way, and not above 1 GiB."""
+    planes = image.shape[0] * image.shape[1] + image.shape[0] * weight.shape[0] + weight.shape[0] * weight.shape[1]
+    points = math.prod(size + kernel for size, kernel in zip(image.shape[2:], weight.shape[2:]))
+    return min(4 * planes * points, GiB)
+
+
+def defaults_to_foreach(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether PyTorch takes foreach on a GPU where nothing is said: Adafactor does not, as that takes memory.
+
+    Its optimizers ask a function of torch/optim/optimizer.py, which they import.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    return any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in kinds)

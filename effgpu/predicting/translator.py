@@ -1,0 +1,162 @@
+"""The GPU that a step names is the CPU that stands for it.
+
+The fake tensors are on the CPU, because autograd's engine asks for a real CUDA context where they are on a GPU
+(pytorch/pytorch#92627).
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from effgpu.measuring.torch_internals import (
+    DeviceContext,
+    FakeTensor,
+    _device_constructors,
+    _disable_current_modes,
+    _get_current_function_mode_stack,
+    _len_torch_function_stack,
+    _pop_mode_temporarily,
+)
+from effgpu.predicting import recurrent
+from effgpu.predicting.hardware import FIRST_GPU
+
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
+FACTORIES = frozenset(_device_constructors())  # what makes tensors
+CPU = torch.device("cpu")
+_PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
+
+
+class Translator(TorchFunctionMode):
+    """A GPU that is named is the CPU that stands for it."""
+
+    def __init__(self, recorder: "Recorder"):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # most calls ask for a tensor's shape, type or the like
+            return func(*args, **kwargs)
+        if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
+            return args[0]
+        if name == "cuda" and args and isinstance(args[0], torch.Tensor):
+            return self._to_gpu(args[0])
+        if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
+            return func(*args, **kwargs)
+        if name == "is_pinned":
+            return False
+        if name == "record_stream":
+            return None
+        if name == "__format__" and args[1] and not args[0].dim():
+            return format(args[0].item(), args[1])
+        if name == "__deepcopy__" and isinstance(args[0], FakeTensor):
+            copied = copy_deeply(*args)
+            if isinstance(copied, torch.nn.Parameter):
+                self._recorder.copied[copied] = True
+            return copied
+        if name == "_pad_packed_sequence" and not isinstance(args[1], FakeTensor):
+            with self:
+                return recurrent.pad_packed(*args)
+        if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
+            return self._recorder.read_array(args[0])
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in FACTORIES and kwargs.get("device") is None and (default := default_device()):
+            kwargs = kwargs | {"device": default}
+        result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "pin_memory"})
+        if name in _PREDICATES and isinstance(result, torch.Tensor):
+            self._recorder.truths[result] = _PREDICATES[name]
+        return result
+
+    def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._recorder.names_gpu = True
+        return self._recorder.move(tensor, "gpu")
+
+    def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
+        """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
+        args, kwargs = name_by_number(name, args, kwargs)
+        if any(map(_names_gpu, (*args, *kwargs.values()))):
+            self._recorder.names_gpu = True
+            args, kwargs = all_on_cpu(args, kwargs)
+            moves = name == "to" and isinstance(args[0], torch.Tensor)
+            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
+                result = func(*args, **kwargs)
+            return self._recorder.move(result, "gpu") if moves else result
+        result = func(*args, **kwargs)
+        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
+            result = self._recorder.move(result, "host")
+        return result
+
+
+def default_device() -> torch.device | None:
+    """The device of a `with torch.device(...)` or of torch.set_default_device: a mode further out adds it too late."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def name_by_number(name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a call, with the GPU as a device where they have its number."""
+    if name == "to" and len(args) > 1 and type(args[1]) is int:
+        args = (args[0], FIRST_GPU, *args[2:])
+    if type(kwargs.get("device")) is int:
+        kwargs = kwargs | {"device": FIRST_GPU}
+    return args, kwargs
+
+
+def name_device(value: object) -> torch.device | None:
+    """The device that a value names: the CPU, "meta", or the GPU, whatever its number; None for anything else."""
+    if isinstance(value, str):
+        if value != "cpu" and value.partition(":")[0] not in ("cuda", "meta"):
+            return None
+        value = value.partition(":")[0]
+        return {"cuda": FIRST_GPU, "cpu": CPU}.get(value) or torch.device(value)
+    if isinstance(value, torch.device):
+        return FIRST_GPU if value.type == "cuda" else CPU if value.type == "cpu" else value
+    return None
+
+
+def _names_gpu(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+def on_cpu(value: object) -> object:
+    """The CPU where a value names the GPU; anything else as it is."""
+    return (torch.device("cpu") if isinstance(value, torch.device) else "cpu") if _names_gpu(value) else value
+
+
+def all_on_cpu(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments, with the CPU in place of the GPU."""
+    return tuple(map(on_cpu, args)), {key: on_cpu(value) for key, value in kwargs.items()}
+
+
+def copy_deeply(tensor: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
+    """torch.Tensor.__deepcopy__, which fails where a fake tensor has a constant."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    memo[id(tensor)] = copied = tensor.detach().clone()
+    copied.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = copy_deeply(tensor.grad, memo)
+    own = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
+    vars(copied).update(copy.deepcopy(own, memo))
+    return copied
+
+
+@contextlib.contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Inside, tensors are real and a GPU is the GPU, also within `as_gpu`."""
+    with _disable_current_modes(), contextlib.ExitStack() as stack:
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
