@@ -387,12 +387,12 @@ class Recorder(TorchDispatchMode):
 
     def _note_copy(self, tensor: torch.Tensor, pinned: bool = True) -> None:
         """A copy over the bus is the GPU's work, in the same stream as its kernels."""
+        if not (self.segments and self.capability):
+            return
         if pinned:
-            self.assumptions[
-                "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
-            ] = None
-        if self.segments and self.capability:
-            self._add_kernels([copy_over_bus(tensor, pinned)], 1)
+            told = "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
+            self.assumptions[told] = None
+        self._add_kernels([copy_over_bus(tensor, pinned)], 1)
 
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
