@@ -42,7 +42,14 @@ def run(here, forked, capfd):  # noqa: F811
     return run
 
 
-ENDLESS = "\n\nopen('built', 'a').write('once ')\nstep = variant()\nfor batch in loader:\n    step(batch)\n"
+ENDLESS = """
+
+open("built", "a").write("once ")
+step = variant()
+while True:
+    for batch in loader:
+        step(batch)
+"""
 
 
 @pytest.mark.parametrize(

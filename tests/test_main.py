@@ -300,17 +300,6 @@ def test_predict_says_what_it_expected(asked, why, tmp_path, capsys):
     assert why in printed and printed.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "script", ["int('a')", "def variant(): int('a')", "def variant():\n def step(): int('a')\n return step"]
-)
-def test_an_error_of_the_script_keeps_its_traceback(script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(script)
-    with pytest.raises(ValueError, match="invalid literal") as raised:
-        main(["predict", f"{path}:variant"])
-    assert str(raised.traceback[-1].path) == str(path)
-
-
 def test_predict_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "its_neighbour.py").write_text("width = 8")

@@ -754,3 +754,14 @@ def test_an_operation_whose_arithmetic_no_rule_knows_is_named_as_not_known(funct
     predicted = predict(unruled(function), "T4")
     assert "not known: how long" in repr(predicted) and predicted.time().expected > 0
     assert predicted.verdict(replace(T4, memory=predicted.total().high)) == FITS, "its memory is known"
+
+
+def test_an_operation_that_could_be_taken_apart_and_has_a_kernel_is_one():
+    """PyTorch's `silu_backward` is made of six others only on devices that have no kernel for it."""
+
+    def variant():
+        x = torch.randn(64, 64, requires_grad=True)
+        return lambda: torch.nn.functional.silu(x).sum().backward()
+
+    kinds = {kernel.name for segment in predict(variant, "T4").segments for kernel in segment.kernels}
+    assert "silu_backward" in kinds and "sigmoid" not in kinds

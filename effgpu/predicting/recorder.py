@@ -667,7 +667,9 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _is_composite(func) -> bool:
-    return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    """Whether an operation is made of others. One such as `silu_backward` could be, and has a kernel of its own."""
+    has = func.has_kernel_for_dispatch_key
+    return has(DispatchKey.CompositeImplicitAutograd) and not has(DispatchKey.CPU)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
