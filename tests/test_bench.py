@@ -613,7 +613,7 @@ def test_a_launcher_starts_what_it_starts(launcher, tmp_path):
 
 def test_several_processes_that_train_and_threads_that_do_are_refused_in_one_sentence():
     code = "import torch.multiprocessing\n" + IN_A_FUNCTION.format(call="torch.multiprocessing.spawn(main, nprocs=2)")
-    both = bench(script(whole=code, name="b"), seconds=0.1, timeout=60.0)
+    both = bench(script(whole=code, name="b"), seconds=5, timeout=60.0)  # until the second process trains, too
     assert both.verdict("b.py") == "two processes train" and "only one may" in both.notes[0]
     call = "thread = threading.Thread(target=main)\n    thread.start()\n    thread.join()"
     code = "import threading, torch\n" + IN_A_FUNCTION.format(call=call)

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import linecache
 import re
 import shlex
 import subprocess
@@ -250,6 +251,7 @@ def test_readmes_diagnosis_is_what_its_script_gives(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(re.search(r"```python\n(import argparse.*?)```", page, re.DOTALL)[1])
     command, shown = re.search(r"```\n\$ effgpu doctor (.*?)\n(.*?)```", README.read_text(), re.DOTALL).groups()
     monkeypatch.chdir(tmp_path)
+    linecache.clearcache()  # which may hold another test's train.py
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     gpu, program = find_gpu("T4"), read_program(command.partition(" -- ")[2])
     predicted, seen = scripts.run(program, "effgpu.diagnosing.scripts:predicting", needs=5, gpu=gpu)
