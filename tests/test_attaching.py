@@ -581,6 +581,21 @@ def test_steps_that_a_scaler_skips_and_empty_ones_are_marks():
     assert marks.count == 4 and torch.optim.Optimizer.__setattr__ is object.__setattr__
 
 
+def test_a_step_that_calls_its_parents_is_one_also_where_the_parent_has_hooks_of_its_own():
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    marks, weight = Marks(print), torch.zeros(1, requires_grad=True)
+    with marks.pushing(counting([100])):
+        torch.optim.SGD([weight])  # PyTorch gives a class its hooks when one of it is made
+        optimizer = Noted([weight])
+        for _ in range(3):
+            weight.sum().backward()
+            optimizer.step()
+    assert marks.count == 3 and marks.source is optimizer
+
+
 # --- transformers and accelerate ---
 
 TRAINER = """

@@ -1,11 +1,8 @@
 """Tests of `effgpu doctor`: ten sick training scripts and a healthy one, replays, and what it leaves behind."""
 
 import itertools
-import os
 import re
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +33,7 @@ from effgpu.diagnosing.causes import (
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.observing import Observer
-from effgpu.diagnosing.turns import emptied
+from effgpu.diagnosing.turns import emptied, in_16_bits
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.prediction import predict
@@ -278,38 +275,17 @@ def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike(
         assert padding_share([torch.tensor(each) for each in (texts, alike, alone)]) == 5 / 8
 
 
-SWITCHES_OFF = """
-import torch
-
-import effgpu
-from effgpu.diagnosing.turns import in_16_bits
-from effgpu.predicting.gpus import find_gpu
-from test_doctor import PRECISION, training
-
-
-def variant():
-    step = training(2048)()
-    return lambda rows: torch.autocast("cuda", torch.bfloat16, enabled=False)(step)(rows)
-
-
-methods = torch.autocast.__enter__, torch.autocast.__exit__
-found = effgpu.doctor(variant, [torch.ones(256, 2048)])
-assert found.findings[0].name == PRECISION
-try:
-    with in_16_bits(find_gpu("T4")):
-        raise RuntimeError("a fault")
-except RuntimeError as error:
-    assert str(error) == "a fault"
-assert (torch.autocast.__enter__, torch.autocast.__exit__) == methods
-"""
-
-
 def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_was():
-    """In a process of its own: loaders that are looked at in this one later would not be seen."""
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    command = [sys.executable, "-c", SWITCHES_OFF]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    def variant():
+        step = training(2048)()
+        return lambda rows: torch.autocast("cuda", torch.bfloat16, enabled=False)(step)(rows)
+
+    methods = torch.autocast.__enter__, torch.autocast.__exit__
+    found = effgpu.doctor(variant, [torch.ones(256, 2048)])
+    assert found.findings[0].name == PRECISION
+    with pytest.raises(RuntimeError, match="a fault"), in_16_bits(T4):
+        raise RuntimeError("a fault")
+    assert (torch.autocast.__enter__, torch.autocast.__exit__) == methods
 
 
 def test_without_a_loader_tf32_saves_less_than_16_bits_and_they_are_no_pair():

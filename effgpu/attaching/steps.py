@@ -7,6 +7,7 @@ GradScaler, closures, a Trainer need no case of their own.
 
 import contextlib
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType
@@ -68,6 +69,20 @@ def _find_loop() -> CodeType | None:
 
 def _was_running(*_: object) -> None:
     """Traces nothing."""
+
+
+def _is_within_its_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step whose hooks are running was called by another one of the same optimizer.
+
+    A subclass may call its parent's step, which has hooks of its own as soon as anybody makes a parent. What runs them
+    is the frame that called our hook.
+    """
+    frame = sys._getframe(2)
+    code = frame.f_code
+    while (frame := frame.f_back) is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
+            return True
+    return False
 
 
 class Marks:
@@ -162,7 +177,7 @@ class Marks:
 
         hooks = getattr(optimizer_module, _HOOKS)
         setattr(optimizer_module, _HOOKS, _Snapshots(hooks))  # as a plan may add hooks, or take some away, at a mark
-        handle = register_optimizer_step_post_hook(lambda one, *_: self.mark(one))
+        handle = register_optimizer_step_post_hook(lambda one, *_: None if _is_within_its_step(one) else self.mark(one))
         scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
         optimizers.__init__ = prepared
         setattr(torch.autograd, _BACKWARD, marked_backward(run_backward))

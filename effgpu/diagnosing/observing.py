@@ -77,8 +77,8 @@ class Observer:
             self.time_first |= len(shape) == 3 and shape[0] in self._lengths and shape[1] not in self._lengths
 
     def _begin_optimizing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.stepped += not self.optimizing  # a subclass may call its parent's step, which has the hooks, too
         self.optimizing += 1
-        self.stepped += 1
         self.optimizers[optimizer] = None
 
     def _end_optimizing(self, *_: object) -> None:
