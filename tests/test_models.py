@@ -77,7 +77,7 @@ def test_a_weight_of_4_bits_takes_052_bytes_and_is_unpacked_once_in_each_pass(fo
 def test_only_adapters_and_a_new_classifier_learn(folder):
     for name, head in (("bert", {"classifier.weight", "classifier.bias"}), ("gpt2", set())):
         config = transformers.AutoConfig.from_pretrained(folder / name)
-        network = models._choose_kind(name, config).from_config(config)
+        network = models._choose_kind(config).from_config(config)
         models._add_adapters(network, 4, False, torch.float32)
         trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
         assert {each for each in trained if not each.endswith((".up", ".down"))} - {

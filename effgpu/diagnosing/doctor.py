@@ -1,7 +1,8 @@
 """`doctor`: what holds a training step back, as a list of what each change would save at most, the most first."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
+from effgpu.predicting.hardware import replaced
 from effgpu.predicting.prediction import Largest, Prediction, largest, walk
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.timeline import READ
@@ -123,24 +125,14 @@ class _Fed:
             error.add_note(f"doctor: the step {how} in call {self.made}. It has to bear being called often.")
             raise
 
-    @contextlib.contextmanager
-    def same(self) -> Iterator[None]:
+    def same(self) -> AbstractContextManager:
         """Inside, the batch is the same one."""
-        before, self._same = self._same, True
-        try:
-            yield
-        finally:
-            self._same = before
+        return replaced([(self, "_same", True)])
 
-    @contextlib.contextmanager
-    def on_gpu(self) -> Iterator[None]:
+    def on_gpu(self) -> AbstractContextManager:
         """Inside, the batch is one that is on the GPU."""
         device = find_device()
-        self._on_gpu = change_tensors(self._batches.batch, lambda tensor: tensor.to(device))
-        try:
-            yield
-        finally:
-            self._on_gpu = None
+        return replaced([(self, "_on_gpu", change_tensors(self._batches.batch, lambda tensor: tensor.to(device)))])
 
     def settle(self) -> int:
         """Take what workers have loaded ahead; no step has to."""

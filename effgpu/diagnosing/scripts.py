@@ -5,6 +5,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -68,7 +69,7 @@ def measuring(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
     """The plan whose result is what was seen of the script's step, and measured of it in turns, on this GPU."""
     loading, moving, disturbances = Loading(), Moving(), Disturbances()
     marks.listeners += [loading.next_step, moving.next_step]
-    with replaced(iter([*loading.replacing(disturbances.note), *moving.replacing(), *disturbances.replacing()])):
+    with replaced([*loading.replacing(disturbances.note), *moving.replacing(), *disturbances.replacing()]):
         yield _measure(marks, gpu, loading, moving, disturbances)
 
 
@@ -112,14 +113,9 @@ class Moving:
         self.last, self._now = self._now, {}
         self._counts.clear()
 
-    @contextlib.contextmanager
-    def on_gpu(self) -> Iterator[None]:
+    def on_gpu(self) -> AbstractContextManager:
         """Inside, what moves is on the GPU already: the script gets what the same move of the last step gave."""
-        self._kept = dict(self.last)
-        try:
-            yield
-        finally:
-            self._kept = None
+        return replaced([(self, "_kept", dict(self.last))])
 
     def replacing(self) -> Iterator[tuple[type, str, Callable]]:
         """(class, name, what stands there). Attributes, as a mode would cost each operation some microseconds."""
@@ -187,7 +183,7 @@ def predicting(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
     """
     loading = Loading()
     marks.listeners.append(loading.next_step)
-    with replaced(iter(loading.replacing())), recording(marks, (gpu,), gpu.capability) as recorder:
+    with replaced(loading.replacing()), recording(marks, (gpu,), gpu.capability) as recorder:
         yield _predict(marks, gpu, recorder, loading)
 
 
@@ -238,14 +234,9 @@ class Loading:
         """A step is over."""
         self.taken, self._taking = self._taking, []
 
-    @contextlib.contextmanager
-    def same(self) -> Iterator[None]:
+    def same(self) -> AbstractContextManager:
         """Inside, loaders give their last batch again, and load nothing."""
-        before, self._same = self._same, True
-        try:
-            yield
-        finally:
-            self._same = before
+        return replaced([(self, "_same", True)])
 
     def replacing(self, started: Callable[[], None] = lambda: None) -> Iterator[tuple[type, str, Callable]]:
         """(class, name, what stands there), to see which loader gives a batch. Each iterator calls `started`."""

@@ -47,7 +47,7 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
     found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
     trainer = {"transformers.trainer": lambda module: _without_checkpoints(recorder, module)}
     try:
-        with imports.exchanged(_by_name(found)), replaced(iter(found)), imports.changed(trainer):
+        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
             yield
     finally:
         for name, value in from_before.items():
@@ -66,7 +66,7 @@ def _without_checkpoints(recorder: Recorder, module: ModuleType) -> contextlib.A
     def save(trainer, *_, **__):
         recorder.unwritten[f"the Trainer's checkpoint in {trainer.args.output_dir}"] = None
 
-    return replaced(iter([(module.Trainer, "_save_checkpoint", save)]))
+    return replaced([(module.Trainer, "_save_checkpoint", save)])
 
 
 def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:

@@ -5,7 +5,7 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
 import torch
@@ -159,7 +159,7 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
 
 
 @contextlib.contextmanager
-def replaced(values: Iterator[tuple[object, str, object]]) -> Iterator[None]:
+def replaced(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Inside, the attributes of these names have these values; those that are not there are left out."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in values:
@@ -179,7 +179,7 @@ def answering_as(gpu: Gpu | None, note: Callable[[], None] = lambda: None) -> It
     behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name, _ in answers]
     before, _true[:] = list(_true), [*_true, *behind]
     try:
-        with replaced(iter(answers)):
+        with replaced(answers):
             yield
     finally:
         _true[:] = before

@@ -120,15 +120,14 @@ def predict_model(
     check_positive(**given)
     if price is not None and samples is None:
         raise ValueError("price: expected samples, too: an epoch is what has a price")
-    config = read_config(model)
-    variant_of = partial(_variant, model, config, length=length, **how)
+    variant_of = partial(fine_tuning, read_config(model), length=length, **how)
     predicted = predict(variant_of(batch), gpu)
     fitting = {each.name: largest(variant_of, each) for each in predicted.gpus} if gpu is not None else {}
     return ModelPrediction(predicted, batch, fitting, samples, price)
 
 
 def fine_tuning(
-    model: str,
+    model: "str | PreTrainedConfig",
     batch: int,
     length: int | None = None,
     *,
@@ -140,34 +139,19 @@ def fine_tuning(
 ) -> Callable[[], Callable[[], None]]:
     """Return the variant that fine-tunes a model of transformers, for `predict`, `largest` or `compare`.
 
-    `model` is a name on the Hugging Face Hub, or a folder with a config.json. An encoder learns to classify texts into
-    two classes, every other model to predict the next token. A batch has `batch` texts of exactly `length` tokens, 512
-    or as many as the model takes. Optimizers are adamw, sgd, momentum and adafactor. Precisions are mixed (weights in
-    32 bits, or in 16 where they are frozen, and autocast), pure (all in 16 bits), tf32 and fp32.
-    `lora` is the rank of adapters beside every linear layer but the last: then only they, and a new classifier, are
-    trained. `four_bits` stores the frozen weights of these layers as QLoRA does, 0.52 bytes each. The weights are
-    random, and those of 4 bits have no meaning: the step is for what it takes, not for what it learns.
+    `model` is a name on the Hugging Face Hub, a folder with a config.json, or a config. An encoder learns to classify
+    texts into two classes, every other model to predict the next token. A batch has `batch` texts of exactly `length`
+    tokens, 512 or as many as the model takes. Optimizers are adamw, sgd, momentum and adafactor. Precisions are mixed
+    (weights in 32 bits, or in 16 where they are frozen, and autocast), pure (all in 16 bits), tf32 and fp32. `lora` is
+    the rank of adapters beside every linear layer but the last: then only they, and a new classifier, are trained.
+    `four_bits` stores the frozen weights of these layers as QLoRA does, 0.52 bytes each. The weights are random, and
+    those of 4 bits have no meaning: the step is for what it takes, not for what it learns.
 
     Raises ConnectionError for a name that cannot be reached, and ValueError or TypeError for all else that is wrong.
 
     >>> effgpu.predict(effgpu.fine_tuning("distilbert-base-uncased", batch=32, length=512), "T4")
     """
-    how = {"lora": lora, "four_bits": four_bits, "checkpointing": checkpointing}
-    return _variant(model, read_config(model), batch, length, optimizer=optimizer, precision=precision, **how)
-
-
-def _variant(
-    model: str,
-    config: "PreTrainedConfig",
-    batch: int,
-    length: int | None,
-    *,
-    lora: int | None = None,
-    four_bits: bool = False,
-    checkpointing: bool = False,
-    optimizer: str = "adamw",
-    precision: str = "mixed",
-) -> Callable[[], Callable[[], None]]:
+    config = read_config(model) if isinstance(model, str) else model
     for name, value, known in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
@@ -179,8 +163,10 @@ def _variant(
     if four_bits and lora is None:
         raise ValueError("four_bits: expected lora, too: weights of 4 bits are not trained")
     if length > longest:
-        raise ValueError(f"length: expected at most {longest} tokens, for which {model} has positions, got {length}")
-    kind = _choose_kind(model, config)
+        raise ValueError(
+            f"length: expected at most {longest} tokens, for which {config.name_or_path} has positions, got {length}"
+        )
+    kind = _choose_kind(config)
 
     def variant() -> Callable[[], None]:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -223,7 +209,7 @@ def _is_unreachable(error: OSError) -> bool:
     return "connect" in str(error)
 
 
-def _choose_kind(model: str, config: "PreTrainedConfig") -> type:
+def _choose_kind(config: "PreTrainedConfig") -> type:
     """The class of transformers that makes the model for its task."""
     import transformers
     from transformers.models.auto import modeling_auto as known
@@ -238,7 +224,7 @@ def _choose_kind(model: str, config: "PreTrainedConfig") -> type:
         return transformers.AutoModelForSeq2SeqLM
     if type(config) in known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return transformers.AutoModelForSequenceClassification
-    raise ValueError(f"{model}: expected a model of texts, got one of the type {config.model_type!r}")
+    raise ValueError(f"{config.name_or_path}: expected a model of texts, got one of the type {config.model_type!r}")
 
 
 def _step(network: "PreTrainedModel", config, batch: int, length: int, optimizer, autocast: bool) -> Callable[[], None]:

@@ -42,7 +42,7 @@ def as_on_gpu(module: ModuleType, page: Callable[[torch.Size, torch.dtype], torc
         (module.nn.modules, "has_avx512bf16", lambda: False),  # a layout of a CPU's
     ]
     try:
-        with replaced(iter(changes)):
+        with replaced(changes):
             yield
     finally:  # it keeps a table that it has made
         tables = module.functional.name2qmap

@@ -44,7 +44,7 @@ def recording(
         _refusing(recorder),
         weights_without_values(recorder),
         as_gpu(recorder),
-        replaced(iter([*fakes_in_place(recorder), *alone()])),
+        replaced([*fakes_in_place(recorder), *alone()]),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
