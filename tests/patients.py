@@ -82,7 +82,7 @@ SICK = {
     "padding to 512": (
         "padding",
         ("return self.texts[index]", "return nn.functional.pad(self.texts[index], (0, 448))"),
-        ("LENGTH, BATCH = 64, 64", "LENGTH, BATCH = 64, 8"),
+        ("LENGTH, BATCH = 64, 64", "LENGTH, BATCH = 64, 32"),
     ),
     "unfused AdamW on many small tensors": (
         "optimizer",
