@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -53,12 +54,17 @@ def on_gpu(tensor: torch.Tensor, inputs: list[torch.Tensor] = ()) -> torch.Tenso
 class Kernels(TorchDispatchMode):
     """The CPU in the place of the GPU."""
 
+    supports_higher_order_operators = True  # FlexAttention
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # the type does it itself, with operations that come here
         cuda = [tensor for tensor in tensors if tensor.is_cuda]
+        if isinstance(operation, HigherOrderOperator):
+            with self:  # PyTorch's form in plain operations
+                return operation.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         device = kwargs.get("device")
         to_gpu = bool(cuda) if device is None else torch.device(device).type == "cuda"
         name = operation._schema.name.partition("::")[2]
