@@ -52,6 +52,7 @@ MUTATIONS = {
         "partial(create_selective_checkpoint_contexts, KEPT)  # new",
         "partial(create_selective_checkpoint_contexts, [])  # new",
     ),
+    "28_profile": ('nn.GELU(approximate="tanh")  # new', "nn.GELU()  # new"),
     "29_limit": ("gradient @ weight  # the", "pass  # the"),
 }
 
@@ -65,6 +66,10 @@ def connect(self, address):
     raise ConnectionRefusedError(f"no network in this test, asked for {address}")
 socket.socket.connect = connect
 """
+
+
+def test_each_lesson_has_a_mistake_to_notice():
+    assert list(MUTATIONS) == [path.stem for path in LESSONS]
 
 
 @pytest.mark.slow
