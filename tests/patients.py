@@ -1,4 +1,4 @@
-"""Training scripts for the doctor: a healthy one, and ten that differ from it in a few lines, each with a disease."""
+"""Training scripts for the doctor: a healthy one, and others that differ in a few lines, each with a disease."""
 
 HEALTHY = """
 from functools import partial
@@ -93,6 +93,16 @@ SICK = {
         ),
         (".mean(1))", ".mean(1) * torch.stack(list(self.scales)).prod(0))"),
     ),
+    "attention that writes its scores": (
+        "plain attention",
+        (
+            "class Classifier",
+            "class Block(nn.TransformerEncoderLayer):\n    def _sa_block(self, x, *_, **__):\n"
+            "        return self.dropout1(self.self_attn(x, x, x)[0])\n\n\nclass Classifier",
+        ),
+        ("partial(nn.TransformerEncoderLayer,", "partial(Block,"),
+        ("LENGTH, BATCH = 64, 64", "LENGTH, BATCH = 512, 8"),
+    ),
     "fp32 on tensor cores": ("precision", ('torch.autocast("cuda", torch.float16)', "torch.enable_grad()")),
     "tiny batch": ("launching", ("LENGTH, BATCH = 64, 64", "LENGTH, BATCH = 64, 1")),
     "logging each step": (
@@ -118,13 +128,13 @@ SICK = {
 def script(disease: str | None = None, *, width: int = 256, batch: int = 64) -> str:
     """The text of the healthy script, or of the one with the disease, for a GPU that these sizes keep busy.
 
-    They are those of a T4. Texts that are padded to eight times their length come in batches of an eighth.
+    They are those of a T4. Longer texts come in smaller batches.
     """
     text = HEALTHY
     for old, new in SICK[disease][1:] if disease else ():
         text = _put(text, old, new)
     text = _put(text, "width=256", f"width={width}")
-    for share in (1, 8):
+    for share in (1, 2):
         text = text.replace(f"LENGTH, BATCH = 64, {64 // share}\n", f"LENGTH, BATCH = 64, {batch // share}\n")
     return text
 

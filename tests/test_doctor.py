@@ -1,4 +1,4 @@
-"""Tests of `effgpu doctor`: ten sick training scripts and a healthy one, replays, and what it leaves behind."""
+"""Tests of `effgpu doctor`: sick training scripts and a healthy one, replays, and what it leaves behind."""
 
 import itertools
 import re
@@ -21,6 +21,7 @@ from effgpu.diagnosing import doctor as module
 from effgpu.diagnosing import turns
 from effgpu.diagnosing.batches import change_tensors, padding_share
 from effgpu.diagnosing.causes import (
+    ATTENTION,
     CAUSES,
     COPYING,
     LAUNCHING,
@@ -30,6 +31,7 @@ from effgpu.diagnosing.causes import (
     TF32,
     VALIDATION,
     WAITS,
+    Observed,
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.observing import Observer
@@ -76,6 +78,45 @@ def with_rows(variant, *shape):
 # --- the patients ---
 
 
+def test_a_fused_attention_saves_no_more_than_its_ceiling():
+    def training(fused):
+        q, k, v = (torch.randn(8, 12, 1024, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        mask = torch.zeros(1024, 1024, dtype=torch.bool)
+
+        def step():
+            if fused:
+                out = nn.functional.scaled_dot_product_attention(q, k, v)
+            else:
+                scores = (q @ k.mT / 8).masked_fill(mask, -1e9).softmax(-1)
+                out = nn.functional.dropout(scores, 0.1) @ v
+            out.sum().backward()
+
+        return step
+
+    plain, fused = (predict(partial(training, each), "A100").timeline() for each in (False, True))
+    without = CAUSES[ATTENTION].change(plain, Observed())
+    saved = [plain.seconds() - other.seconds() for other in (without, fused)]
+    assert saved[0] > saved[1] > 0.8 * saved[0] > 0.5 * plain.seconds()
+    assert CAUSES[ATTENTION].change(fused, Observed()) == fused
+
+
+def test_memory_that_grows_is_told_above_all():
+    def training(kept):
+        model = nn.Linear(256, 256)
+
+        def step():
+            kept.append(model(torch.ones(1024, 256)))
+            kept[-1].sum().backward()
+
+        return step
+
+    found = effgpu.doctor(partial(training, []), gpu="T4")
+    (told,) = found.warnings
+    assert re.fullmatch(r"memory grows by 1.00 MiB in each step, and the T4 is full after 14,\d\d\d steps: .*", told)
+    assert told.endswith("kept.append(model(torch.ones(1024, 256)))") and found.to_dict()["warnings"] == [told]
+    assert str(found).splitlines()[1] == told and told[:40] in found._repr_html_()
+
+
 @pytest.fixture
 def diagnose(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_largest_batch", lambda *arguments: None)  # not looked at, and half of the time
@@ -89,6 +130,7 @@ def diagnose(tmp_path, monkeypatch):
     return diagnose
 
 
+FORWARD = "loss = cross_entropy(model(texts), labels)"
 TELLING = ("slow loader", "item in the loop", "recompiling shapes", "validation with grad")  # the others are slow
 
 
@@ -105,10 +147,12 @@ def test_it_names_the_disease_first_and_the_line(diagnose, disease):
     assert first.lesson in str(found) and first.advice in str(found)
     launching = LAUNCHING in {one.name for one in found.findings}
     assert launching == (expected in (LAUNCHING, OPTIMIZER)), "to blame where nothing else makes the CPU late"
-    assert bool(first.lines) == (expected in (COPYING, OPTIMIZER, VALIDATION, WAITS))
+    assert bool(first.lines) == (expected in (ATTENTION, COPYING, OPTIMIZER, VALIDATION, WAITS))
     for file, line, _ in first.lines[:1]:
         code = path.read_text().splitlines()[line - 1]
-        assert file == str(path) and (code.strip() == "scaler.step(optimizer)" or code not in patients.HEALTHY)
+        assert file == str(path)
+        assert code.strip() == {OPTIMIZER: "scaler.step(optimizer)", ATTENTION: FORWARD}.get(expected, code.strip())
+        assert expected in (OPTIMIZER, ATTENTION) or code not in patients.HEALTHY
         assert f"{path.name}:{line}: " in str(found)
 
 

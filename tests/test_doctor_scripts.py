@@ -11,6 +11,7 @@ from pathlib import Path
 
 import patients
 import psutil
+import pynvml
 import pytest
 import torch
 from test_attaching import forked, here, loop, server  # noqa: F401  fixtures
@@ -23,6 +24,7 @@ from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import turns
 from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION
 from effgpu.diagnosing.scripts import measuring
+from effgpu.measuring import power
 from effgpu.predicting.gpus import find_gpu
 from effgpu.units import GiB
 
@@ -76,7 +78,7 @@ def test_of_an_unchanged_script_it_names_the_disease_first_and_the_line(disease,
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811
     code, told, errors = run(patients.script() + ENDLESS, "--trace", "step.json")
     assert code == 0 and not told["findings"], errors
-    keys = "gpu measured seconds low high findings hidden perhaps examined together batches memory notes"
+    keys = "gpu measured seconds low high findings hidden perhaps examined together batches memory notes warnings"
     assert set(told) == set(keys.split())
     one = "name seconds low high measured note lesson advice share lines"
     assert all(set(each) == set(one.split()) for each in told["examined"])
@@ -176,6 +178,33 @@ def test_a_scripts_own_loop_goes_on_with_one_thing_changed_in_turns(measure):
     assert alone(seen) == {PRECISION: 0.006, OPTIMIZER: 0.03, LOADING: 0.04}
     assert seen.saved[frozenset({LOADING, OPTIMIZER})][0] == pytest.approx(0.07)
     assert (seen.optimizers, seen.stepped, seen.has_loader) == ((("Costly of another library", False),), 1, True)
+
+
+@pytest.mark.parametrize(
+    ("clock", "reasons", "told"),
+    [
+        (1980, (), None),
+        (1900, ("thermal",), None),
+        (1700, ("power cap",), None),
+        (1180, ("power cap",), "1,180 of 1,980 MHz, held down by: power cap; bound by products, a step takes 1.7 ×"),
+        (1700, ("thermal",), "1,700 of 1,980 MHz, held down by: thermal; bound by products, a step takes 1.2 ×"),
+    ],
+)
+def test_a_clock_that_is_held_down_is_told(clock, reasons, told, measure, monkeypatch):
+    monkeypatch.setattr(power, "find_board", lambda: "board")
+    monkeypatch.setattr(power, "read_clock", lambda: (clock, reasons))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxClockInfo", lambda board, kind: 1980)
+    warnings = measure(train).warnings
+    assert (told in warnings[0] and len(warnings) == 1) if told else not warnings
+
+
+def test_memory_beyond_the_gpus_own_is_told(measure):
+    def script(gpu):
+        gpu.most_reserved = 17 * GiB
+        train(gpu)
+
+    (told,) = measure(script).warnings
+    assert told.startswith("PyTorch holds 17.0 GiB and the GPU has 15.0 GiB")
 
 
 def test_steps_that_a_scaler_skips_count(measure):

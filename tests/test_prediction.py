@@ -378,6 +378,36 @@ def require(truth):
     assert truth
 
 
+def test_what_a_step_leaves_behind_is_found_and_garbage_is_not():
+    def training(leaves):
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            output = model(torch.ones(4096, 64))
+            output.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            leaves(output)
+
+        return step
+
+    def kept(leaves):
+        return predict(partial(training, leaves), "T4")
+
+    def in_a_cycle(output):
+        cycle = [output]
+        cycle.append(cycle)
+
+    losses, outputs = [], []
+    assert kept(lambda output: None).kept == () == kept(in_a_cycle).kept
+    growing = kept(outputs.append)
+    assert sum(size for *_, size in growing.kept) == 2**20 and growing.kept[0][0].file == __file__
+    assert "memory grows by 1.00 MiB in each step" in str(growing)
+    few = kept(lambda output: losses.append(output.sum().detach()))
+    assert sum(size for *_, size in few.kept) == 512 and "grows" not in str(few), "a GPU is full after 30 million steps"
+
+
 @pytest.mark.parametrize(
     "read, said",
     [

@@ -4,17 +4,18 @@ To add a cause, add a row to `CAUSES`.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from effgpu.attaching.sites import Site
-from effgpu.predicting.kernels import PRODUCT
-from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, Range, Timeline
+from effgpu.predicting import kernels
+from effgpu.predicting.kernels import PRODUCT, Kernel
+from effgpu.predicting.timeline import BACKWARD, COPY, KERNEL, READ, Event, Range, Timeline
 from effgpu.units import format_bytes, format_seconds
 
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
-TF32 = "TF32"
+TF32, ATTENTION = "TF32", "plain attention"
 BATCHES = 8  # whose shapes are looked at
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # torch.optim's, with a fused kernel
 NOTHING: Range = (0.0, 0.0, 0.0)
@@ -52,6 +53,7 @@ class Observed:
     calls: float | None = None
     saved: dict[frozenset[str], Range] = field(default_factory=dict)  # by what was changed together
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # of what no change of the step mends
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,45 @@ def _as_tf32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
+_SOFTMAX, _SCORES = ("_softmax", "_softmax_backward_data"), ("bmm", "baddbmm")
+
+
+def _names(event: Event, names: tuple[str, ...]) -> bool:
+    return any(kernel.name in names for kernel in event.kernels)
+
+
+def _find_scores(events: Sequence[Event]) -> set[int]:
+    """The places of what attention as a formula does to its scores in memory: from one batched product to the next."""
+    found, since = set(), None
+    for place, event in enumerate(events):
+        if _names(event, _SCORES):
+            between = range(since + 1, place) if since is not None else ()
+            if any(_names(events[number], _SOFTMAX) for number in between):
+                found |= {number for number in between if events[number].kind == KERNEL}
+            since = place
+    return found
+
+
+def _fuse_attention(timeline: Timeline, seen: Observed) -> Timeline:
+    """Nothing between the batched products, and these as fast as a fused kernel's, which does some of them twice."""
+    scores = _find_scores(timeline.events)
+    if not scores:
+        return timeline  # such products may be something else
+    kept = (event for place, event in enumerate(timeline.events) if place not in scores)
+    return replace(timeline, events=tuple(map(_as_fused, kept)))
+
+
+def _as_fused(event: Event) -> Event:
+    """The event, with its batched products as fast as in fused attention, for which they move no bytes of scores."""
+
+    def fuse(kernel: Kernel) -> Kernel:
+        layout = "efficient" if kernel.format in ("fp32", "tf32") else "flash" + " backward" * (event.phase == BACKWARD)
+        return kernel._replace(kind=kernels.ATTENTION, product=None, layout=layout, bytes=0)
+
+    changed = (fuse(kernel) if kernel.name in _SCORES else kernel for kernel in event.kernels)
+    return event._replace(kernels=tuple(changed))
+
+
 def _tell_loading(seen: Observed, events: list[Event]) -> str:
     if seen.step is not None:
         return ""
@@ -169,6 +210,14 @@ CAUSES = {
             note=lambda seen, events: (
                 f"{format_bytes(sum(seen.unused.values()))} are kept here for a backward pass that never comes"
             ),
+        ),
+        Cause(
+            ATTENTION,
+            "12",
+            lambda seen: "scaled_dot_product_attention(q, k, v), or need_weights=False for nn.MultiheadAttention",
+            lambda event, seen: _names(event, _SOFTMAX),
+            _fuse_attention,
+            lambda seen, events: f"{len(events)} softmaxes read their scores from memory",
         ),
         Cause(LAUNCHING, "05 and 14", _launch_less, without=lambda line, seen: replace(line, launch=0.0)),
         Cause(

@@ -58,8 +58,9 @@ class Diagnosis:
     first; `findings` those of 5 % of the step and more. They do not add up: `together` is what the two largest save
     when both are changed. `hidden` are pairs that save little alone, as each hides the other, and much together.
     `memory` is the prediction of the step's memory. `batches` is how many times the loader's batch fits into the GPU;
-    None where that is not known. `notes` say what was not looked at, and what was assumed. `timeline` is the predicted
-    step: `.save(path)` writes a trace for Perfetto.
+    None where that is not known. `notes` say what was not looked at, and what was assumed. `warnings` tell what no
+    finding holds: memory that grows from step to step or spills to the host, a clock that is held down. `timeline` is
+    the predicted step: `.save(path)` writes a trace for Perfetto.
     """
 
     gpu: str
@@ -73,6 +74,7 @@ class Diagnosis:
     memory: Prediction | None = None
     batches: Largest | None = None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     timeline: Timeline | None = None
 
     @property
@@ -95,7 +97,11 @@ class Diagnosis:
         several = {name: [one.to_dict(self.seconds) for one in getattr(self, name)] for name in _LISTS}
         told = {name: getattr(self, name) for name in ("gpu", "measured", "seconds", "low", "high")} | several
         told |= {"together": self.together and self.together.to_dict(self.seconds), "batches": batches}
-        return told | {"memory": self.memory and self.memory.to_dict(), "notes": list(self.notes)}
+        return told | {
+            "memory": self.memory and self.memory.to_dict(),
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each finding, and for each pair of which one hides the other."""
@@ -150,10 +156,11 @@ class Diagnosis:
     def __repr__(self) -> str:
         headings, rows = self.table()
         table = units.align([headings, *rows]) if rows else [self._nothing()]
-        return "\n".join([self._heading(), "", *table, "", *self._below()])
+        return "\n".join([self._heading(), *self.warnings, "", *table, "", *self._below()])
 
     def _repr_html_(self) -> str:
         headings, rows = self.table()
         table = f"<table>{units.html_table(headings, rows)}</table>" if rows else html.escape(self._nothing())
         below = "<br>".join(map(html.escape, self._below()))
-        return f"<p>{html.escape(self._heading())}</p>{table}<p><small>{below}</small></p>"
+        above = "<br>".join(map(html.escape, [self._heading(), *self.warnings]))
+        return f"<p>{above}</p>{table}<p><small>{below}</small></p>"

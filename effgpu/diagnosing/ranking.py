@@ -32,7 +32,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
     alone = {name: saving for names, saving in seen.saved.items() if len(names) == 1 for name in names}
     examined = {name: Finding(name, *saving, measured=True) for name, saving in alone.items()}
     notes = [*seen.notes, *([f"nothing is predicted: {why}"] if why else [])]
-    events, timeline, names = seen.events, None, []
+    events, timeline, names, warnings = seen.events, None, [], [*seen.warnings]
     if prediction:
         timeline = _timeline(prediction, gpu, seen)
         events, names = prediction.events, _changeable(gpu, seen)
@@ -40,6 +40,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
             examined.setdefault(name, _predict(name, timeline, seen, names))
         notes += [*prediction.notes, *(f"assumed: {what}" for what in prediction.assumptions)]
         notes += [f"not known: {what}" for what in prediction.unknown]
+        warnings += [prediction.grows(gpu)] * bool(prediction.grows(gpu))
     facts = replace(seen, events=events)
     ranked = sorted((_explain(one, facts) for one in examined.values()), key=lambda finding: -finding.seconds)
     result = Diagnosis(
@@ -49,6 +50,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         examined=tuple(ranked),
         memory=prediction,
         notes=tuple(dict.fromkeys(notes)),
+        warnings=tuple(warnings),
         timeline=timeline,
     )
     if result.measured:

@@ -18,7 +18,8 @@ from effgpu.diagnosing.batches import padding_share
 from effgpu.diagnosing.causes import BATCHES, COPYING, LOADING, OPTIMIZER, PRECISION, TF32, Observed
 from effgpu.diagnosing.observing import Observer, UntilRead
 from effgpu.diagnosing.ranking import feeding, reads
-from effgpu.measuring.device import multiplying_as
+from effgpu.measuring import power
+from effgpu.measuring.device import multiplying_as, tell_spilled
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.timing import cap_seconds, window
 from effgpu.measuring.torch_internals import counters
@@ -223,6 +224,11 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
     pairs |= {frozenset({LOADING, PRECISION})} if {LOADING, PRECISION} <= frozenset().union(*alone) else set()
     if left := [pair for pair in pairs if len(pair) == 2 and pair not in seen.saved]:
         seen.saved |= yield from compare(left)
+    clocks = []
+    for _ in range(_CALLING):
+        yield 1
+        clocks.append(power.read_clock())  # while the GPU works
+    seen.warnings += (*power.tell_slow(list(filter(None, clocks))), *tell_spilled())
 
 
 _DISTURBED = "each turn holds an evaluation, a checkpoint or the start of an epoch: the script makes one so often"

@@ -199,6 +199,18 @@ def count_retries() -> int:
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
+def tell_spilled() -> list[str]:
+    """One sentence where PyTorch holds more than the current GPU has, as Windows' drivers allow; none elsewhere.
+
+    What is more lies in the host's memory, and each access crosses PCI Express. Lesson 22 says how to forbid it.
+    """
+    held, memory = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties().total_memory
+    if held <= memory:
+        return []
+    told = f"PyTorch holds {format_bytes(held)} and the GPU has {format_bytes(memory)}"
+    return [f"{told}: the driver keeps the rest in the host's memory, which is slow (lesson 22)"]
+
+
 def release_memory() -> None:
     """Collect garbage and return the allocator's cached blocks to the GPU, with cuBLAS's workspaces."""
     gc.collect()

@@ -14,6 +14,8 @@ _LONGEST_TICK = 0.5  # seconds: a counter that does not change for longer does n
 _POLL = 0.002  # seconds between two readings of the counter, so that reading does not slow short steps
 _AHEAD = 0.01  # seconds of queued work, or more, that keep the GPU busy while NVML answers
 POWER_CAP = "power cap"
+_SLOWED = {"hardware slowdown", "thermal", "hardware thermal", "power brake"}
+_FULL, _LOW = 0.95, 0.75  # of the highest clock: a power cap of some percent is usual
 _REASONS = {
     0x002: "application clocks",
     0x004: POWER_CAP,
@@ -53,6 +55,19 @@ def summarize(clocks: Sequence[tuple[int, tuple[str, ...]]]) -> tuple[int | None
     """The median of what `read_clock` gave, and all that held a clock down."""
     reasons = {reason for _, held_down_by in clocks for reason in held_down_by}
     return round(median(clock for clock, _ in clocks)) if clocks else None, tuple(sorted(reasons))
+
+
+def tell_slow(clocks: Sequence[tuple[int, tuple[str, ...]]]) -> list[str]:
+    """One sentence on a clock that is held down, by heat or by far: of what `read_clock` gave; none where it is not."""
+    clock, reasons = summarize(clocks)
+    board = find_board()
+    most = board and _ask(lambda: pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_SM))
+    if not (clock and most and clock < _FULL * most and (clock < _LOW * most or _SLOWED & {*reasons})):
+        return []
+    by = f", held down by: {', '.join(reasons)}" if reasons else ""
+    return [
+        f"the GPU runs at {clock:,} of {most:,} MHz{by}; bound by products, a step takes {most / clock:.1f} × as long"
+    ]
 
 
 def read_joules(board) -> float | None:

@@ -38,6 +38,7 @@ from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
+_LONG_RUN = 1_000_000  # steps
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
@@ -74,7 +75,7 @@ class Prediction:
     prediction for GPUs below `holds_from`, on which the step takes other kernels or formats. `paged` are the bytes of
     an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of the peak.
     `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns the peak:
-    (line, owner, bytes).
+    (line, owner, bytes); `kept` what each step leaves behind, so that memory grows from step to step.
     """
 
     allocated: int
@@ -93,6 +94,7 @@ class Prediction:
     paged: int = 0
     events: tuple[Event, ...] = ()
     peak: tuple[tuple[Site | None, str, int], ...] = ()
+    kept: tuple[tuple[Site | None, str, int], ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -217,13 +219,27 @@ class Prediction:
         """From the allocated peak to what the allocator holds if it never has to give anything back."""
         return Range(self.allocated, max(self.allocated, self.reserved))
 
+    def grows(self, gpu: "str | float | Gpu | None" = None) -> str:
+        """One sentence on memory that grows from step to step, and when a GPU is full; "" where it does not.
+
+        What would fill it only after a million steps, such as a loss that is kept, does not count.
+        """
+        one, gpu = self.for_gpu(gpu)
+        growth, room = sum(size for *_, size in one.kept), gpu.memory - one.total(gpu).high
+        if not growth or room > _LONG_RUN * growth:
+            return ""
+        full = f", and the {gpu.name} is full after {room // growth:,} steps" if room > 0 else ""
+        lines = [f": {site}" for site, *_ in one.kept if site][:1]
+        return "".join([f"memory grows by {format_bytes(growth)} in each step{full}", *lines])
+
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
         if older := [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
-        return [*self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
+        growing = dict.fromkeys(filter(None, map(self.grows, self.gpus[:1])))
+        return [*growing, *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
 
     def _unchecked(self) -> list[str]:
         """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
@@ -377,7 +393,7 @@ def count(recorder: Recorder, steps: int) -> Plan:
         if number == steps - 1:
             recorder.note_kernels()
         yield 1
-        recorder.name_owners()
+        recorder.end_step()
 
 
 def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
@@ -408,6 +424,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         paged=paged,
         events=tuple(recorder.events),
         peak=recorder.owners_at_peak(),
+        kept=recorder.kept,
     )
 
 

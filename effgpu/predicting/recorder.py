@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -102,6 +104,8 @@ class Recorder(TorchDispatchMode):
         self.loop = drive.__code__  # the code that runs the steps: lines further out are not the step's
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
+        self._ends: list[int] = []  # of steps
+        self.kept: tuple[tuple[Site | None, str, int], ...] = ()  # by the last step more than by the one before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,6 +128,22 @@ class Recorder(TorchDispatchMode):
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
         self.segments, self.events, self.looked_up = [Segment()], [], []
+
+    def end_step(self) -> None:
+        """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
+        self.name_owners()
+        self._ends.append(self._events)
+        self.kept = self._find_kept()
+        if self.kept and gc.collect():  # that only awaited it
+            self.kept = self._find_kept()
+
+    def _find_kept(self) -> tuple[tuple[Site | None, str, int], ...]:
+        kept = Counter()
+        for place, block in enumerate(self.blocks if len(self._ends) > 1 else ()):
+            if self.is_on_gpu(block):
+                more = (block.died == math.inf) - (block.born <= self._ends[-2] < block.died)
+                kept[self._sites.get(place), block.owner] += more * block.size
+        return tuple((*key, size) for key, size in kept.most_common() if size > 0) if kept.total() > 0 else ()
 
     def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:
         """The bytes at the peak by line and owner, the most first."""

@@ -59,7 +59,7 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
             break
         recorder.note_kernels()
         yield 1
-        recorder.name_owners()
+        recorder.end_step()
     if not recorder.on_gpu:
         raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
     notes = []
