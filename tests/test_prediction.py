@@ -378,6 +378,41 @@ def require(truth):
     assert truth
 
 
+@pytest.mark.parametrize("every", [1, 2, 4, 6])
+def test_a_step_that_accumulates_is_walked_until_its_update(every):
+    def training(every=1):
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.AdamW(model.parameters())
+        calls = 0
+
+        def step():
+            nonlocal calls
+            calls += 1
+            (model(torch.ones(8, 512)).sum() / every).backward()
+            if calls % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    usual, predicted = (predict(partial(training, each), "T4") for each in (1, every))
+    assert predicted.owners["optimizer state"] == usual.owners["optimizer state"] > 2 * 512 * 512 * 4
+    assert 0 <= predicted.allocated - usual.allocated <= 2**16 and predicted.verdict() == "fits"
+    updates = sum(event.optimizing for event in predicted.events)
+    assert updates == sum(event.optimizing for event in usual.events) > 0
+    assert any(f"every {every} calls' last" in told for told in predicted.assumptions) == (every > 1)
+
+
+def test_an_optimizer_that_makes_no_step_is_not_known():
+    def training():
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return lambda: optimizer and model(torch.ones(8, 8)).sum().backward()
+
+    predicted = predict(training, "T4")
+    assert "the optimizer takes, which made no step in 64 calls" in str(predicted.unknown)
+
+
 def test_what_a_step_leaves_behind_is_found_and_garbage_is_not():
     def training(leaves):
         model = nn.Linear(64, 64)

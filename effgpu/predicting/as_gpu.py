@@ -11,7 +11,7 @@ import torch
 from effgpu.measuring.torch_internals import FakeTensorMode
 from effgpu.predicting import imports, quantized
 from effgpu.predicting.disguise import disguised
-from effgpu.predicting.hardware import answering_as
+from effgpu.predicting.hardware import answering_as, replaced
 from effgpu.predicting.parameters import making_fakes
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
 from effgpu.predicting.rules import kernels
@@ -46,13 +46,20 @@ def observed_by(recorder: Recorder) -> Iterator[None]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
+    build = optimizer.Optimizer.__init__
+
+    @functools.wraps(build)
+    def build_noted(built, *args, **kwargs):
+        build(built, *args, **kwargs)
+        recorder.built.add(built)
+
     handles = [
         module.register_module_parameter_registration_hook(recorder.note_module),
         optimizer.register_optimizer_step_pre_hook(recorder.before_step),
         optimizer.register_optimizer_step_post_hook(recorder.after_step),
     ]
     try:
-        with recorder:
+        with replaced([(optimizer.Optimizer, "__init__", build_noted)]), recorder:
             yield
     finally:
         recorder.stop()

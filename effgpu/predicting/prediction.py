@@ -38,6 +38,7 @@ from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
+MOST_CALLS = 64  # in which an optimizer has to make a step
 _LONG_RUN = 1_000_000  # steps
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
@@ -307,7 +308,7 @@ def predict(
 
     def walk_on(capability: tuple[int, int]) -> Prediction:
         recorder = Recorder(capability)
-        recorder.taken = taken
+        recorder.taken, recorder.awaits_update = taken, True
         return walked(gpus, recorder, steps)
 
     predicted = walk_on((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
@@ -387,13 +388,32 @@ def walking_as(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Recorder:
 
 
 def count(recorder: Recorder, steps: int) -> Plan:
-    """The plan of a prediction, from the moment when all is built: the last step's kernels are noted."""
-    recorder.start()
-    for number in range(steps):
-        if number == steps - 1:
+    """The plan of a prediction, from the moment when all is built: the last step's kernels are noted.
+
+    Of a function whose optimizer makes no step in its first call, it is the call with the second: gradients accumulate,
+    and a counter decides.
+    """
+
+    def call(*, last: bool) -> Plan:
+        if last:
             recorder.note_kernels()
         yield 1
         recorder.end_step()
+
+    recorder.start()
+    calls = every = 0
+    while calls < steps or (recorder.awaits_update and recorder.built and not every and calls < MOST_CALLS):
+        calls += 1
+        yield from call(last=calls == steps)
+        every = every or calls * bool(recorder.optimizers)
+    if not recorder.awaits_update or every == 1 or not recorder.built:
+        return
+    if not every:
+        recorder.unknown[f"what the optimizer takes, which made no step in {MOST_CALLS} calls"] = None
+        return
+    for left in reversed(range(-calls % every or every)):
+        yield from call(last=not left)
+    recorder.assumptions[f"times are those of every {every} calls' last, in which the optimizer makes its step"] = None
 
 
 def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:

@@ -94,7 +94,9 @@ class Recorder(TorchDispatchMode):
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
         self._modules: weakref.WeakSet = weakref.WeakSet()
-        self.optimizers: weakref.WeakSet = weakref.WeakSet()
+        self.built: weakref.WeakSet = weakref.WeakSet()  # optimizers
+        self.optimizers: weakref.WeakSet = weakref.WeakSet()  # that have made a step
+        self.awaits_update = False  # whether a function is called until one has
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
@@ -502,9 +504,9 @@ class Recorder(TorchDispatchMode):
 
     def again(self) -> None:
         """Forget all but what to answer, for another walk."""
-        answers, taken = self.answers, self.taken
+        answers, taken, awaits = self.answers, self.taken, self.awaits_update
         self.__init__(*self._made_of())
-        self.answers, self.taken = answers, taken
+        self.answers, self.taken, self.awaits_update = answers, taken, awaits
 
     def _made_of(self) -> tuple:
         return (self.capability,)
