@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,6 +147,8 @@ def written():
         (lambda: torch.empty(8).fill_(3).max().item(), 3.0),
         (lambda: torch.full((4,), 2.5).to(torch.bfloat16).expand(3, 4)[0].min().item(), 2.5),
         (lambda: torch.tensor([3, 4]).max().item(), 4),
+        (lambda: torch.randint(5, 6, (4,)).max().item(), 5),
+        (lambda: torch.randperm(8).sum().item(), 28),
     ],
 )
 def test_what_is_made_of_constants_is_read_as_it_is(function, value):
@@ -160,15 +163,36 @@ def test_what_is_made_of_constants_is_read_as_it_is(function, value):
         lambda: torch.zeros(4).bernoulli(0.5).max().item(),
         lambda: written().mul_(torch.rand(4, 4)).sum().item(),
         lambda: torch.rand(4, out=torch.zeros(4)).sum().item(),
-        lambda: torch.randint(5, 9, (4,)).max().item(),
+        lambda: torch.rand(4).mul(9).long().max().item(),
     ],
 )
-def test_what_random_numbers_are_in_is_not_known(function):
+def test_what_random_fractions_are_in_is_not_known(function):
     value, told = read(function)
     assert value == 1 and "reads a" in told[0]
 
 
 # --- deep copies ---
+
+
+def test_a_batch_that_is_cut_out_at_drawn_offsets_has_its_length():
+    data = np.arange(10_000) % 100
+
+    def training(drawn):
+        model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
+
+        def step():
+            if drawn:
+                starts = torch.randint(len(data) - 256, (16,))
+                texts = torch.stack([torch.from_numpy(data[i : i + 256]) for i in starts])
+            else:
+                texts = torch.randint(100, (16, 256))
+            model(texts).sum().backward()
+
+        return step
+
+    cut, same = (predict(partial(training, drawn), "T4") for drawn in (True, False))
+    assert not cut.unknown and same.owners["activations"] > 16 * 256 * 64 * 4
+    assert cut.owners["activations"] == pytest.approx(same.owners["activations"], abs=8192)  # the offsets
 
 
 def test_a_deep_copy_is_a_tensor_like_the_first_one():
@@ -398,7 +422,7 @@ def choosing(function):
         model = nn.Linear(256, 256)
 
         def step():
-            labels = torch.randint(-100, 1000, (4096,))
+            labels = torch.rand(4096).mul(1100).long() - 100
             return function(model(torch.rand(4096, 256)), labels)
 
         return lambda: step().sum().backward()

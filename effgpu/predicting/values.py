@@ -1,8 +1,8 @@
-"""Values that a step on fake tensors knows all the same: of masks, positions and labels that no random number is in.
+"""Values that a step on fake tensors knows all the same: of masks, positions, labels, and offsets that were drawn.
 
-A library that asks whether a mask holds only ones takes another kernel if it does. So small tensors that are made from
-constants, or come from outside of the variant, keep their numbers beside the fake tensor, as long as all that is done
-to them is known.
+A library that asks whether a mask holds only ones takes another kernel if it does, and a batch that is cut out at
+random offsets has its length from them. So small tensors keep their numbers beside the fake tensor where they are made
+from constants, drawn as whole numbers, or come from outside of the variant, while all that happens to them is known.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 MOST, MOST_FLOATING = 1 << 20, 1 << 16
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2}  # which argument it is
-_MADE = ("arange", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices")
+_MADE = ("arange", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices", "randint", "randperm")
 
 
 class Values:
