@@ -20,6 +20,9 @@ CONTROL = "control (the baseline again)"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
 QUANTITIES = ("time", "memory", "energy")
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
+_STEADY = 1.02  # of a clock: it may change by so much without a word
+Column = tuple[str, Callable[[Measurement], str]]  # a heading, and what gives a variant's cell
+Table = tuple[list[str], list[list[str]]]  # headings and rows
 
 
 @dataclass(frozen=True)
@@ -180,15 +183,34 @@ class Comparison:
         """A plain ratio, such as a prediction, in the same words: "1.33 × slower", "−54 %"."""
         return units.format_speed(ratio) if quantity == "time" else units.format_change(ratio)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and a row of strings a variant; columns in which nothing was measured are left out."""
-        filled = [(name, cells) for name, cells in self._columns() if set(cells) != {units.NOT_MEASURED}]
+    def tables(self) -> list[tuple[list[str], list[list[str]], str]]:
+        """What is shown, as headings, rows of strings and a caption: what was measured, and what is predicted.
+
+        Beside a prediction for full size, what a CPU measured of a small model is one sentence of the caption.
+        """
+        measured = [(*self.table(), self.caption())]
+        if not self.full_size:
+            return measured
+        columns = [("predicted", lambda m: m.label), *self._full_size_columns()]
+        told = ["Predicted, at full size. Brackets: where about 9 of 10 published times lie (docs/predict.md)."]
+        told += self._say_what_is_unchecked()
+        if self.device.kind == "cuda":
+            return [*measured, (*self._fill(columns), " ".join(told))]
+        return [(*self._fill(columns), " ".join([*told, self._tell_small(), *self._tell_variables()]))]
+
+    def table(self) -> Table:
+        """Headings and a row of strings for each variant, of what was measured."""
+        return self._fill(self._columns())
+
+    def _fill(self, columns: Iterable[Column]) -> Table:
+        filled = [(name, [cell(m) for m in self]) for name, cell in columns]
+        filled = [(name, cells) for name, cells in filled if set(cells) != {units.NOT_MEASURED}]
         return [name for name, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled))]
 
-    def _columns(self) -> list[tuple[str, list[str]]]:
-        """The heading of each column of the table, and its cells."""
+    def _columns(self) -> list[Column]:
+        """The heading of each column of what was measured, and what gives its cell."""
 
-        def predicted(quantity: str) -> tuple[str, Callable[[Measurement], str]]:
+        def predicted(quantity: str) -> Column:
             ratio = lambda m: self.predicted.get(m.label, {}).get(quantity)
             return "predicted", lambda m: self.tell_ratio(ratio(m), quantity)
 
@@ -197,10 +219,9 @@ class Comparison:
             items = 1 if self.per != "step" else m.items
             return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
-        label = ("variant", lambda m: m.label)
-        mark = ", measured" if self.full_size else ""
-        measured = [
-            (f"time per {self.per}{mark}", lambda m: units.format_seconds(self.value(m.label, "time"))),
+        return [
+            ("measured" if self.full_size else "variant", lambda m: m.label),
+            (f"time per {self.per}", lambda m: self._show(m, "time")),
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
             predicted("time"),
@@ -208,32 +229,30 @@ class Comparison:
                 "predicted for this GPU",
                 lambda m: self.here[m.label].tell_time() if m.label in self.here else units.NOT_MEASURED,
             ),
-            (f"{self.memory_name}{mark}", lambda m: units.format_bytes(m.peak_allocated)),
-            ("change of memory", lambda m: self.tell(m.label, "memory")),
+            (self.memory_name, lambda m: self._show(m, "memory")),
             predicted("memory"),
-            (f"energy per {self.per}{mark}", lambda m: units.format_joules(self.value(m.label, "energy"))),
-            ("change of energy", lambda m: self.tell(m.label, "energy")),
+            (f"energy per {self.per}", lambda m: self._show(m, "energy")),
             predicted("energy"),
         ]
-        columns = [label, *self._full_size_columns(), *measured]
-        if self.device.kind == "cuda":  # what a reader's own GPU does comes first
-            columns = [label, *measured, *self._full_size_columns()]
-        return [(name, [cell(m) for m in self]) for name, cell in columns]
 
-    def _full_size_columns(self) -> list[tuple[str, Callable[[Measurement], str]]]:
+    def _show(self, m: Measurement, quantity: str) -> str:
+        """A value with its unit; of memory and energy also the change against the baseline: "3.94 GiB (−34 %)"."""
+        shown = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}[quantity]
+        change = units.NOT_MEASURED if quantity == "time" else self.tell(m.label, quantity)
+        return shown(self.value(m.label, quantity)) + f" ({change})" * (change != units.NOT_MEASURED)
+
+    def _full_size_columns(self) -> list[Column]:
         """A column of times for each GPU, and one of memory, for what is predicted at full size."""
 
         def at(m: Measurement, place: int, tell: Callable[[FullSize], str]) -> str:
             return tell(self.full_size[m.label][place]) if m.label in self.full_size else units.NOT_MEASURED
 
         columns = [
-            (f"{gpu}, predicted", lambda m, place=place: at(m, place, FullSize.tell_time))
+            (gpu, lambda m, place=place: at(m, place, FullSize.tell_time))
             for place, gpu in enumerate(self.full_size_gpus)
         ]
-        if columns:
-            heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}, predicted"
-            columns.append((heading, lambda m: at(m, 0, FullSize.tell_memory)))
-        return columns
+        heading = f"peak memory on {units.with_article(self.full_size_gpus[0])}"
+        return [*columns, (heading, lambda m: at(m, 0, FullSize.tell_memory))]
 
     @property
     def full_size_gpus(self) -> list[str]:
@@ -252,22 +271,35 @@ class Comparison:
             told.append(f"Brackets: the {100 * CONFIDENCE:g} % interval{together}.")
             if CONTROL in self:
                 told.append("The control shows the noise of this machine.")
-        if self.full_size:
-            where = "in brackets, where about 9 of 10 published times lie (docs/predict.md)"
-            told.append(f"Predicted: at full size; {where}.")
-            told += self._say_what_is_unchecked()
         if off := self._say_how_far_off():
             told.append(f"Against the prediction: {off}.")
-        if clocks := [m.sm_clock for m in self if m.sm_clock]:
-            reasons = ", ".join(sorted({reason for m in self for reason in m.throttled}))
+        clocks = [m.sm_clock for m in self if m.sm_clock]
+        reasons = ", ".join(sorted({reason for m in self for reason in m.throttled}))
+        if clocks and (reasons or max(clocks) > _STEADY * min(clocks)):
             told.append(
                 f"SM clock {' to '.join(dict.fromkeys(map(str, (min(clocks), max(clocks)))))} MHz"
                 + f", at times held down by {reasons}" * bool(reasons)
                 + "."
             )
-        told += [f"{name}={value} was set." for name, value in self.device.variables.items()]
+        told += self._tell_variables()
         told += filter(None, [self.how_timed()])
         return " ".join(told)
+
+    def _tell_small(self) -> str:
+        """What a CPU measured, in one sentence, without intervals."""
+
+        def tell(m: Measurement) -> str:
+            time, memory = self.tell(m.label).partition(" [")[0], self.tell(m.label, "memory")
+            if m is self.baseline and not m.failed:
+                time, memory = (self._show(m, quantity) for quantity in ("time", "memory"))
+            return f"{m.label} {time}" + f", {memory} memory" * (memory != units.NOT_MEASURED)
+
+        return (
+            f"A small model, measured on this CPU, which tells nothing of a GPU's time: {'; '.join(map(tell, self))}."
+        )
+
+    def _tell_variables(self) -> list[str]:
+        return [f"{name}={value} was set." for name, value in self.device.variables.items()]
 
     def how_timed(self) -> str:
         """What is unusual about the turns, in one sentence; empty where nothing is."""
@@ -321,12 +353,15 @@ class Comparison:
         return found
 
     def __repr__(self) -> str:
-        headings, rows = self.table()
-        return "\n".join([*units.align([headings, *rows]), self.caption()])
+        tables = ("\n".join([*units.align([headings, *rows]), told]) for headings, rows, told in self.tables())
+        return "\n\n".join(tables)
 
     def _repr_html_(self) -> str:
-        caption = f'<caption style="caption-side: bottom; text-align: left">{html.escape(self.caption())}</caption>'
-        return f"<table>{caption}{units.html_table(*self.table())}</table>"
+        side = "caption-side: bottom; text-align: left"
+        return "".join(
+            f'<table><caption style="{side}">{html.escape(told)}</caption>{units.html_table(headings, rows)}</table>'
+            for headings, rows, told in self.tables()
+        )
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         """Beside the table its data, so that an executed notebook carries its own evidence."""

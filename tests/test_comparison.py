@@ -133,7 +133,7 @@ def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measu
     assert result.value("small", "time") == pytest.approx(0.00125)
     row = cells(result, "large")
     assert row["time per sample"] == ["625 µs"] and row["throughput"] == ["1,600 samples/s"]
-    assert row["energy per sample"] == ["125 mJ"] and row["change of energy"] == ["\u221275 %"]
+    assert row["energy per sample"] == ["125 mJ (\u221275 %)"]
 
 
 def test_what_was_not_measured_has_no_ratio_and_borrows_no_figure(make_measurement):
@@ -171,12 +171,11 @@ def test_the_table_leaves_out_what_was_not_measured(make_measurement):
     assert bare.table()[0] == ["variant", "time per step", "against the baseline"]
     fields = {"items": 32, "unit": "rows", "joules": 1.0}
     rich = Comparison("t", (make_measurement("a", 0.02, **fields), make_measurement("b", 0.01, **fields)))
-    headings = ["variant", "time per step", "throughput", "against the baseline", "peak memory", "change of memory"]
     assert rich.table() == (
-        [*headings, "energy per step", "change of energy"],
+        ["variant", "time per step", "throughput", "against the baseline", "peak memory", "energy per step"],
         [
-            ["a", "20.0 ms", "1,600 rows/s", "baseline", "1000 B", "–", "1.00 J", "–"],
-            ["b", "10.0 ms", "3,200 rows/s", "2.00 × faster [2.00, 2.00]", "1000 B", "0 %", "1.00 J", "0 %"],
+            ["a", "20.0 ms", "1,600 rows/s", "baseline", "1000 B", "1.00 J"],
+            ["b", "10.0 ms", "3,200 rows/s", "2.00 × faster [2.00, 2.00]", "1000 B (0 %)", "1.00 J (0 %)"],
         ],
     )
 
@@ -229,21 +228,35 @@ def test_labels_names_and_devices_are_escaped(make_measurement, cpu):
     assert set(re.findall(r"</?([a-z]+)", page)) == {"table", "caption", "thead", "tbody", "tr", "th", "td"}
 
 
-def test_predictions_at_full_size_stand_before_a_cpus_times_and_after_a_gpus(make_measurement, make_gpu):
-    full_size, columns = predicted_sizes(20 * GiB, 5 * GiB), ["T4, predicted", "peak memory on a T4, predicted"]
+def test_predictions_at_full_size_have_a_table_of_their_own_and_a_small_model_on_a_cpu_one_sentence(
+    make_measurement, make_gpu
+):
+    full_size = predicted_sizes(20 * GiB, 5 * GiB)
     on_cpu = Comparison("big", (make_measurement("old"), make_measurement("new", 0.01)), full_size=full_size)
-    headings, rows = on_cpu.table()
-    assert headings[:4] == ["variant", *columns, "time per step, measured"]
-    assert rows[0][1:3] == ["4.00 s, does not fit", "20.0 GiB"]
-    assert rows[1][1:3] == ["4.00 × faster [3.33, 5.00]", "5.00 GiB"]
-    assert "Predicted: at full size; in brackets, where about 9 of 10" in on_cpu.caption()
+    expected = ["predicted", "T4", "peak memory on a T4"]
+    rows = [["old", "4.00 s, does not fit", "20.0 GiB"], ["new", "4.00 × faster [3.33, 5.00]", "5.00 GiB"]]
+    ((headings, cells, told),) = on_cpu.tables()
+    assert (headings, cells) == (expected, rows)
+    assert told.startswith("Predicted, at full size. Brackets: where about 9 of 10 published times lie")
+    assert told.endswith("a GPU's time: old 20.0 ms, 1000 B memory; new 2.00 × faster, 0 % memory.")
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
-    on_gpu = tuple(make_measurement(label, device=make_gpu()) for label in ("old", "new"))
+    on_gpu = tuple(make_measurement(label, device=make_gpu(), sm_clock=1980) for label in ("old", "new"))
     on_gpu = Comparison("big", on_gpu, full_size=full_size, here=here)
-    headings, rows = on_gpu.table()
-    assert headings[:4] == ["variant", "time per step, measured", "against the baseline", "predicted for this GPU"]
-    assert headings[-2:] == columns and [row[3] for row in rows] == ["4.00 s", "4.00 × faster [3.33, 5.00]"]
-    assert all(Comparison.from_dict(stored_as_json(result)) == result for result in (on_cpu, on_gpu))
+    (headings, cells, told), predicted = on_gpu.tables()
+    assert headings[:4] == ["measured", "time per step", "against the baseline", "predicted for this GPU"]
+    assert [row[3] for row in cells] == ["4.00 s", "4.00 × faster [3.33, 5.00]"]
+    assert "Brackets: the 99 % interval" in told and "MHz" not in told, "a steady clock"
+    assert predicted[:2] == (expected, rows)
+    for result in (on_cpu, on_gpu):
+        assert Comparison.from_dict(stored_as_json(result)) == result
+        shown = [cell for headings, rows, told in result.tables() for row in [headings, *rows, [told]] for cell in row]
+        assert all(cell in repr(result) and html.escape(cell) in result._repr_html_() for cell in shown)
+
+
+def test_a_small_model_that_fails_on_a_cpu_says_so(make_measurement):
+    rows = make_measurement("old", failed=True), make_measurement("new")
+    ((*_, told),) = Comparison("big", rows, full_size=predicted_sizes(20 * GiB, 5 * GiB)).tables()
+    assert told.endswith(f"old {OUT_OF_MEMORY}; new {comparison.BASELINE_FAILED}.")
 
 
 def test_a_predicted_difference_is_told_where_the_range_bears_it_out():
@@ -275,11 +288,11 @@ def foretold(make_measurement):
 def test_predictions_stand_beside_what_was_measured_with_how_far_off_they_were(foretold):
     row = cells(foretold, "b")
     assert foretold.table()[0] == [
-        *("variant", "time per step", "against the baseline", "predicted", "peak memory", "change of memory"),
-        *("predicted", "energy per step", "change of energy", "predicted"),
+        *("variant", "time per step", "against the baseline", "predicted", "peak memory"),
+        *("predicted", "energy per step", "predicted"),
     ]
     assert row["against the baseline"] == ["1.44 × slower [1.44, 1.44]"]
-    assert row["change of memory"] == ["\u221252 %"] and row["change of energy"] == ["+50 %"]
+    assert row["peak memory"] == ["480 B (\u221252 %)"] and row["energy per step"] == ["3.00 J (+50 %)"]
     assert row["predicted"] == ["1.33 × slower", "\u221254 %", "+50 %"]
     assert cells(foretold, "c")["predicted"] == ["–"] * 3
     for told in (repr(foretold), html.unescape(foretold._repr_html_())):

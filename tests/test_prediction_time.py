@@ -28,9 +28,11 @@ from effgpu.predicting.prediction import predict
 from effgpu.predicting.time import (
     EXTRAPOLATED,
     LAUNCH_BOUND,
+    LEAST_OF_RATIOS,
     MEMORY_BOUND,
     NINE_OF_TEN,
     PRODUCTS_BOUND,
+    SPREAD_OF_RATIOS,
     SPREAD_OF_SOURCES,
     kernel_seconds,
     step_time,
@@ -299,6 +301,19 @@ def test_a_ratio_of_like_steps_is_known_better_than_their_times(ours, theirs):
     assert time_ratio(b, a)[0] == pytest.approx(1 / ratio)
     _, low_of_unlike, high_of_unlike = time_ratio(made(kind=OTHER, product=None, bytes=GiB), b)
     assert high_of_unlike / low_of_unlike > high / low
+
+
+def test_a_ratio_is_known_the_better_the_more_the_steps_have_in_common(monkeypatch):
+    def widths():
+        ratios = [time_ratio(made(number=100 + more), made(number=100)) for more in (0, 5, 20, 80, 300)]
+        return [math.log(high / low) / 2 / NINE_OF_TEN for _, low, high in ratios]
+
+    same, *differ = widths()
+    assert same == pytest.approx(LEAST_OF_RATIOS) and same < differ[0] < differ[1] < differ[2]
+    most = math.hypot(LEAST_OF_RATIOS, SPREAD_OF_RATIOS[audited.TRANSFORMERS])
+    assert differ[2:] == pytest.approx([most, most])
+    monkeypatch.setitem(SPREAD_OF_RATIOS, audited.TRANSFORMERS, 0.0)
+    assert widths() == pytest.approx([LEAST_OF_RATIOS] * 5), "of the same kinds of operations"
 
 
 def test_a_gpu_that_no_run_was_compared_on_says_so_and_its_range_is_wider(monkeypatch):

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from effgpu import units
 from effgpu.attaching.ticking import BACKWARD, TICKS
-from effgpu.comparison import Comparison, read_fields
+from effgpu.comparison import Column, Comparison, read_fields
 from effgpu.measuring.intervals import BUILDS
+from effgpu.measuring.measurement import Measurement
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,23 +43,28 @@ class Bench(Comparison):
         worst = max(gaps, key=lambda step: math.inf if math.isnan(gaps[step]) else gaps[step], default=None)
         return None if worst is None else (gaps[worst], worst)
 
-    def _columns(self) -> list[tuple[str, list[str]]]:
+    def _columns(self) -> list[Column]:
         """Those of a comparison, with the losses of the same steps, and the steps timed."""
         return [
             *super()._columns(),
             *self._loss_columns(),
-            ("steps timed", [str(self.steps.get(m.label, 0)) for m in self]),
+            ("steps timed", lambda m: str(self.steps.get(m.label, 0))),
         ]
 
-    def _loss_columns(self) -> Iterator[tuple[str, list[str]]]:
+    def _loss_columns(self) -> Iterator[Column]:
         given = [set(self.losses.get(m.label, {})) for m in self if not m.failed]
         common = set.intersection(*given or [set()])
         for step in sorted({min(common), max(common)} if common else ()):
-            losses = [self.losses.get(m.label, {}).get(step) for m in self]
-            yield f"loss at step {step}", [units.NOT_MEASURED if loss is None else f"{loss:.4g}" for loss in losses]
-        found = [self.loss_difference(m.label) if m is not self.baseline else None for m in self]
-        cells = [f"{gap[0]:.4g}" + f" (step {gap[1]})" * bool(gap[0]) if gap else units.NOT_MEASURED for gap in found]
-        yield "largest difference of loss", cells
+            yield f"loss at step {step}", partial(self._tell_loss, step=step)
+        yield "largest difference of loss", self._tell_difference
+
+    def _tell_loss(self, m: Measurement, step: int) -> str:
+        loss = self.losses.get(m.label, {}).get(step)
+        return units.NOT_MEASURED if loss is None else f"{loss:.4g}"
+
+    def _tell_difference(self, m: Measurement) -> str:
+        gap = self.loss_difference(m.label) if m is not self.baseline else None
+        return f"{gap[0]:.4g}" + f" (step {gap[1]})" * bool(gap[0]) if gap else units.NOT_MEASURED
 
     def caption(self) -> str:
         """That of a comparison, then what to know about the commands."""

@@ -4,10 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from effgpu import units
 from effgpu.benching.result import Bench
-from effgpu.comparison import INCONCLUSIVE, SAME, Comparison, Ratio, read_fields
+from effgpu.comparison import INCONCLUSIVE, SAME, Column, Comparison, Ratio, read_fields
 from effgpu.measuring.intervals import CONFIDENCE, interval_of_builds, one_sided, quantile_of_student
 from effgpu.measuring.measurement import Measurement
 
@@ -209,26 +210,30 @@ class SeedBench(Bench):
         change = self.change(label, what)
         return str(change) if change else INCONCLUSIVE
 
-    def _columns(self) -> list[tuple[str, list[str]]]:
+    def _columns(self) -> list[Column]:
         """Those of a comparison; behind its speed the loss and the metric, each against the baseline's."""
         columns = Comparison._columns(self)
         place = 1 + [name for name, _ in columns].index("against the baseline")
         return [*columns[:place], *self._end_columns(), *columns[place:], self._steps_column()]
 
-    def _end_columns(self) -> list[tuple[str, list[str]]]:
+    def _end_columns(self) -> list[Column]:
         columns = []
         for what in ("loss", "metric"):
-            ends = [self.end(m.label, what) for m in self]
-            if any(end is not None for end in ends):
-                cells = [units.NOT_MEASURED if end is None else f"{end:.4g}" for end in ends]
-                columns.append((f"{what} at the end", cells))
-                columns.append((f"{what} against the baseline", [self.tell_end(m.label, what) for m in self]))
+            if any(self.end(m.label, what) is not None for m in self):
+                columns.append((f"{what} at the end", partial(self._show_end, what=what)))
+                columns.append((f"{what} against the baseline", lambda m, what=what: self.tell_end(m.label, what)))
         if self.until_loss is not None:
-            columns.append((f"time to loss {self.until_loss:g}", [self._tell_reached(m) for m in self]))
-            ratios = [self.time_to_loss(m.label) if m is not self.baseline else None for m in self]
-            cells = [str(ratio.tell(self.min_effect)) if ratio else units.NOT_MEASURED for ratio in ratios]
-            columns.append(("against the baseline", cells))
+            columns.append((f"time to loss {self.until_loss:g}", self._tell_reached))
+            columns.append(("against the baseline", self._tell_time_to_loss))
         return columns
+
+    def _show_end(self, m: Measurement, what: str) -> str:
+        end = self.end(m.label, what)
+        return units.NOT_MEASURED if end is None else f"{end:.4g}"
+
+    def _tell_time_to_loss(self, m: Measurement) -> str:
+        ratio = self.time_to_loss(m.label) if m is not self.baseline else None
+        return ratio.tell(self.min_effect) if ratio else units.NOT_MEASURED
 
     def _tell_reached(self, m: Measurement) -> str:
         found = [run.seconds_to_loss for run in self.kept(m.label)]
@@ -236,8 +241,8 @@ class SeedBench(Bench):
             return f"not reached with {lost} of {len(found)} seeds"
         return units.format_seconds(statistics.fmean(found) if found else None)
 
-    def _steps_column(self) -> tuple[str, list[str]]:
-        return "seeds", [str(len(self.kept(m.label))) for m in self]
+    def _steps_column(self) -> Column:
+        return "seeds", lambda m: str(len(self.kept(m.label)))
 
     def how_timed(self) -> str:
         """How the commands ran, in one sentence."""

@@ -108,7 +108,8 @@ def _title(outcome: Outcome) -> str:
 def _lesson(outcome: Outcome, prefix: str) -> str:
     about = f"<p>{escape(outcome.about)}</p>\n" if outcome.about else ""
     tables = "".join(
-        f"<h4>{escape(each.name)}</h4>\n{_scrolling(each.name, units.html_table(*each.table()))}"
+        f"<h4>{escape(each.name)}</h4>\n"
+        + "".join(_scrolling(each.name, units.html_table(*one[:2])) for one in each.tables())
         for each in outcome.comparisons
     )
     source = "data:image/png;base64,"

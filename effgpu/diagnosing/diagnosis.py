@@ -8,7 +8,7 @@ from effgpu.attaching.sites import Site
 from effgpu.predicting.prediction import FITS, Largest, Prediction
 from effgpu.predicting.timeline import Timeline
 
-# A share of the step. Predicted ratios of times are off by 4 % where all else is known (SPREAD_OF_RATIOS in
+# A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in
 # predicting/time.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
 THRESHOLD = 0.05
 _LISTS = ("findings", "hidden", "perhaps", "examined")

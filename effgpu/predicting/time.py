@@ -147,7 +147,10 @@ SPREAD[COPY] = 0.3  # an A100 copied 12 to 26 GB/s from pinned memory, 3.3 to 10
 # for what nothing checks.
 SPREAD_OF_SOURCES = {TRANSFORMERS: 0.085, CONVOLUTIONAL: 0.21}
 EXTRAPOLATED = 0.1
-SPREAD_OF_RATIOS = 0.04
+# The same for ratios of times, where the steps have less than 1 − DIFFER of the longer one's time in common, and the
+# least where they have all.
+SPREAD_OF_RATIOS = {TRANSFORMERS: 0.1, CONVOLUTIONAL: 0.14}
+DIFFER, LEAST_OF_RATIOS = 0.25, 0.04
 OF_LAYOUTS = 0.25  # of the variance of a kind and format: what its layouts do not share
 NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side
 LAUNCH_RANGE = 0.4, 2.6  # times the usual launch cost: 6 to 40 µs for an operation
@@ -449,20 +452,26 @@ def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
 
 
 def time_ratio(ours: Time, theirs: Time) -> tuple[float, float, float]:
-    """How many times as long one step takes as another on the same GPU, and the range for 9 of 10 transformers.
+    """How many times as long one step takes as another on the same GPU, and the range for 9 of 10 networks.
 
-    What is wrong in both of the predicted times cancels. Raises ValueError for a step without kernels.
+    What is wrong in both of the predicted times cancels, the more so the more the steps have in common.
+
+    Raises ValueError for a step without kernels.
     """
     if not (ours.sources and theirs.sources):
         raise ValueError("expected times of two steps that run kernels, got one that runs none")
     totals = [sum(time.sources.values()) for time in (ours, theirs)]
+    mine, others = (_group(time.sources, 2) for time in (ours, theirs))
+    differ = 1 - (mine & others).total() / max(totals)
+    network = ours.network or theirs.network
+    apart = SPREAD_OF_RATIOS[network[0] if network else TRANSFORMERS] * min(1.0, differ / DIFFER)
     differences = []
     for parts, part in ((2, 1 - OF_LAYOUTS), (3, OF_LAYOUTS)):
         mine, others = (_group(time.sources, parts) for time in (ours, theirs))
         for source in mine | others:
             share = mine[source] / totals[0] - others[source] / totals[1]
             differences.append(_spread(source, ours.gpu) * share * math.sqrt(part))
-    spread = math.hypot(SPREAD_OF_RATIOS, *differences)
+    spread = math.hypot(LEAST_OF_RATIOS, apart, *differences)
     off = math.exp(NINE_OF_TEN * spread)
     slower = [ours.with_launches(times) / theirs.with_launches(times) for times in (1.0, *LAUNCH_RANGE)]
     value = ours.expected / theirs.expected

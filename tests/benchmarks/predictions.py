@@ -57,6 +57,7 @@ def main() -> int:
     chosen = [o for o in times if not o.case.calibrates]
     fitted = ranges.fit([o for o in chosen if not o.time.compiled])
     print(f"{time.__name__}: asked for are {fitted}, set are {time.SPREAD_OF_SOURCES}, {time.EXTRAPOLATED}")
+    print(f"ratios: asked for are {ranges.fit_ratios(times)}, set are {time.SPREAD_OF_RATIOS}")
 
     about_time, title, about_memory = PAGE.read_text(encoding="utf-8").partition("\n## Memory\n")
     version = {r"with PyTorch \S+\. ": f"with PyTorch {torch.__version__.partition('+')[0]}. "}

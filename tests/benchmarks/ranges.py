@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from unittest.mock import patch
 
-from benchmarks.published_times import Outcome
+from benchmarks.published_times import Outcome, find_pairs
 
 from effgpu.predicting import time
 from effgpu.predicting.audited import COLUMNS, CONVOLUTIONAL, TRANSFORMERS, family
@@ -64,6 +65,25 @@ def fit(outcomes: Sequence[Outcome], least: Fit = LEAST) -> Fit:
     return Fit(sources, max(least.extrapolated, unseen))
 
 
+def fit_ratios(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The same for ratios, by the kind of network. A ratio of compiled code to eager has a range of its own."""
+    return {kind: _least_of_ratios(outcomes, kind) for kind in (TRANSFORMERS, CONVOLUTIONAL)}
+
+
+def _least_of_ratios(outcomes: Sequence[Outcome], kind: str) -> float:
+    compiled = {id(o.case) for o in outcomes if o.time.compiled}
+    for width in WIDTHS:
+        with patch.dict(time.SPREAD_OF_RATIOS, {kind: width}):
+            pairs = [pair for pair in find_pairs(outcomes) if pair.ours.convolutional == (kind == CONVOLUTIONAL)]
+        by_source = defaultdict(list)
+        for pair in pairs:
+            if len({id(pair.ours) in compiled, id(pair.theirs) in compiled}) == 1:
+                by_source[pair.ours.source].append(pair.is_inside)
+        if _mean_share(by_source) >= WANTED:
+            return width
+    return WIDTHS[-1]
+
+
 def _others_check(outcome: Outcome, outcomes: Iterable[Outcome]) -> bool:
     return any(cell(o) == cell(outcome) and o.case.source != outcome.case.source for o in outcomes)
 
@@ -80,6 +100,10 @@ def cover(outcomes: Sequence[Outcome], inside: Sequence[bool]) -> float:
     by_source = defaultdict(list)
     for outcome, lies in zip(outcomes, inside):
         by_source[outcome.case.source].append(lies)
+    return _mean_share(by_source)
+
+
+def _mean_share(by_source: dict[str, list[bool]]) -> float:
     shares = [sum(each) / len(each) for each in by_source.values()]
     return sum(shares) / len(shares) if shares else 1.0
 
