@@ -20,6 +20,7 @@ CHECKED = {
     "torch._ops.OpOverload._schema": "2.14.1",
     "torch._dynamo.pgo._CODE_STATE": "2.14.1",
     "torch._dynamo.utils.counters": "2.14.1",
+    "torch._dynamo.convert_frame.FRAME_COUNTER": "2.14.1",
     # to let lessons take turns on a GPU
     "torch._dynamo.callback.callback_handler": "2.14.1",
     "torch.cuda._lazy_call": "2.14.1",
@@ -83,6 +84,12 @@ def __getattr__(name: str) -> object:
 def clear_workspaces() -> None:
     """Give cuBLAS's workspaces back to the GPU's allocator. A PyTorch without CUDA has none."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has met any code since it was loaded or reset."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
 
 def exchange_compiled_shapes(shapes: object) -> object:

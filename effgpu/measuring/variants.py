@@ -13,7 +13,7 @@ import torch
 
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import is_out_of_memory, release_memory
-from effgpu.measuring.torch_internals import exchange_compiled_shapes
+from effgpu.measuring.torch_internals import exchange_compiled_shapes, has_compiled
 from effgpu.measuring.workers import Workers
 
 Step = Callable[[], object]
@@ -117,11 +117,11 @@ class _Settings:
 
 
 def forget_compiled() -> None:
-    """Drop every compiled graph, with the memory of its CUDA graphs, where torch.compile has been loaded.
+    """Drop every compiled graph, with the memory of its CUDA graphs, where anything was compiled: it takes 3 s to load.
 
     Graphs outlive the variant that compiled them: the next one would find them, and its peak would depend on the order.
     """
-    if "torch._dynamo" in sys.modules:
+    if has_compiled():
         torch.compiler.reset()
 
 
