@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
+from time import monotonic
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program, read_program
@@ -38,7 +39,7 @@ from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
-MOST_CALLS = 64  # in which an optimizer has to make a step
+MOST_CALLS, PATIENCE = 64, 10.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
@@ -400,16 +401,20 @@ def count(recorder: Recorder, steps: int) -> Plan:
         yield 1
         recorder.end_step()
 
+    def waits() -> bool:
+        more = calls < MOST_CALLS and monotonic() - began < PATIENCE
+        return recorder.awaits_update and recorder.built and not every and more
+
     recorder.start()
-    calls = every = 0
-    while calls < steps or (recorder.awaits_update and recorder.built and not every and calls < MOST_CALLS):
+    began, calls, every = monotonic(), 0, 0
+    while calls < steps or waits():
         calls += 1
         yield from call(last=calls == steps)
         every = every or calls * bool(recorder.optimizers)
     if not recorder.awaits_update or every == 1 or not recorder.built:
         return
     if not every:
-        recorder.unknown[f"what the optimizer takes, which made no step in {MOST_CALLS} calls"] = None
+        recorder.unknown[f"what the optimizer takes, which made no step in {calls} calls"] = None
         return
     for left in reversed(range(-calls % every or every)):
         yield from call(last=not left)

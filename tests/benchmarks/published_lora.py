@@ -217,7 +217,7 @@ def qwen(size, length, updates=False):
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    optimizer = torch.optim.AdamW(trained) if updates else None
 
     def step():
         texts = torch.zeros(1, length, dtype=torch.long)
