@@ -49,7 +49,7 @@ MUTATIONS = {
     "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[1:])  # new"),
     "26_large_vocabulary": ("return total / (labels != -100).sum()  # new", "return total / len(labels)  # new"),
     "27_keep_or_recompute": (
-        "partial(create_selective_checkpoint_contexts, KEPT)  # new",
+        "partial(create_selective_checkpoint_contexts, keep_products)  # new",
         "partial(create_selective_checkpoint_contexts, [])  # new",
     ),
     "28_profile": ('nn.GELU(approximate="tanh")  # new', "nn.GELU()  # new"),
