@@ -31,6 +31,7 @@ GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#0
 DIM = "#4B5563"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
 MOST_TICKS = 12  # at a sweep's points: more would run into each other
+LONGEST_TICK = 7  # letters, and so would longer ones
 PHASES = {"forward": SKY, "backward": BLUE, "optimizer": ORANGE}
 PHASE_WIDTH = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 STYLE = {
@@ -174,8 +175,9 @@ def _plot_sweep(
         if log:
             ax.set_xscale("log", base=2)
         xs = sorted({x for points in series.values() for x in points})
-        if len(xs) <= MOST_TICKS:
-            ax.set_xticks(xs, [f"{x:.12g}" for x in xs])
+        names = [f"{x:.12g}" for x in xs]
+        if len(xs) <= MOST_TICKS and max(map(len, names)) <= LONGEST_TICK:
+            ax.set_xticks(xs, names)
         low, high = ax.dataLim.intervaly
         ax.set_ylim(min(0, 1.06 * low), max(0, 1.06 * high) or 1)
         _value_axis(ax.yaxis, format_value)

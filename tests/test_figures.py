@@ -297,8 +297,9 @@ def test_a_sweep_draws_a_line_for_each_label_over_what_was_varied():
     assert_readable(figure)
 
 
-def test_the_ticks_of_many_points_do_not_run_into_each_other():
-    figure = plot({"loss": {step: 3 - step / 50 for step in range(1, 61)}}, xlabel="step")
+@pytest.mark.parametrize("xs", [range(1, 61), [0, 0.054322864, 0.108322864, 0.111129319]])
+def test_the_ticks_of_many_points_do_not_run_into_each_other(xs):
+    figure = plot({"loss": {x: 3 - x / 50 for x in xs}}, xlabel="step")
     assert len([text for text in ticks(figure.axes[0].xaxis) if text]) > 3
     assert_readable(figure)
 

@@ -38,7 +38,10 @@ MUTATIONS = {
     "14_compile": ("model.compile()  # new", "pass  # new"),
     "15_lr_schedules": ("if done % every == 0:\n            scheduler.step()", "pass"),
     "16_ladder": ("v, is_causal=True)  # new", "v, is_causal=False)  # new"),
-    "17_distilbert_150k": ("list(LengthGroupedSampler(batch, lengths=lengths))  # new", "list(range(len(lengths)))"),
+    "17_distilbert_150k": (
+        "list(LengthGroupedSampler(batch, lengths=lengths)), batch)  # new",
+        "list(range(len(lengths))), batch)",
+    ),
     "18_pruning": ("last.weight[:, keep])  # new", "last.weight[:, : len(keep)])  # new"),
     "19_inference": ("model.to(workloads.choose_16_bits())  # new", "pass  # new"),
     "20_multi_gpu": ("rows.chunk(dist.get_world_size())[dist.get_rank()]", "rows.chunk(dist.get_world_size())[0]"),
@@ -49,7 +52,7 @@ MUTATIONS = {
     "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[1:])  # new"),
     "26_large_vocabulary": ("return total / (labels != -100).sum()  # new", "return total / len(labels)  # new"),
     "27_keep_or_recompute": (
-        "partial(create_selective_checkpoint_contexts, KEPT)  # new",
+        "partial(create_selective_checkpoint_contexts, keep_products)  # new",
         "partial(create_selective_checkpoint_contexts, [])  # new",
     ),
     "28_profile": ('nn.GELU(approximate="tanh")  # new', "nn.GELU()  # new"),

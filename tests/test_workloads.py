@@ -249,3 +249,15 @@ def test_the_16_bits_are_those_that_a_gpu_does_not_emulate(monkeypatch, supporte
     answers = {True: supported, False: fast}
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: answers[including_emulation])
     assert workloads.choose_16_bits() == format
+
+
+@pytest.mark.parametrize(
+    "device, cap, count",
+    [("cpu", None, 2000), ("cpu", "2", 160), ("cuda", None, 18_000), ("cuda", "2", 200), ("cuda", "0.1", 160)],
+)
+def test_a_training_takes_as_many_texts_as_the_time_allows(monkeypatch, device, cap, count):
+    monkeypatch.setattr(workloads, "find_device", lambda: torch.device(device))
+    if cap:
+        monkeypatch.setenv("EFFGPU_SECONDS", cap)
+    assert workloads.choose_count(0.01, on_cpu=2000) == count
+    assert workloads.choose_count(0.01, on_cpu=2000, most=100) == 100

@@ -32,7 +32,7 @@ from effgpu.course.corpus import check_int
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import choose_16_bits as choose_16_bits  # lessons take it from here
 from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
-from effgpu.measuring.timing import time_for, time_steps
+from effgpu.measuring.timing import cap_seconds, time_for, time_steps
 from effgpu.predicting.hardware import as_it_is
 
 CPU_SIZES = {
@@ -50,6 +50,8 @@ DISTILBERT = {"length": 512, "layers": 6, "width": 768, "heads": 12, "vocabulary
 GPT2_SMALL = {"length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257}
 STEP_SECONDS = 0.03  # of the forward and backward pass on a GPU: what the optimizer takes does not grow with the batch
 MEMORY_SHARE = 1 / 3  # of the GPU
+TRAINING_SECONDS = 180  # what a lesson's trainings take together on a GPU
+FEWEST_TEXTS = 160
 BATCHES = [2**power for power in range(1, 13)]  # 2 to 4096
 TIMED_STEPS = 5
 WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
@@ -265,6 +267,20 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
         if seconds >= STEP_SECONDS / math.sqrt(2):  # twice the batch would be farther off
             break
     return chosen
+
+
+def choose_count(seconds_each: float, on_cpu: int, most: int = 150_000) -> int:
+    """Return how many texts to train on: as many as TRAINING_SECONDS allow on a GPU, where a text takes `seconds_each`.
+
+    A CPU's speed varies too much to measure: it gets `on_cpu` texts. The result is `most` at most, FEWEST_TEXTS at
+    least, and the latter on a CPU where the environment variable EFFGPU_SECONDS cuts measurements short.
+    """
+    seconds = cap_seconds(TRAINING_SECONDS)
+    if find_device().type == "cuda":
+        count = int(seconds / seconds_each)
+    else:
+        count = on_cpu if seconds == TRAINING_SECONDS else 0
+    return min(max(count, FEWEST_TEXTS), most)
 
 
 def choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.device, dict[str, int]]:
