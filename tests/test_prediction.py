@@ -404,13 +404,15 @@ def test_a_step_that_accumulates_is_walked_until_its_update(every):
 
 
 def test_an_optimizer_that_makes_no_step_is_not_known():
-    def training():
+    def training(built):
         model = nn.Linear(8, 8)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return lambda: optimizer and model(torch.ones(8, 8)).sum().backward()
+        optimizer = built and torch.optim.AdamW(model.parameters())
+        return lambda: (optimizer, model(torch.ones(8, 8)).sum().backward())
 
-    predicted = predict(training, "T4")
-    assert "the optimizer takes, which made no step in 64 calls" in str(predicted.unknown)
+    predicted, usual = (predict(partial(training, built), "T4") for built in (True, False))
+    assert "the optimizer takes, which made no step in 64 calls" in str(predicted.unknown) and not usual.unknown
+    assert predicted.segments == usual.segments != (), "of one call"
+    assert len(predicted.events) == len(usual.events)
 
 
 def test_what_a_step_leaves_behind_is_found_and_garbage_is_not():

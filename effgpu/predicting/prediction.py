@@ -409,7 +409,7 @@ def count(recorder: Recorder, steps: int) -> Plan:
     began, calls, every = monotonic(), 0, 0
     while calls < steps or waits():
         calls += 1
-        yield from call(last=calls == steps)
+        yield from call(last=calls >= steps)  # each may be the last one
         every = every or calls * bool(recorder.optimizers)
     if not recorder.awaits_update or every == 1 or not recorder.built:
         return
