@@ -167,7 +167,7 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
 
 def test_a_script_takes_the_sizes_that_keep_a_gpu_busy():
     texts = [patients.script(name, **patients.FILLING) for name in (None, "padding to 512", "tiny batch")]
-    assert [re.search("BATCH = 64, (.*)", text)[1] for text in texts] == ["256", "32", "1"]
+    assert [re.search("BATCH = 64, (.*)", text)[1] for text in texts] == ["256", "128", "1"]
     assert all("width=768" in text for text in texts)
 
 
