@@ -39,7 +39,7 @@ from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
-MOST_CALLS, PATIENCE = 64, 10.0  # in which an optimizer has to make a step: calls, and seconds
+MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"

@@ -148,7 +148,7 @@ SPREAD[COPY] = 0.3  # an A100 copied 12 to 26 GB/s from pinned memory, 3.3 to 10
 SPREAD_OF_SOURCES = {TRANSFORMERS: 0.085, CONVOLUTIONAL: 0.21}
 EXTRAPOLATED = 0.1
 # The same for ratios of times, where the steps have less than 1 − DIFFER of the longer one's time in common, and the
-# least where they have all.
+# least where they have all. Fitted on published ratios; convolutional networks would ask for more: docs/predict.md.
 SPREAD_OF_RATIOS = {TRANSFORMERS: 0.1, CONVOLUTIONAL: 0.14}
 DIFFER, LEAST_OF_RATIOS = 0.25, 0.04
 OF_LAYOUTS = 0.25  # of the variance of a kind and format: what its layouts do not share

@@ -179,10 +179,10 @@ def images(model: str, batch: int, size: int, layout: str, format: str, optimize
     if format == "fp16":
         net, pixels = net.half(), pixels.half()
     labels = torch.zeros(batch, dtype=torch.long)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+    sgd = optimized and torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=False)
 
     def step():
-        sgd.zero_grad(set_to_none=optimized)
+        (sgd or net).zero_grad(set_to_none=optimized)
         with torch.autocast("cuda", torch.float16, enabled="autocast" in format):
             output = net(pixels)
             F.cross_entropy(getattr(output, "logits", output), labels).backward()
