@@ -33,6 +33,29 @@ def test_a_rank_that_fails_is_an_error_with_its_last_words(tmp_path):
         torchrun(str(script))
 
 
+@pytest.mark.parametrize("aborts", [1, 2])
+def test_ranks_that_abort_at_their_end_run_once_more(aborts, tmp_path):
+    script = tmp_path / "train.py"
+    told = "terminate called without an active exception"
+    script.write_text(
+        f"""
+import os, pathlib, sys
+if os.environ["RANK"] == "0":
+    runs = pathlib.Path({str(tmp_path / "runs")!r})
+    runs.write_text("x" + (runs.read_text() if runs.exists() else ""))
+    if len(runs.read_text()) <= {aborts}:
+        sys.exit({told!r})
+    print("well")
+"""
+    )
+    if aborts == 1:
+        assert torchrun(str(script)) == "well\n"
+    else:
+        with pytest.raises(RuntimeError, match=told):
+            torchrun(str(script))
+    assert len((tmp_path / "runs").read_text()) == 2
+
+
 @pytest.mark.usefixtures("group")
 def test_bytes_sent_counts_the_rounds_of_each_collective_operation():
     whole, own = torch.zeros(1000), torch.zeros(500)
