@@ -294,9 +294,8 @@ class Comparison:
                 time, memory = (self._show(m, quantity) for quantity in ("time", "memory"))
             return f"{m.label} {time}" + f", {memory} memory" * (memory != units.NOT_MEASURED)
 
-        return (
-            f"A small model, measured on this CPU, which tells nothing of a GPU's time: {'; '.join(map(tell, self))}."
-        )
+        told = f"A small model, measured on {self.device.label}; that tells nothing of a GPU's time"
+        return f"{told}: {'; '.join(map(tell, self))}."
 
     def _tell_variables(self) -> list[str]:
         return [f"{name}={value} was set." for name, value in self.device.variables.items()]

@@ -239,6 +239,7 @@ def test_predictions_at_full_size_have_a_table_of_their_own_and_a_small_model_on
     assert (headings, cells) == (expected, rows)
     assert told.startswith("Predicted, at full size. Brackets: where about 9 of 10 published times lie")
     assert told.endswith("a GPU's time: old 20.0 ms, 1000 B memory; new 2.00 × faster, 0 % memory.")
+    assert f"measured on {on_cpu.device.label};" in told
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
     on_gpu = tuple(make_measurement(label, device=make_gpu(), sm_clock=1980) for label in ("old", "new"))
     on_gpu = Comparison("big", on_gpu, full_size=full_size, here=here)

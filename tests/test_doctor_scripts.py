@@ -186,8 +186,8 @@ def test_a_scripts_own_loop_goes_on_with_one_thing_changed_in_turns(measure):
         (1980, (), None),
         (1900, ("thermal",), None),
         (1700, ("power cap",), None),
-        (1180, ("power cap",), "1,180 of 1,980 MHz, held down by: power cap; bound by products, a step takes 1.7 ×"),
-        (1700, ("thermal",), "1,700 of 1,980 MHz, held down by: thermal; bound by products, a step takes 1.2 ×"),
+        (1180, ("power cap",), "1,180 of 1,980 MHz, held down by: power cap: a step may take up to 1.7 ×"),
+        (1700, ("thermal",), "1,700 of 1,980 MHz, held down by: thermal: a step may take up to 1.2 ×"),
     ],
 )
 def test_a_clock_that_is_held_down_is_told(clock, reasons, told, measure, monkeypatch):

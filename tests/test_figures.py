@@ -191,7 +191,7 @@ def test_beside_a_prediction_a_cpus_times_are_a_line_and_no_panel(on_cpu):
     figure = plot(replace(on_cpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels="ab")))
     found = [re.split(r", | \(", title)[0] for title in titles(figure)]
     assert found == ["time per step on a T4", "peak memory on a T4"]
-    assert figure.get_supxlabel() == "what a smaller model takes on Test CPU (CPU, 2 cores) stands in the table"
+    assert figure.get_supxlabel() == "what a smaller model takes on Test CPU (CPU, 2 cores) stands below the table"
     assert_readable(figure)
 
 

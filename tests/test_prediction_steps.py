@@ -171,9 +171,6 @@ def test_what_random_fractions_are_in_is_not_known(function):
     assert value == 1 and "reads a" in told[0]
 
 
-# --- deep copies ---
-
-
 def test_a_batch_that_is_cut_out_at_drawn_offsets_has_its_length():
     data = np.arange(10_000) % 100
 
@@ -193,6 +190,9 @@ def test_a_batch_that_is_cut_out_at_drawn_offsets_has_its_length():
     cut, same = (predict(partial(training, drawn), "T4") for drawn in (True, False))
     assert not cut.unknown and same.owners["activations"] > 16 * 256 * 64 * 4
     assert cut.owners["activations"] == pytest.approx(same.owners["activations"], abs=8192)  # the offsets
+
+
+# --- deep copies ---
 
 
 def test_a_deep_copy_is_a_tensor_like_the_first_one():

@@ -11,7 +11,7 @@ from effgpu.measuring.device import describe
 from effgpu.measuring.ops import count_ops
 from effgpu.measuring.timing import time_steps
 
-# What a rank says whose threads outlive it, on a busy CPU: an abort at its end, and the next run is well.
+# The C++ library's words for a thread that was left behind. Seen once, on a busy CPU; the same run was then well.
 _ABORTS = "terminate called without an active exception"
 ROUNDS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1}  # of a ring: reduce, then gather
 

@@ -65,9 +65,8 @@ def tell_slow(clocks: Sequence[tuple[int, tuple[str, ...]]]) -> list[str]:
     if not (clock and most and clock < _FULL * most and (clock < _LOW * most or _SLOWED & {*reasons})):
         return []
     by = f", held down by: {', '.join(reasons)}" if reasons else ""
-    return [
-        f"the GPU runs at {clock:,} of {most:,} MHz{by}; bound by products, a step takes {most / clock:.1f} × as long"
-    ]
+    longer = f"a step may take up to {most / clock:.1f} × as long as at full clock"
+    return [f"the GPU runs at {clock:,} of {most:,} MHz{by}: {longer}"]
 
 
 def read_joules(board) -> float | None:

@@ -232,7 +232,7 @@ class Prediction:
             return ""
         full = f", and the {gpu.name} is full after {room // growth:,} steps" if room > 0 else ""
         lines = [f": {site}" for site, *_ in one.kept if site][:1]
-        return "".join([f"memory grows by {format_bytes(growth)} in each step{full}", *lines])
+        return "".join([f"memory grows by {format_bytes(growth)} in each step (predicted){full}", *lines])
 
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
