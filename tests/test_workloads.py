@@ -252,12 +252,14 @@ def test_the_16_bits_are_those_that_a_gpu_does_not_emulate(monkeypatch, supporte
 
 
 @pytest.mark.parametrize(
-    "device, cap, count",
-    [("cpu", None, 2000), ("cpu", "2", 160), ("cuda", None, 18_000), ("cuda", "2", 200), ("cuda", "0.1", 160)],
+    "device, cap, each, count",
+    [
+        *[("cpu", None, 0.01, 2000), ("cpu", "2", 0.01, 160), ("cuda", None, 0.01, 18_000), ("cuda", "2", 0.01, 200)],
+        *[("cuda", "0.1", 0.01, 160), ("cuda", None, 0.001, 150_000)],
+    ],
 )
-def test_a_training_takes_as_many_texts_as_the_time_allows(monkeypatch, device, cap, count):
+def test_a_training_takes_as_many_texts_as_the_time_allows(monkeypatch, device, cap, each, count):
     monkeypatch.setattr(workloads, "find_device", lambda: torch.device(device))
     if cap:
         monkeypatch.setenv("EFFGPU_SECONDS", cap)
-    assert workloads.choose_count(0.01, on_cpu=2000) == count
-    assert workloads.choose_count(0.01, on_cpu=2000, most=100) == 100
+    assert workloads.choose_count(each, on_cpu=2000) == count

@@ -51,7 +51,7 @@ GPT2_SMALL = {"length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabula
 STEP_SECONDS = 0.03  # of the forward and backward pass on a GPU: what the optimizer takes does not grow with the batch
 MEMORY_SHARE = 1 / 3  # of the GPU
 TRAINING_SECONDS = 180  # what a lesson's trainings take together on a GPU
-FEWEST_TEXTS = 160
+FEWEST_TEXTS, MOST_TEXTS = 160, 150_000
 BATCHES = [2**power for power in range(1, 13)]  # 2 to 4096
 TIMED_STEPS = 5
 WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
@@ -269,18 +269,18 @@ def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> 
     return chosen
 
 
-def choose_count(seconds_each: float, on_cpu: int, most: int = 150_000) -> int:
+def choose_count(seconds_each: float, on_cpu: int) -> int:
     """Return how many texts to train on: as many as TRAINING_SECONDS allow on a GPU, where a text takes `seconds_each`.
 
-    A CPU's speed varies too much to measure: it gets `on_cpu` texts. The result is `most` at most, FEWEST_TEXTS at
-    least, and the latter on a CPU where the environment variable EFFGPU_SECONDS cuts measurements short.
+    A CPU's speed varies too much to measure: it gets `on_cpu` texts. The result is MOST_TEXTS at most, FEWEST_TEXTS
+    at least, and the latter on a CPU where the environment variable EFFGPU_SECONDS cuts measurements short.
     """
     seconds = cap_seconds(TRAINING_SECONDS)
     if find_device().type == "cuda":
         count = int(seconds / seconds_each)
     else:
         count = on_cpu if seconds == TRAINING_SECONDS else 0
-    return min(max(count, FEWEST_TEXTS), most)
+    return min(max(count, FEWEST_TEXTS), MOST_TEXTS)
 
 
 def choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.device, dict[str, int]]:
