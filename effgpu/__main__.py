@@ -139,8 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
     predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, to tell its time")
     predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples or --model")
-    measured_help = "also run the step on this device, and tell who owned its peak"
-    predict.add_argument("--measured", action="store_true", help=measured_help)
     taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
     predict.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
     predict.set_defaults(command=_predict)
@@ -372,7 +370,7 @@ def _predict(chosen: argparse.Namespace) -> int:
         if chosen.trace and len(chosen.gpu or ()) != 1:
             raise ValueError("--trace: expected one --gpu, whose timeline it is")
     with _of_target(chosen.words, _BEFORE_A_PREDICTION) as (target, _):
-        predicted = prediction.predict(target, chosen.gpu, measured=chosen.measured, taken=chosen.taken)
+        predicted = prediction.predict(target, chosen.gpu, taken=chosen.taken)
         if chosen.trace:
             timeline = predicted.timeline()
     if chosen.trace:
@@ -389,8 +387,8 @@ def _predict(chosen: argparse.Namespace) -> int:
 
 
 def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
-    if chosen.words or chosen.measured or chosen.taken is not None:
-        raise _Refused("--model: expected neither a command, nor --measured, nor --taken")
+    if chosen.words or chosen.taken is not None:
+        raise _Refused("--model: expected neither a command nor --taken")
     if chosen.batch is None:
         raise _Refused("--model: expected --batch, the texts of a step")
     if not find_spec("transformers"):

@@ -521,8 +521,6 @@ def test_a_process_of_its_own_gives_what_the_function_gives(here, expected, capf
     predicted = predict("train.py --unused", "T4")
     assert predicted.allocated == pytest.approx(expected[0], rel=0.01) and predicted.verdict() == "fits"
     assert capfd.readouterr() == ("", "")
-    with pytest.raises(ValueError, match="measured: expected False"):
-        predict("train.py", "T4", measured=True)
 
 
 @pytest.mark.usefixtures("here")

@@ -329,7 +329,9 @@ time.sleep(600)
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGHUP"])
 def test_the_script_ends_with_the_command_that_started_it(signal_name, here):  # noqa: F811
     Path("train.py").write_text(WAITING)
-    process = subprocess.Popen([sys.executable, "-m", "effgpu", "predict", "--", "python", "train.py"], stderr=-3)
+    command = [sys.executable, "-m", "effgpu", "predict", "--", "python", "train.py"]
+    heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if these tests run under nohup
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heard)
     deadline = time.monotonic() + 60
     while not (here / "pids").exists() or not (here / "pids").read_text():
         assert time.monotonic() < deadline

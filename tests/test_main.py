@@ -261,13 +261,13 @@ def variant():
 """
 
 
-OWNERS = r"\n  weights .*\(measured here: 1\.00 MiB\)\n  gradients .*\(measured here: 1\.00 MiB\)\n"
+OWNERS = r"\n  weights +1\.00 MiB\n  gradients +1\.00 MiB\n"
 
 
 @pytest.mark.parametrize(
     "width, options, code, told",
     [
-        (512, ["--measured", "--gpu", "T4"], 0, OWNERS),
+        (512, ["--gpu", "T4"], 0, OWNERS),
         (60_000, ["--gpu", "T4"], 3, "T4 .* does not fit"),
         (35_000, ["--gpu", "T4"], 4, "T4 .* may not fit"),
         (60_000, [], 0, "T4 .* does not fit"),

@@ -158,16 +158,6 @@ def test_with_a_cpus_rules_the_count_is_what_the_trace_records(name):
     assert not predicted.unknown and sum(predicted.owners.values()) == predicted.allocated
 
 
-@pytest.mark.usefixtures("without_onednn")
-def test_owners_are_measured_where_the_step_can_run():
-    variant = train(lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)), 4, 3, 32, 32)
-    counted, both = as_a_cpu_counts(variant), predict(variant, "T4", measured=True)
-    assert sum(both.measured.values()) == pytest.approx(peak_bytes(variant, warmup=1), rel=0.01)
-    for owner in prediction.OWNERS[:-1]:  # a kernel's own memory is "other"
-        assert both.measured[owner] == pytest.approx(counted.owners[owner], rel=0.02, abs=0.01 * counted.allocated)
-    assert "  weights" in repr(both) and "(measured here: " in repr(both)
-
-
 # --- a GPU's rules ---
 
 
@@ -540,8 +530,8 @@ def state():
     )
 
 
-@pytest.mark.parametrize("fails_on", [None, "fake tensors", "this device"])
-def test_nothing_global_stays_changed(fails_on):
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_global_stays_changed(fails):
     def variant():
         torch.manual_seed(1)
         x = torch.randn(4, requires_grad=True)
@@ -549,7 +539,7 @@ def test_nothing_global_stays_changed(fails_on):
         def step():
             F.dropout(x).sum().backward()
             torch.get_device_module("cuda")  # PyTorch remembers what it was
-            if fails_on == ("this device" if type(x) is torch.Tensor else "fake tensors"):
+            if fails:
                 raise ValueError("the step's own")
 
         return step
@@ -558,8 +548,8 @@ def test_nothing_global_stays_changed(fails_on):
     before = state()
     torch.get_device_module.cache_clear()
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="the step's own") if fails_on else nullcontext():
-        predict(variant, measured=fails_on == "this device")
+    with pytest.raises(ValueError, match="the step's own") if fails else nullcontext():
+        predict(variant)
     assert state() == before
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ones(2).bfloat16().softmax(0).dtype is torch.bfloat16  # the CPU's own list again
@@ -741,9 +731,6 @@ def test_what_is_predicted_is_what_a_gpu_needs(autocast):
     predicted = predict(variant, here)
     measured = peak_bytes(variant)
     assert predicted.allocated + predicted.workspaces.low == pytest.approx(measured, rel=0.05)
-    owners = predict(variant, here, measured=True).measured
-    for owner in ("weights", "gradients", "optimizer state", "activations"):
-        assert owners[owner] == pytest.approx(predicted.owners[owner], rel=0.05, abs=MiB)
     with memory_limit(predicted.total().high):
         assert peak_bytes(variant) is not None
     with memory_limit(0.8 * predicted.allocated):

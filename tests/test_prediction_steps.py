@@ -192,6 +192,26 @@ def test_a_batch_that_is_cut_out_at_drawn_offsets_has_its_length():
     assert cut.owners["activations"] == pytest.approx(same.owners["activations"], abs=8192)  # the offsets
 
 
+@pytest.mark.parametrize("drawn, differ", [(True, True), (False, False)])
+def test_steps_of_other_sizes_are_said_to_be(drawn, differ):
+    """Numbers that are drawn are known in a walk: each step takes those that it happens to draw."""
+
+    def variant():
+        model = nn.Linear(1024, 1024)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step():
+            rows = int(torch.randint(50, 950, ())) if drawn else 500
+            model(torch.rand(rows, 1024)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    notes = [why for why in predict(variant, "T4").assumptions if why.startswith("steps differ in size")]
+    assert len(notes) == differ and all(re.search(r"make [\d.]+ MiB and [\d.]+ MiB in", why) for why in notes)
+
+
 # --- deep copies ---
 
 

@@ -32,7 +32,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         _replaced(recorder),
         _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
         disguised(),
-        observed_by(recorder),
+        _observed_by(recorder),
         answering_as(recorder.gpu, recorder.note_capability),
         imports.changed({quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page)}),
         recorder.translator(),
@@ -41,7 +41,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def observed_by(recorder: Recorder) -> Iterator[None]:
+def _observed_by(recorder: Recorder) -> Iterator[None]:
     """Inside, `recorder` sees all operations, and which tensors belong to modules and optimizers."""
     from torch.nn.modules import module
     from torch.optim import optimizer

@@ -23,24 +23,24 @@ from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
-from effgpu.measuring.memory import trace
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
-from effgpu.predicting.as_gpu import as_gpu, observed_by
+from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.recorder import COMPILED, UNTIMED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline
-from effgpu.units import NOT_MEASURED, align, check_positive, format_bytes, html_table, with_article
+from effgpu.units import NOT_MEASURED, MiB, align, check_positive, format_bytes, html_table, with_article
 
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
+_VARIES = 1.05  # by this factor or more, two steps differ in size
 _RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
@@ -72,12 +72,11 @@ class Prediction:
     `assumptions` says what was taken for granted, such as the values that the step read. `unknown` says what could not
     be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
-    `measured` divides the peak that was measured on this device in the same way, if that was asked for. `segments` are
-    the kernels of the last step, from which `time` follows. `notes` says what else was seen of a script. `older` is the
-    prediction for GPUs below `holds_from`, on which the step takes other kernels or formats. `paged` are the bytes of
-    an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of the peak.
-    `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns the peak:
-    (line, owner, bytes); `kept` what each step leaves behind, so that memory grows from step to step.
+    `segments` are the kernels of the last step, from which `time` follows. `notes` says what else was seen of a script.
+    `older` is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats. `paged` are
+    the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of
+    the peak. `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns
+    the peak: (line, owner, bytes); `kept` what each step leaves behind, so that memory grows from step to step.
     """
 
     allocated: int
@@ -89,7 +88,6 @@ class Prediction:
     unknown: tuple[str, ...] = ()
     resting: int = 0
     holds_from: tuple[int, int] = (0, 0)
-    measured: Mapping[str, int] | None = None
     segments: tuple[Segment, ...] = ()
     older: "Prediction | None" = None
     notes: tuple[str, ...] = ()
@@ -198,19 +196,9 @@ class Prediction:
         return headings, rows
 
     def _summary(self) -> list[tuple[str, str]]:
-        measured = self.measured or {}
-
-        def tell(size: int, found: int | None) -> str:
-            return format_bytes(size) + (f" (measured here: {format_bytes(found)})" if measured else "")
-
-        owners = [
-            (f"  {name}", tell(size, measured.get(name, 0)))
-            for name, size in self.owners.items()
-            if size or measured.get(name)
-        ]
         return [
-            ("predicted peak, allocated", tell(self.allocated, sum(measured.values()))),
-            *owners,
+            ("predicted peak, allocated", format_bytes(self.allocated)),
+            *((f"  {name}", format_bytes(size)) for name, size in self.owners.items() if size),
             ("predicted reserved", str(self.reserved_range)),
             ("workspaces of cuBLAS and cuDNN", str(self.workspaces)),
             *([("paged, on the GPU or the host", format_bytes(self.paged))] if self.paged else []),
@@ -275,7 +263,6 @@ def predict(
     gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
     *,
     steps: int = STEPS,
-    measured: bool = False,
     taken: float | None = None,
 ) -> Prediction:
     """Predict what a training step takes on a GPU, memory and time, and whether it fits, without a GPU.
@@ -285,10 +272,8 @@ def predict(
     of the optimizer that stepped first. What it has on the CPU is real, its data too; what it moves to the GPU has no
     values, and is written nowhere. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them, or
     None for all known GPUs. `steps` steps are counted after building, or after a script's first. They run on fake
-    tensors, without values. Everything that the variant builds or uses counts as on the GPU. `measured` also runs the
-    variant on this device and says who owned its peak, which takes the memory and the time that the prediction saves.
-    `taken` is the share, from 0 to 1, that each boolean index takes, `nonzero` and the like: where it is not given,
-    what is known, or else half.
+    tensors, without values. Everything that the variant builds or uses counts as on the GPU. `taken` is the share, from
+    0 to 1, that each boolean index takes, `nonzero` and the like: where it is not given, what is known, or else half.
 
     Raises ValueError for an unknown GPU, a share that is none, and a command that starts no Python program. Raises
     RuntimeError, with the reason, for a step that cannot run without values: a result's shape depends on them, or an
@@ -301,10 +286,6 @@ def predict(
     gpus = _find_gpus(gpu)
     walked = partial(walk, variant)
     if isinstance(variant, (str, list, tuple)):
-        if measured:
-            raise ValueError(
-                "measured: expected False for a script: what a step takes on this device, `bench` measures"
-            )
         walked = partial(_walk_script, read_program(variant))
 
     def walk_on(capability: tuple[int, int]) -> Prediction:
@@ -315,7 +296,7 @@ def predict(
     predicted = walk_on((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
         predicted = replace(predicted, older=walk_on(max(older)))
-    return replace(predicted, measured=_measure_owners(variant, steps)) if measured else predicted
+    return predicted
 
 
 def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
@@ -433,6 +414,10 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
     if paged := recorder.paged:
         told = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.assumptions[f"{told}: the time that it takes to move is not counted"] = None
+    if len(made := recorder.made[-3:-1]) > 1 and max(made) > _VARIES * min(made) + MiB:
+        sizes = " and ".join(map(format_bytes, made))
+        differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
+        recorder.assumptions[f"{differ}: the time is the last one's, and the peak that of the larger"] = None
     peak, owners, resting = _divide(recorder)
     return Prediction(
         peak,
@@ -461,15 +446,6 @@ def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:
         if block.born <= at < block.died:
             owners[block.owner] += block.size
     return peak, owners, sum(owners[name] for name in OWNERS[:3])
-
-
-def _measure_owners(variant: Variant, steps: int) -> dict[str, int]:
-    """The measured peak by owner. The recorder sees results of operations; what kernels take inside is "other"."""
-    recorder = Recorder(None)
-    with gc_frozen(), random_states_kept(), observed_by(recorder):
-        run_variant(variant, partial(drive, count(recorder, steps)))
-    seen, owners, _ = _divide(recorder)
-    return owners | {"other": owners["other"] + max(0, trace(variant).peak - seen)}
 
 
 @dataclass(frozen=True, repr=False)

@@ -65,8 +65,7 @@ class Recorder(TorchDispatchMode):
     """Every storage that operations create, as a `Block` with its owner, in order of events.
 
     `capability` is that of the GPU that the step is to run on: it decides between attention's kernels. With None, the
-    step runs as on a CPU: without a GPU's rules, and sizes are not rounded. Within `as_gpu` fake tensors are counted,
-    elsewhere real ones.
+    step runs as on a CPU: without a GPU's rules, and sizes are not rounded. `as_gpu` puts it to work, on fake tensors.
     """
 
     def __init__(self, capability: tuple[int, int] | None):
@@ -107,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
         self._ends: list[int] = []  # of steps
+        self.made = [0]  # bytes, by the forward pass of each step, and of the one that has begun
         self.kept: tuple[tuple[Site | None, str, int], ...] = ()  # by the last step more than by the one before
 
     @classmethod
@@ -135,6 +135,7 @@ class Recorder(TorchDispatchMode):
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
         self.name_owners()
         self._ends.append(self._events)
+        self.made.append(0)
         self.kept = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it
             self.kept = self._find_kept()
@@ -320,6 +321,8 @@ class Recorder(TorchDispatchMode):
         owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         block.place = self._placing
+        if is_forward and torch.is_grad_enabled() and self.is_on_gpu(block):
+            self.made[-1] += block.size
         self._sites[len(self.blocks)] = sites.find_site()
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
