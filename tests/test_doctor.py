@@ -100,6 +100,27 @@ def test_a_fused_attention_saves_no_more_than_its_ceiling():
     assert CAUSES[ATTENTION].change(fused, Observed()) == fused
 
 
+def test_a_softmax_of_what_a_layer_gave_is_no_attention_with_scores():
+    """Linear attention, as in many diffusion models: its products have no scores, and no fused kernel does them."""
+
+    def training(scored):
+        layer = nn.Linear(64, 3 * 64, dtype=torch.bfloat16)
+
+        def step():
+            q, k, v = layer(torch.rand(8, 4, 4096, 64, dtype=torch.bfloat16)).chunk(3, dim=-1)
+            first = q @ k.mT if scored else k.softmax(-2).mT @ v
+            (first.softmax(-1) @ v if scored else q.softmax(-1) @ first).sum().backward()
+
+        return step
+
+    plain, linear = (predict(partial(training, scored), "A100") for scored in (True, False))
+    for predicted, softmaxes in ((plain, 2), (linear, 0)):
+        seen = Observed(events=list(predicted.events))
+        assert sum(CAUSES[ATTENTION].concerns(event, seen) for event in predicted.events) == softmaxes
+    assert CAUSES[ATTENTION].change(plain.timeline(), Observed()).seconds() < 0.5 * plain.timeline().seconds()
+    assert CAUSES[ATTENTION].change(linear.timeline(), Observed()) == linear.timeline()
+
+
 def test_memory_that_grows_is_told_above_all():
     def training(kept):
         model = nn.Linear(256, 256)
@@ -117,6 +138,24 @@ def test_memory_that_grows_is_told_above_all():
     )
     assert told.endswith("kept.append(model(torch.ones(1024, 256)))") and found.to_dict()["warnings"] == [told]
     assert str(found).splitlines()[1] == told and told[:40] in found._repr_html_()
+
+
+def test_a_batch_that_is_held_beside_a_smaller_one_is_no_growth():
+    """The last batch of an epoch is smaller, and a loader may hold the next one already."""
+
+    def variant():
+        model = nn.Linear(1024, 1024)
+        batches = iter([torch.rand(rows, 1024) for rows in (2048, 2048, 1024, 2048, 2048)])
+        held = [next(batches)]
+
+        def step():
+            batch = held.pop()
+            held.append(next(batches) * 1)
+            model(batch).sum().backward()
+
+        return step
+
+    assert not predict(variant, "T4", steps=3).kept
 
 
 @pytest.fixture

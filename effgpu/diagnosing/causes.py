@@ -4,8 +4,9 @@ To add a cause, add a row to `CAUSES`.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from effgpu.attaching.sites import Site
 from effgpu.predicting import kernels
@@ -132,32 +133,53 @@ def _as_tf32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
-_SOFTMAX, _SCORES = ("_softmax", "_softmax_backward_data"), ("bmm", "baddbmm")
+_SOFTMAX, _BATCHED = ("_softmax", "_softmax_backward_data"), ("bmm", "baddbmm")
+_OTHER_PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")
+_BYTES = {"_softmax": (4, 16), "_softmax_backward_data": (6, 20)}  # for each score: 16 bits, and 32 in long rows
 
 
-def _names(event: Event, names: tuple[str, ...]) -> bool:
+def _names(event: Event, names: Iterable[str]) -> bool:
     return any(kernel.name in names for kernel in event.kernels)
 
 
-def _find_scores(events: Sequence[Event]) -> set[int]:
-    """The places of what attention as a formula does to its scores in memory: from one batched product to the next."""
-    found, since = set(), None
+def _find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
+    """The places of what attention as a formula does to its scores in memory, and those of its batched products.
+
+    It is what lies between a batched product and the next, without another product, where a softmax reads as many
+    numbers as the first of them made: a backward pass has as many. Linear attention's softmaxes read other ones.
+    """
+    scores: set[int] = set()
+    products: set[int] = set()
+    sizes: set[int] = set()  # how many scores the softmaxes of forward passes read
+    run: list[int] = []  # the batched products since the last other one
     for place, event in enumerate(events):
-        if _names(event, _SCORES):
-            between = range(since + 1, place) if since is not None else ()
-            if any(_names(events[number], _SOFTMAX) for number in between):
-                found |= {number for number in between if events[number].kind == KERNEL}
-            since = place
-    return found
+        if _names(event, _OTHER_PRODUCTS):
+            run = []
+        elif _names(event, _BATCHED):
+            between = range(run[-1] + 1, place) if run else ()
+            softmaxes = [kernel for number in between for kernel in events[number].kernels if kernel.name in _SOFTMAX]
+            made = {prod(kernel.product[:3]) for at in run for kernel in events[at].kernels if kernel.product}
+            for softmax in softmaxes:
+                least, most = _BYTES[softmax.name]
+                read = {size for size in made if least * size <= softmax.bytes <= most * size}
+                sizes |= read if softmax.name == "_softmax" else set()
+                if read & sizes:
+                    scores |= {number for number in between if events[number].kind == KERNEL}
+            run.append(place)
+            if scores & set(range(run[0], place)):
+                products |= set(run)
+    return scores, products
 
 
 def _fuse_attention(timeline: Timeline, seen: Observed) -> Timeline:
     """Nothing between the batched products, and these as fast as a fused kernel's, which does some of them twice."""
-    scores = _find_scores(timeline.events)
-    if not scores:
-        return timeline  # such products may be something else
-    kept = (event for place, event in enumerate(timeline.events) if place not in scores)
-    return replace(timeline, events=tuple(map(_as_fused, kept)))
+    scores, products = _find_attention(timeline.events)
+    kept = (
+        _as_fused(event) if place in products else event
+        for place, event in enumerate(timeline.events)
+        if place not in scores
+    )
+    return replace(timeline, events=tuple(kept))
 
 
 def _as_fused(event: Event) -> Event:
@@ -167,8 +189,13 @@ def _as_fused(event: Event) -> Event:
         layout = "efficient" if kernel.format in ("fp32", "tf32") else "flash" + " backward" * (event.phase == BACKWARD)
         return kernel._replace(kind=kernels.ATTENTION, product=None, layout=layout, bytes=0)
 
-    changed = (fuse(kernel) if kernel.name in _SCORES else kernel for kernel in event.kernels)
+    changed = (fuse(kernel) if kernel.name in _BATCHED else kernel for kernel in event.kernels)
     return event._replace(kernels=tuple(changed))
+
+
+def _reads_scores(event: Event, seen: Observed) -> bool:
+    scores, _ = _find_attention(seen.events) if _names(event, _SOFTMAX) else ((), ())
+    return any(seen.events[place] is event for place in scores)
 
 
 def _tell_loading(seen: Observed, events: list[Event]) -> str:
@@ -215,7 +242,7 @@ CAUSES = {
             ATTENTION,
             "12",
             lambda seen: "scaled_dot_product_attention(q, k, v), or need_weights=False for nn.MultiheadAttention",
-            lambda event, seen: _names(event, _SOFTMAX),
+            _reads_scores,
             _fuse_attention,
             lambda seen, events: f"{len(events)} softmaxes read their scores from memory",
         ),

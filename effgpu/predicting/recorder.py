@@ -135,18 +135,22 @@ class Recorder(TorchDispatchMode):
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
         self.name_owners()
         self._ends.append(self._events)
-        self.made.append(0)
         self.kept = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it
             self.kept = self._find_kept()
+        self.made.append(0)
 
     def _find_kept(self) -> tuple[tuple[Site | None, str, int], ...]:
-        kept = Counter()
-        for place, block in enumerate(self.blocks if len(self._ends) > 1 else ()):
+        if len(self._ends) < 2:
+            return ()
+        kept, blocks = Counter(), Counter()
+        for place, block in enumerate(self.blocks):
             if self.is_on_gpu(block):
                 more = (block.died == math.inf) - (block.born <= self._ends[-2] < block.died)
-                kept[self._sites.get(place), block.owner] += more * block.size
-        return tuple((*key, size) for key, size in kept.most_common() if size > 0) if kept.total() > 0 else ()
+                kept[key := (self._sites.get(place), block.owner)] += more * block.size
+                blocks[key] += more  # none, where a batch that is held makes room for a larger one
+        grown = tuple((*key, size) for key, size in kept.most_common() if size > 0 and blocks[key] > 0)
+        return grown if kept.total() > 0 else ()
 
     def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:
         """The bytes at the peak by line and owner, the most first."""
