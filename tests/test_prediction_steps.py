@@ -212,6 +212,71 @@ def test_steps_of_other_sizes_are_said_to_be(drawn, differ):
     assert len(notes) == differ and all(re.search(r"make [\d.]+ MiB and [\d.]+ MiB in", why) for why in notes)
 
 
+def test_rows_that_are_repeated_have_the_length_that_was_said():
+    """As where texts of known lengths are packed: each position gets its text's number."""
+
+    def variant(lengths):
+        layer = nn.Linear(256, 256)
+
+        def step():
+            numbers = torch.arange(4).repeat_interleave(lengths() if callable(lengths) else torch.tensor(lengths))
+            layer(torch.rand(len(numbers), 256)).sum().backward()
+
+        return step
+
+    short, long = (predict(partial(variant, [rows] * 4), "T4").owners["activations"] for rows in (1024, 4096))
+    assert long == pytest.approx(4 * short, rel=0.01)
+    with pytest.raises(RuntimeError, match=r"depends on values, by aten\.repeat_interleave"):
+        predict(partial(variant, lambda: torch.rand(4).mul(9).long()), "T4")
+
+
+# --- attention of one's own ---
+
+
+def attending(compiles=True, score_mod=None, flexible=True):
+    from torch.nn.attention import flex_attention as flex
+
+    def variant():
+        layer, bias = nn.Linear(512, 3 * 512, dtype=torch.bfloat16), nn.Parameter(torch.zeros(8))
+        attend = torch.compile(flex.flex_attention) if compiles else flex.flex_attention
+        scored = score_mod and score_mod(bias)
+
+        def step():
+            texts = torch.rand(4, 1024, 512, dtype=torch.bfloat16)
+            q, k, v = (each.view(4, 1024, 8, 64).transpose(1, 2) for each in layer(texts).chunk(3, -1))
+            if flexible:
+                mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 1024, 1024, device="cpu")
+                out = attend(q, k, v, score_mod=scored, block_mask=mask)
+            else:
+                out = nn.functional.scaled_dot_product_attention(q, k, v)
+            out.sum().backward()
+
+        return step
+
+    return variant
+
+
+def test_flex_attention_is_one_kernel_in_compiled_code():
+    flexible, flash = (predict(attending(flexible=flexible), "A100") for flexible in (True, False))
+    assert flexible.owners["activations"] == pytest.approx(flash.owners["activations"], rel=0.02)
+    attention = [predicted.time("A100").table["attention"] for predicted in (flexible, flash)]
+    assert attention[0][1:] == pytest.approx(attention[1][1:], rel=0.01)
+    assert flexible.unknown == ("how long FlexAttention takes, counted as if its mask left out no block",)
+    assert flexible.verdict("A100") == "fits"
+
+
+@pytest.mark.parametrize(
+    "variant, why",
+    [
+        (attending(compiles=False), "in compiled code alone"),
+        (attending(score_mod=lambda bias: lambda score, b, h, i, j: score + bias[h]), "weights of its own"),
+    ],
+)
+def test_flex_attention_that_takes_another_way_is_refused(variant, why):
+    with pytest.raises(RuntimeError, match=f"predict: FlexAttention .*{why}"):
+        predict(variant, "A100")
+
+
 # --- deep copies ---
 
 

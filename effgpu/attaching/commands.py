@@ -108,7 +108,7 @@ def read_program(given: str | Sequence[str]) -> Program:
     if not path.is_file() and path.suffix != ".py" and (found := shutil.which(words[0])):
         path = Path(found)  # such as a library's own command: a script of Python's, if it is one
     if not path.is_file():
-        raise ValueError(f"{words[0]}: expected a Python file, as in `python train.py`")
+        raise ValueError(f"{words[0]}: expected a Python file, as in `python train.py`, and there is none of this name")
     if path.suffix != ".py" and not _starts_python(path):
         raise ValueError(f"{words[0]}: expected a Python program, as in `python train.py`: what it starts is not seen")
     return Program(python, str(path), False, tuple(words[1:]), command)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from effgpu.measuring.torch_internals import FakeTensorMode
-from effgpu.predicting import imports, quantized
+from effgpu.predicting import flex, imports, quantized
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import answering_as, replaced
 from effgpu.predicting.parameters import making_fakes
@@ -34,7 +34,12 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         disguised(),
         _observed_by(recorder),
         answering_as(recorder.gpu, recorder.note_capability),
-        imports.changed({quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page)}),
+        imports.changed(
+            {
+                quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page),
+                flex.MODULE: functools.partial(flex.in_one_kernel, recorder),
+            }
+        ),
         recorder.translator(),
     ):
         yield
@@ -103,7 +108,11 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         @functools.wraps(function)
         def run(*args, **kwargs):  # what is never called is never compiled
             note_compiled()
-            return function(*args, **kwargs)
+            recorder.compiled += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.compiled -= 1
 
         return run
 
@@ -115,6 +124,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     def run_uncompiled(callback):
         if callback:
             note_compiled()
+            recorder.compiled += 1  # for good: where such code ends is not seen
 
     def note_compiled():
         from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now

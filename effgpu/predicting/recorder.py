@@ -52,6 +52,7 @@ _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 # whose results have shapes that depend on values
 _BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
+_BY_VALUES |= {aten.repeat_interleave}
 
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
 UNTIMED = "how long"  # begins what is not known of the time alone
@@ -105,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self.loop = drive.__code__  # the code that runs the steps: lines further out are not the step's
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
+        self.compiled = 0  # how deep in code that would be compiled
         self._ends: list[int] = []  # of steps
         self.made = [0]  # bytes, by the forward pass of each step, and of the one that has begun
         self.kept: tuple[tuple[Site | None, str, int], ...] = ()  # by the last step more than by the one before
@@ -560,6 +562,8 @@ class Recorder(TorchDispatchMode):
             indices = [index for part in parts for index in part] if parts else indices
             return func, (tensor, indices), kwargs, None
         given = args[0]
+        if name == "repeat_interleave":
+            return func, args, kwargs, self._repeat(func, given, kwargs.get("output_size"))
         if name == "nonzero":
             return func, args, kwargs, self._find(given)
         if name == "masked_select":
@@ -624,6 +628,22 @@ class Recorder(TorchDispatchMode):
             self._note(aten.nonzero.default, (tensor,), {}, found)
         self._wait()
         return found
+
+    def _repeat(self, func, repeats: torch.Tensor, size: int | None) -> torch.Tensor | None:
+        """How often each row is taken, as indices; None where nobody knows how many these are."""
+        known = self.values.of(repeats)
+        if size is None and known is None:
+            return None
+        if size is None:
+            self._wait()
+            with _disable_current_modes():
+                size = int(known.sum())
+        made = self._empty((size,), repeats.dtype)
+        self._see(made)
+        self.values.follow(func, (repeats,), {}, made)
+        if self.segments and self.capability:
+            self._note(func, (repeats,), {}, made)
+        return made
 
     def _empty(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
         return aten.empty.memory_format(shape, dtype=dtype, device="cpu")
