@@ -8,8 +8,9 @@ from torchvision.utils import save_image
 
 from effgpu.course import corpus, hub
 
-NAMES = {"YELP": "texts", "CIFAR": "images", "DISTILBERT": "bert", "DISTILGPT2": "gpt2", "SMOLLM": "gpt2"}
+NAMES = {"YELP": "texts", "CIFAR": "images", "DISTILBERT": "bert", "DISTILGPT2": "gpt2", "QWEN": "qwen"}
 GPT2 = {"vocab_size": 1000, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 2}
+QWEN = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32}
 BERT = {"vocab_size": 1000, "dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2}
 
 
@@ -20,6 +21,9 @@ def save(folder: Path) -> dict[str, str]:
     torch.manual_seed(0)
     models = {
         "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+        "qwen": transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**QWEN, num_attention_heads=2, num_key_value_heads=1, dtype="bfloat16")
+        ).bfloat16(),
         "bert": transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**BERT)),
     }
     for name, model in models.items():

@@ -83,9 +83,25 @@ def test_a_classifier_has_the_saved_weights_and_trains(saved):
     assert model.training and model(torch.tensor([[1, 2]])).logits.shape == (1, 3)
 
 
-def test_a_language_model_has_the_saved_weights(saved):
-    model = hub.load_language_model(str(saved / "gpt2"))
+def test_a_language_model_has_the_saved_weights_in_32_bits(saved):
+    model = hub.load_language_model(str(saved / "qwen"))
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(saved / "qwen")
     assert model.training and model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 1000)
+    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert ours.dtype is torch.float32 and other.dtype is torch.bfloat16 and torch.equal(ours, other.float())
+
+
+def test_tokens_of_reviews_follow_each_other(stand_ins):
+    tokens = hub.read_tokens(hub.QWEN, 3, 500)
+    texts = hub.load_texts(hub.YELP, train=24, test=1)["train"]["text"][:]
+    tokenizer = hub.load_tokenizer(hub.QWEN)
+    expected = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    assert tokens.shape == (3, 500) and tokens.dtype is torch.int64
+    assert tokens.flatten().tolist()[: len(expected)] == expected[:1500]
+    with pytest.raises(ValueError, match="batch: expected at least 1"):
+        hub.read_tokens(hub.QWEN, 0, 5)
+    with pytest.raises(ValueError, match=r"expected 1000000000 tokens, found \d+ in all"):
+        hub.read_tokens(hub.QWEN, 1000, 1_000_000)
 
 
 def test_the_courses_transformer_computes_what_gpt_2_does(stand_ins):
@@ -128,7 +144,7 @@ CALLS = {
     "hub.load_images(hub.CIFAR, 1, 1)": hub.CIFAR,
     "hub.load_tokenizer(hub.DISTILBERT)": hub.DISTILBERT,
     "hub.load_classifier(hub.DISTILBERT, 2)": hub.DISTILBERT,
-    "hub.load_language_model(hub.SMOLLM)": hub.SMOLLM,
+    "hub.load_language_model(hub.QWEN)": hub.QWEN,
     "hub.text_classifier(batch=1, device='cpu')": hub.YELP,
 }
 
@@ -198,7 +214,8 @@ def test_the_real_names_lead_to_what_the_lessons_expect():
     tokenizer = hub.load_tokenizer(hub.DISTILBERT)
     batch = tokenizer(["good", "bad and long"], padding=True, return_tensors="pt")
     assert hub.load_classifier(hub.DISTILBERT, 5)(**batch).logits.shape == (2, 5)
-    assert sum(each.numel() for each in hub.load_language_model(hub.SMOLLM).parameters()) > 1e8
+    qwen = hub.load_language_model(hub.QWEN)
+    assert qwen.config.vocab_size == 151_936 and hub.read_tokens(hub.QWEN, 2, 100).shape == (2, 100)
     assert hub.load_resnet(10)(torch.rand(1, 3, 32, 32)).shape == (1, 10)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(hub.DISTILGPT2).eval()
     model, texts, _ = hub.language_model(batch=2, length=32, device="cpu")

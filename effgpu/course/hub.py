@@ -27,7 +27,7 @@ YELP = "Yelp/yelp_review_full"  # 650,000 reviews with 1 to 5 stars, and 50,000 
 CIFAR = "uoft-cs/cifar10"  # 50,000 images of 32 × 32 pixels in 10 classes, and 10,000 held out: 0.15 GB
 DISTILBERT = "distilbert/distilbert-base-uncased"  # 66 million weights: 0.3 GB
 DISTILGPT2 = "distilbert/distilgpt2"  # 82 million weights, 6 blocks: 0.4 GB
-SMOLLM = "HuggingFaceTB/SmolLM2-135M"  # 135 million weights: 0.3 GB
+QWEN = "Qwen/Qwen3-0.6B"  # 596 million weights, a vocabulary of 151,936: 1.5 GB
 
 
 def load_texts(name: str | None, train: int, test: int, seed: int = 0) -> "DatasetDict":
@@ -82,11 +82,11 @@ def load_classifier(name: str, classes: int) -> "PreTrainedModel":
 
 
 def load_language_model(name: str) -> "PreTrainedModel":
-    """Return a pretrained causal language model, ready to train. Raises ConnectionError."""
+    """Return a pretrained causal language model, its weights in fp32, ready to train. Raises ConnectionError."""
     from transformers import AutoModelForCausalLM
 
     with _reaching(name):
-        return AutoModelForCausalLM.from_pretrained(name).train()
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()
 
 
 def load_resnet(classes: int) -> nn.Module:
@@ -162,6 +162,23 @@ def read_texts(
     device = workloads.find_device() if device is None else torch.device(device)
     tokens, labels, _ = _read_reviews(split, count, length, seed)
     return torch.tensor(tokens, device=device), torch.tensor(labels, device=device)
+
+
+def read_tokens(name: str, batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Return reviews of YELP as tokens of a model's tokenizer, one behind the other: int64 [batch, length], on the CPU.
+
+    Raises ConnectionError, and TypeError or ValueError for a bad argument.
+    """
+    corpus.check_int("batch", batch, least=1)
+    corpus.check_int("length", length, least=1)
+    count, tokens, tokenizer = 0, [], load_tokenizer(name)
+    while len(tokens) < batch * length:
+        count += batch * length // 64 + 1  # a review has about 180 tokens
+        texts = load_texts(YELP, train=count, test=1, seed=seed)["train"]["text"][:]
+        tokens = [token for one in tokenizer(texts)["input_ids"] for token in one]
+        if len(tokens) < batch * length and len(texts) < count:
+            raise ValueError(f"{YELP}: expected {batch * length} tokens, found {len(tokens)} in all")
+    return torch.tensor(tokens[: batch * length]).view(batch, length)
 
 
 def _with_weights_of(name: str, dropout: float) -> workloads.Transformer:
