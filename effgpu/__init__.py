@@ -58,8 +58,8 @@ def __getattr__(name: str):
         library = (error.name or "").partition(".")[0]
         if library not in _OPTIONAL:
             raise
-        told = f"effgpu.{name} needs {library}: pip install {library}"
-        raise ModuleNotFoundError(told, name=error.name) from error
+        text = f"effgpu.{name} needs {library}: pip install {library}"
+        raise ModuleNotFoundError(text, name=error.name) from error
     if name == "tick":  # called once per step: from now on read without this function
         globals()[name] = value
     return value

@@ -578,8 +578,8 @@ def _bench(chosen: argparse.Namespace) -> int:
     if chosen.seeds and result.seeds_change_nothing:
         return UNCLEAR
     exceeded, unclear = result.judge(chosen.fail_if_slower, chosen.fail_if_more_memory)
-    for told in [*exceeded, *unclear]:
-        print(f"effgpu: {told}", file=sys.stderr)
+    for verdict in [*exceeded, *unclear]:
+        print(f"effgpu: {verdict}", file=sys.stderr)
     return EXCEEDED if exceeded else UNCLEAR if unclear else SUCCEEDED
 
 

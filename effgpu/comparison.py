@@ -192,11 +192,11 @@ class Comparison:
         if not self.full_size:
             return measured
         columns = [("predicted", lambda m: m.label), *self._full_size_columns()]
-        told = ["Predicted, at full size. Brackets: where about 9 of 10 published times lie (docs/predict.md)."]
-        told += self._say_what_is_unchecked()
+        lines = ["Predicted, at full size. Brackets: where about 9 of 10 published times lie (docs/predict.md)."]
+        lines += self._say_what_is_unchecked()
         if self.device.kind == "cuda":
-            return [*measured, (*self._fill(columns), " ".join(told))]
-        return [(*self._fill(columns), " ".join([*told, self._tell_small(), *self._tell_variables()]))]
+            return [*measured, (*self._fill(columns), " ".join(lines))]
+        return [(*self._fill(columns), " ".join([*lines, self._tell_small(), *self._tell_variables()]))]
 
     def table(self) -> Table:
         """Headings and a row of strings for each variant, of what was measured."""
@@ -264,26 +264,26 @@ class Comparison:
         shown = (name for name in ("torch", "cuda") if name in self.device.versions)
         versions = " ".join(f"{name} {self.device.versions[name]}" for name in shown)
         whose = "" if self.device.kind == "cuda" else "; a CPU's times, not a GPU's"
-        told = [f"{', '.join(filter(None, [self.device.label, versions]))}{whose}."]
+        lines = [f"{', '.join(filter(None, [self.device.label, versions]))}{whose}."]
         if len(self) > 1:
-            told.append("“2 × faster” takes half the time, “2 × slower” twice.")
+            lines.append("“2 × faster” takes half the time, “2 × slower” twice.")
             together = ", for all of them together" if self.confidence > CONFIDENCE else ""
-            told.append(f"Brackets: the {100 * CONFIDENCE:g} % interval{together}.")
+            lines.append(f"Brackets: the {100 * CONFIDENCE:g} % interval{together}.")
             if CONTROL in self:
-                told.append("The control shows the noise of this machine.")
+                lines.append("The control shows the noise of this machine.")
         if off := self._say_how_far_off():
-            told.append(f"Against the prediction: {off}.")
+            lines.append(f"Against the prediction: {off}.")
         clocks = [m.sm_clock for m in self if m.sm_clock]
         reasons = ", ".join(sorted({reason for m in self for reason in m.throttled}))
         if clocks and (reasons or max(clocks) > _STEADY * min(clocks)):
-            told.append(
+            lines.append(
                 f"SM clock {' to '.join(dict.fromkeys(map(str, (min(clocks), max(clocks)))))} MHz"
                 + f", at times held down by {reasons}" * bool(reasons)
                 + "."
             )
-        told += self._tell_variables()
-        told += filter(None, [self.how_timed()])
-        return " ".join(told)
+        lines += self._tell_variables()
+        lines += filter(None, [self.how_timed()])
+        return " ".join(lines)
 
     def _tell_small(self) -> str:
         """What a CPU measured, in one sentence, without intervals."""
@@ -294,8 +294,8 @@ class Comparison:
                 time, memory = (self._show(m, quantity) for quantity in ("time", "memory"))
             return f"{m.label} {time}" + f", {memory} memory" * (memory != units.NOT_MEASURED)
 
-        told = f"A small model, measured on {self.device.label}; that tells nothing of a GPU's time"
-        return f"{told}: {'; '.join(map(tell, self))}."
+        text = f"A small model, measured on {self.device.label}; that tells nothing of a GPU's time"
+        return f"{text}: {'; '.join(map(tell, self))}."
 
     def _tell_variables(self) -> list[str]:
         return [f"{name}={value} was set." for name, value in self.device.variables.items()]
@@ -315,12 +315,12 @@ class Comparison:
 
     def _say_how_far_off(self) -> str:
         """What was measured over what was predicted: +8 % is more than predicted."""
-        told = []
+        lines = []
         for label, predicted in self.predicted.items():
             measured = {quantity: self.ratio(label, quantity) for quantity in predicted}
             off = [f"{q} {units.format_change(ratio / predicted[q])}" for q, ratio in measured.items() if ratio]
-            told += [f"{label} {', '.join(off)}"] if off else []
-        return "; ".join(told)
+            lines += [f"{label} {', '.join(off)}"] if off else []
+        return "; ".join(lines)
 
     def alt_text(self) -> str:
         """The verdicts in one line, for those who cannot see the plot."""
@@ -352,14 +352,14 @@ class Comparison:
         return found
 
     def __repr__(self) -> str:
-        tables = ("\n".join([*units.align([headings, *rows]), told]) for headings, rows, told in self.tables())
+        tables = ("\n".join([*units.align([headings, *rows]), caption]) for headings, rows, caption in self.tables())
         return "\n\n".join(tables)
 
     def _repr_html_(self) -> str:
         side = "caption-side: bottom; text-align: left"
         return "".join(
-            f'<table><caption style="{side}">{html.escape(told)}</caption>{units.html_table(headings, rows)}</table>'
-            for headings, rows, told in self.tables()
+            f'<table><caption style="{side}">{html.escape(caption)}</caption>{units.html_table(headings, rows)}</table>'
+            for headings, rows, caption in self.tables()
         )
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
@@ -446,8 +446,8 @@ def _apply(variants: object, settings: Mapping[str, Mapping[str, object]] | None
     if settings is None:
         return check_variants(variants)
     if not is_function(variants):
-        told = f"expected one function, to be called with the keywords of each label, got {type(variants).__name__}"
-        raise TypeError(f"variants: {told}")
+        text = f"expected one function, to be called with the keywords of each label, got {type(variants).__name__}"
+        raise TypeError(f"variants: {text}")
     if not isinstance(settings, Mapping) or not all(isinstance(given, Mapping) for given in settings.values()):
         raise TypeError(f"settings: expected a mapping such as {{'bf16': {{'autocast': True}}}}, got {settings!r}")
     return check_variants({label: partial(variants, **keywords) for label, keywords in settings.items()}, "settings")
@@ -460,8 +460,8 @@ def check_predicted(given: Mapping | None, labels: Sequence[str]) -> dict[str, d
         raise TypeError(f"predicted: expected a mapping of labels to quantities, got {type(given).__name__}")
     for label, ratios in given.items():
         if label not in labels[1:]:
-            told = f"labels out of {labels[1:]}, the variants but the baseline"
-            raise ValueError(f"predicted: expected {told}, got {label!r}")
+            text = f"labels out of {labels[1:]}, the variants but the baseline"
+            raise ValueError(f"predicted: expected {text}, got {label!r}")
         if not isinstance(ratios, Mapping):
             raise TypeError(f"predicted[{label!r}]: expected a mapping such as dict(time=0.5), got {ratios!r}")
         if unknown := [quantity for quantity in ratios if quantity not in QUANTITIES]:

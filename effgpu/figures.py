@@ -232,10 +232,10 @@ def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
         _draw_legend(figure, axes)
         devices = {m.device.label: m.device.kind for m in comparison}  # of a bench, there may be two
         notes = [label + " – a CPU's times, not a GPU's" * (kind == "cpu") for label, kind in devices.items()]
-        told = f"measured on {'; '.join(notes)}"
+        text = f"measured on {'; '.join(notes)}"
         if comparison.full_size and comparison.device.kind == "cpu":
-            told = f"what a smaller model takes on {comparison.device.label} stands below the table"
-        figure.supxlabel(told, fontsize=8, x=0.01, ha="left", color=DIM)
+            text = f"what a smaller model takes on {comparison.device.label} stands below the table"
+        figure.supxlabel(text, fontsize=8, x=0.01, ha="left", color=DIM)
         _fit_texts(figure, axes)
     return figure
 

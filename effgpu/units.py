@@ -52,10 +52,10 @@ def format_speed(ratio: float | None, low: float | None = None, high: float | No
         return NOT_MEASURED
     inverted = 1 / ratio, high and 1 / high, low and 1 / low
     word, values = ("slower", (ratio, low, high)) if ratio > 1 else ("faster", inverted)
-    told, *ends = [_three_digits(value) for value in values if value is not None]
-    if told == "1.00" and not ends:
+    text, *ends = [_three_digits(value) for value in values if value is not None]
+    if text == "1.00" and not ends:
         return "same"
-    return f"{told} × {word}" + (f" [{', '.join(ends)}]" if ends else "")
+    return f"{text} × {word}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def format_change(ratio: float | None) -> str:
@@ -78,13 +78,13 @@ def read_ratio(name: str, value: object) -> float:
     """
     if isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
-    told = str(value).strip().replace("−", "-") if isinstance(value, str) else ""
-    told = re.sub(r"(?<=\d),(?=\d{3}\b)", "", told)  # as in "+1,200 %"
-    if told == "same":
+    text = str(value).strip().replace("−", "-") if isinstance(value, str) else ""
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)  # as in "+1,200 %"
+    if text == "same":
         return 1.0
-    if (speed := re.fullmatch(r"(\d+\.?\d*) *[×x]? +(faster|slower)", told)) and float(speed[1]) > 0:
+    if (speed := re.fullmatch(r"(\d+\.?\d*) *[×x]? +(faster|slower)", text)) and float(speed[1]) > 0:
         return float(speed[1]) if speed[2] == "slower" else 1 / float(speed[1])
-    if (change := re.fullmatch(r"([+-]?\d+\.?\d*) *%", told)) and float(change[1]) > -100:
+    if (change := re.fullmatch(r"([+-]?\d+\.?\d*) *%", text)) and float(change[1]) > -100:
         return 1 + float(change[1]) / 100
     raise ValueError(
         f"{name}: expected a ratio to the baseline, a positive number or text as '2 × faster' or '-50 %', got {value!r}"

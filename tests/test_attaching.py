@@ -788,7 +788,7 @@ def test_an_optimizer_of_the_cpus_is_no_kernel_of_the_gpus(run):
         (
             "from torch.nn.attention.flex_attention import flex_attention\n"
             "x = torch.randn(1, 1, 128, 64, device='cuda')\nflex_attention(x, x, x)",
-            "scaled_dot_product_attention in its place",
+            "FlexAttention is predicted in compiled code alone, as in torch.compile(flex_attention)",
         ),
     ],
     ids=["nested", "flex"],

@@ -15,7 +15,7 @@ from torch.backends import cudnn
 
 from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
-from effgpu.measuring.variants import Stage, check_variants, run_variant
+from effgpu.measuring.variants import BuiltVariants, check_variants, run_variant
 
 pytestmark = pytest.mark.usefixtures("short_collections")
 
@@ -76,12 +76,12 @@ def test_returns_what_the_action_makes_of_the_step_and_frees_the_rest():
 def test_out_of_memory_and_an_interrupt_free_all_that_is_built_although_the_error_is_kept(place, fault, error, line):
     sound = Watched()
     faulty = Watched() if place == "action" else Watched(**{place: fault})
-    with Stage({"sound": sound, "faulty": faulty}) as stage:
-        stage.turn("sound", call)
+    with BuiltVariants({"sound": sound, "faulty": faulty}) as built:
+        built.turn("sound", call)
         with pytest.raises(error) as caught:
-            stage.turn("faulty", lambda step: fault() if place == "action" else step())
+            built.turn("faulty", lambda step: fault() if place == "action" else step())
         assert faulty.models and not faulty.alive and not sound.alive
-        stage.turn("sound", call)
+        built.turn("sound", call)
         assert len(sound.models) == 2, "what was freed is built again"
     assert line in "".join(traceback.format_exception(caught.value)), "the line that failed"
 
@@ -133,9 +133,9 @@ def test_a_switch_that_a_step_sets_in_a_later_turn_is_in_force_in_its_own_later_
         seen[label].append(torch.get_num_threads())
         torch.set_num_threads(threads or seen[label][-1])
 
-    with Stage(dict.fromkeys("ab", lambda: fail)) as stage:
+    with BuiltVariants(dict.fromkeys("ab", lambda: fail)) as built:
         for label, threads in [("a", 0), ("a", n + 1), ("b", 0), ("a", n + 2), ("b", 0), ("a", n), ("a", 0)]:
-            stage.turn(label, partial(action, label, threads))
+            built.turn(label, partial(action, label, threads))
             assert torch.get_num_threads() == n
     assert seen == {"a": [n, n, n + 1, n + 2, n], "b": [n, n]}
 
@@ -175,9 +175,9 @@ def compiled_variant(compiler, *batches):
 )
 def test_each_variant_gets_the_graphs_that_it_would_get_alone(batches, order, dynamic, compiler):
     """Another variant's batch size makes no graph dynamic, but a variant that changes its own gets a dynamic one."""
-    with Stage({"a": compiled_variant(compiler, *batches), "b": compiled_variant(compiler, 6)}) as stage:
+    with BuiltVariants({"a": compiled_variant(compiler, *batches), "b": compiled_variant(compiler, 6)}) as built:
         for label in order:
-            stage.turn(label, call)
+            built.turn(label, call)
     assert compiler.dynamic == dynamic
 
 
@@ -191,9 +191,9 @@ def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_the
 
     limit = torch._dynamo.config.recompile_limit
     labels = [str(number) for number in range(limit + 4)]
-    with Stage(dict.fromkeys(labels, each_time)) as stage:
+    with BuiltVariants(dict.fromkeys(labels, each_time)) as built:
         for label in labels:
-            stage.turn(label, call)
+            built.turn(label, call)
     assert len(compiler.dynamic) == limit + 4 and torch._dynamo.config.recompile_limit == limit
 
 
@@ -224,17 +224,17 @@ def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_va
         return read
 
     before = read()
-    with Stage({"changed": variant, "plain": lambda: read}) as stage:
-        first = stage.turn("changed", call)
+    with BuiltVariants({"changed": variant, "plain": lambda: read}) as built:
+        first = built.turn("changed", call)
         assert first != before == read()
         for label, expected in [("plain", before), ("changed", first), ("plain", before), ("changed", first)]:
-            assert stage.turn(label, call) == expected
+            assert built.turn(label, call) == expected
             assert read() == before
 
 
 TF32 = """
 import gc, torch, warnings
-from effgpu.measuring.variants import Stage
+from effgpu.measuring.variants import BuiltVariants
 warnings.simplefilter("ignore")
 gc.freeze()
 kinds = ["", ".cuda.matmul", ".cudnn", ".cudnn.conv", ".cudnn.rnn", ".mkldnn.matmul", ".mkldnn.conv", ".mkldnn.rnn"]
@@ -255,8 +255,8 @@ def variant():
 changed = 0
 for way in ways:
     before = read()
-    with Stage({"set": variant, "plain": lambda: read}) as stage:
-        turns = [(stage.turn(label, lambda step: step()), read()) for label in ["set", "plain", "set", "set", "plain"]]
+    with BuiltVariants({"set": variant, "plain": lambda: read}) as built:
+        turns = [(built.turn(label, lambda step: step()), read()) for label in ["set", "plain", "set", "set", "plain"]]
     inside, outside = zip(*turns)
     assert inside[0] == inside[2] == inside[3] and before == inside[1] == inside[4], (way, before, turns)
     assert {*outside, read()} == {before}, (way, before, turns)

@@ -102,9 +102,9 @@ def _count_processes() -> list[object]:
 
 
 def _explain_end(steps: int, processes: int, needs: int | str) -> str:
-    for name, told in _OTHERS.items():
+    for name, library in _OTHERS.items():
         if not steps and name in sys.modules:
-            return f"uses {told}: only training with PyTorch is understood"
+            return f"uses {library}: only training with PyTorch is understood"
     if not steps and processes:
         return f"started processes and made no step itself: {_TRAIN_HERE}"
     if not steps:
@@ -142,8 +142,8 @@ def _show(error: BaseException) -> None:
 
 def describe(error: BaseException) -> str:
     """An error's kind and the first line of what it says."""
-    told = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {_cut(told[0])}" if told else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {_cut(lines[0])}" if lines else type(error).__name__
 
 
 def _cut(line: str) -> str:

@@ -20,8 +20,8 @@ _KILLED = 9  # the number of SIGKILL, which not every system has
 class ScriptFailed(RuntimeError):
     """A script ended with an error of its own. `output` is the end of what it printed, its traceback included."""
 
-    def __init__(self, told: str, output: str):
-        super().__init__(told)
+    def __init__(self, text: str, output: str):
+        super().__init__(text)
         self.output = output
 
 
@@ -43,16 +43,16 @@ def run(program: Program, plan: str, *, needs: int | str = 3, **options: object)
         output = log.read_text(errors="replace")
         if not answer.exists():
             raise ScriptFailed(f"{program} {_tell_end(code, output)}", _shorten(output))
-        told = pickle.loads(answer.read_bytes())
-    if "result" in told:
-        return told["result"]
-    if "failed" in told:
-        at = f"after step {told['steps']}" if told["steps"] else "before its first step"
-        raise ScriptFailed(f"{program} failed {at}: {told['failed']}", _shorten(output))
-    if "refused" in told:
-        line = f" ({told['line']})" if told.get("line") else ""
-        raise RuntimeError(f"{program}: {told['refused']}{line}")
-    raise RuntimeError(f"{program} {told['ended']}")
+        found = pickle.loads(answer.read_bytes())
+    if "result" in found:
+        return found["result"]
+    if "failed" in found:
+        at = f"after step {found['steps']}" if found["steps"] else "before its first step"
+        raise ScriptFailed(f"{program} failed {at}: {found['failed']}", _shorten(output))
+    if "refused" in found:
+        line = f" ({found['line']})" if found.get("line") else ""
+        raise RuntimeError(f"{program}: {found['refused']}{line}")
+    raise RuntimeError(f"{program} {found['ended']}")
 
 
 def _wait(program: Program, order: Path, log: Path) -> int:

@@ -109,12 +109,12 @@ class _Script:
         """Tell the bench and raise an error: a library may catch it, or a thread end with it."""
         where = "a DataLoader worker" if _is_worker() else "a second process" if self.thread is None else "a thread"
         if self.source == TICKS:
-            told = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
+            text = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
         else:
-            told = f"a step was made in {where}: let one process train, in its main thread"
+            text = f"a step was made in {where}: let one process train, in its main thread"
         with contextlib.suppress(OSError):
-            self._connect().send({"token": self.token, "fault": told})
-        raise RuntimeError(told)
+            self._connect().send({"token": self.token, "fault": text})
+        raise RuntimeError(text)
 
     def _run(self) -> Iterator[None]:
         """The stages: each `yield` gives the thread back to the training until step `next`."""
@@ -196,13 +196,13 @@ class _Script:
 
     def _report(self) -> dict:
         """Where the script is, with the losses since the last report. Not within a timed window: it reads tensors."""
-        told = {"step": self.step, "source": self.source, "peak": _peak(self.on_gpu), "workers": _count_workers()}
-        told["losses"] = [(step, self._number("loss", loss)) for step, loss in self.losses]
-        told["metrics"] = [(step, self._number("metric", metric)) for step, metric in self.metrics]
+        fields = {"step": self.step, "source": self.source, "peak": _peak(self.on_gpu), "workers": _count_workers()}
+        fields["losses"] = [(step, self._number("loss", loss)) for step, loss in self.losses]
+        fields["metrics"] = [(step, self._number("metric", metric)) for step, metric in self.metrics]
         self.losses, self.metrics = [], []
         if self.stamps:
-            told["stamps"], self.stamps = self.clock.read(self.stamps), []
-        return told
+            fields["stamps"], self.stamps = self.clock.read(self.stamps), []
+        return fields
 
     def _sum(self) -> float | None:
         """The items of the counted steps; None if a step named none."""
@@ -216,8 +216,8 @@ class _Script:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
-            told = f"effgpu.tick({name}=...): expected a number or a tensor of one element, got {value!r}"
-            raise TypeError(told) from error
+            text = f"effgpu.tick({name}=...): expected a number or a tensor of one element, got {value!r}"
+            raise TypeError(text) from error
 
 
 class Connection:

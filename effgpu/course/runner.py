@@ -84,9 +84,9 @@ class Headline:
         old, new = before[place], after[place]
         time = tell_ratio(new.ratio).partition(" [")[0] if new.ratio else ""
         time = "no clear difference in time" if " to " in time else time
-        told = [time, _tell_change(old.allocated, new.allocated)]
+        lines = [time, _tell_change(old.allocated, new.allocated)]
         rescued = ", so that it fits" if [old.verdict, new.verdict] == [DOES_NOT_FIT, FITS] else ""
-        return f"{', '.join(filter(None, told))} on {units.with_article(new.gpu)}{rescued} (predicted)"
+        return f"{', '.join(filter(None, lines))} on {units.with_article(new.gpu)}{rescued} (predicted)"
 
     def tell(self) -> str:
         """Time and memory in words, what is gained first. An inconclusive time gives way to a change in memory."""
@@ -99,8 +99,8 @@ def _tell_change(before: float, after: float) -> str:
     """Two numbers of bytes, "25.4 → 15.0 GiB"; empty where they differ by less than a per cent."""
     if abs(after / before - 1) < 0.01:
         return ""
-    (number, unit), told = units.format_bytes(before).split(), units.format_bytes(after)
-    return f"{number if told.endswith(unit) else f'{number} {unit}'} → {told}"
+    (number, unit), text = units.format_bytes(before).split(), units.format_bytes(after)
+    return f"{number if text.endswith(unit) else f'{number} {unit}'} → {text}"
 
 
 @dataclass(frozen=True)

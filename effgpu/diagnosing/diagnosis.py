@@ -95,9 +95,9 @@ class Diagnosis:
         """All of it for a program to read, in seconds and bytes: docs/doctor.md says what each name means."""
         batches = self.batches and {"fits": self.batches.fits, "may_fit": self.batches.may_fit}
         several = {name: [one.to_dict(self.seconds) for one in getattr(self, name)] for name in _LISTS}
-        told = {name: getattr(self, name) for name in ("gpu", "measured", "seconds", "low", "high")} | several
-        told |= {"together": self.together and self.together.to_dict(self.seconds), "batches": batches}
-        return told | {
+        fields = {name: getattr(self, name) for name in ("gpu", "measured", "seconds", "low", "high")} | several
+        fields |= {"together": self.together and self.together.to_dict(self.seconds), "batches": batches}
+        return fields | {
             "memory": self.memory and self.memory.to_dict(),
             "notes": list(self.notes),
             "warnings": list(self.warnings),

@@ -103,7 +103,7 @@ def _what_was_measured(seen: Observed) -> str:
     return "; ".join(dict.fromkeys(parts)) or "nothing"
 
 
-class _Fed:
+class _StepWithBatch:
     """A function's step that takes nothing: it is given its batch, counts its calls, and says which one failed."""
 
     def __init__(self, step: Callable, batches: Batches):
@@ -142,7 +142,7 @@ class _Fed:
 
 def _examine(step: Callable, batches: Batches, target: Gpu | None) -> Observed:
     """Observe two calls of the step, and time the loader or, with a target, the changes that can be made here."""
-    fed = _Fed(step, batches)
+    fed = _StepWithBatch(step, batches)
     supply = Supply(
         has_loader=batches.loader is not None,
         loader=batches.loader,

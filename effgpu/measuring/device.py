@@ -104,8 +104,8 @@ def check_accelerator() -> None:
     backend = getattr(torch, kind, None)
     count = getattr(backend, "current_allocated_memory", None) or getattr(backend, "memory_allocated", None)
     if count is None or count():
-        told = f"effgpu measures CUDA's GPUs and CPUs, and cannot wait for the accelerator {kind!r}"
-        raise RuntimeError(f"{told}: move the model and the batches to the CPU, or use a machine with a CUDA GPU")
+        text = f"effgpu measures CUDA's GPUs and CPUs, and cannot wait for the accelerator {kind!r}"
+        raise RuntimeError(f"{text}: move the model and the batches to the CPU, or use a machine with a CUDA GPU")
 
 
 def check_gpus(used: list[int], what: str = "the step") -> None:
@@ -114,8 +114,8 @@ def check_gpus(used: list[int], what: str = "the step") -> None:
     if len(used) > 1:
         raise ValueError(f"{what} works on GPUs {', '.join(map(str, used))}, and effgpu times one: use one GPU")
     if used and used[0] != here:
-        told = f"{what} works on GPU {used[0]}, and only the current one ({here}) is measured"
-        raise ValueError(f"{told}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
+        text = f"{what} works on GPU {used[0]}, and only the current one ({here}) is measured"
+        raise ValueError(f"{text}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
 
 
 def describe() -> Device:
@@ -207,8 +207,8 @@ def tell_spilled() -> list[str]:
     held, memory = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties().total_memory
     if held <= memory:
         return []
-    told = f"PyTorch holds {format_bytes(held)} and the GPU has {format_bytes(memory)}"
-    return [f"{told}: the driver keeps the rest in the host's memory, which is slow (lesson 22)"]
+    text = f"PyTorch holds {format_bytes(held)} and the GPU has {format_bytes(memory)}"
+    return [f"{text}: the driver keeps the rest in the host's memory, which is slow (lesson 22)"]
 
 
 def release_memory() -> None:
@@ -272,12 +272,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    told = str(error)
-    if "NVML_SUCCESS ==" in told:  # the allocator ran out, then failed to ask NVML: pytorch/pytorch#112377
-        return "CUDACachingAllocator.cpp" in told
-    if "unable to find an engine" in told:  # cuDNN, also if no algorithm fits into the memory that is left
+    text = str(error)
+    if "NVML_SUCCESS ==" in text:  # the allocator ran out, then failed to ask NVML: pytorch/pytorch#112377
+        return "CUDACachingAllocator.cpp" in text
+    if "unable to find an engine" in text:  # cuDNN, also if no algorithm fits into the memory that is left
         return _limit is not None or (torch.cuda.is_available() and _share() < 1)
-    return any(text in told for text in OUT_OF_MEMORY)
+    return any(words in text for words in OUT_OF_MEMORY)
 
 
 def _share() -> float:

@@ -35,7 +35,7 @@ from effgpu.measuring.intervals import (
     interval_of_builds,
 )
 from effgpu.measuring.turns import take_blocks, take_builds
-from effgpu.measuring.variants import Stage, Step, Variant, check_variants, run_variant
+from effgpu.measuring.variants import BuiltVariants, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
 from effgpu.units import check_positive
 
@@ -94,16 +94,16 @@ class Measurement:
     def __repr__(self) -> str:
         if self.failed:
             return f"{self.label}: {self.failed}"
-        told = [f"{units.format_seconds(self.median)} per step"]
+        lines = [f"{units.format_seconds(self.median)} per step"]
         if self.interval:
-            told[0] += " [{}, {}]".format(*map(units.format_seconds, self.interval))
+            lines[0] += " [{}, {}]".format(*map(units.format_seconds, self.interval))
         if self.items and self.median:
-            told.append(units.format_count(self.items / self.median, f"{self.unit}/s"))
+            lines.append(units.format_count(self.items / self.median, f"{self.unit}/s"))
         if self.peak_allocated is not None:
-            told.append(f"peak {units.format_bytes(self.peak_allocated)}")
+            lines.append(f"peak {units.format_bytes(self.peak_allocated)}")
         if self.joules is not None:
-            told.append(f"{units.format_joules(self.joules)} per step")
-        return f"{self.label}: {', '.join(told)} on {self.device.label}"
+            lines.append(f"{units.format_joules(self.joules)} per step")
+        return f"{self.label}: {', '.join(lines)} on {self.device.label}"
 
 
 def find_interval(
@@ -263,20 +263,20 @@ class _Run:
 
         def turn(label: str, action: Callable[[_Record, Step], None]) -> None:
             with self.noting(label, together=together):
-                stage.turn(label, partial(action, self.records[label]))
+                built.turn(label, partial(action, self.records[label]))
             if together and count_retries() > retries:
                 raise _NotTogether  # the allocator gave cached memory back and asked again, in the midst of a turn
 
-        with Stage(self.variants) as stage:
+        with BuiltVariants(self.variants) as built:
             retries = math.inf  # in the warm-up they do no harm
             for label in self.shown("warm-up"):
                 turn(label, self.warm_up)
-            if together and not CAN_FREEZE and any(stage.workers[label] for label in self.variants):
+            if together and not CAN_FREEZE and any(built.workers[label] for label in self.variants):
                 raise _NotTogether
             retries = count_retries()
             take_blocks(
                 self.alive,
-                lambda label: turn(label, partial(self.take_turn, stage.workers[label])),
+                lambda label: turn(label, partial(self.take_turn, built.workers[label])),
                 self.log_ratios,
                 target=self.precision,
                 seconds=self.seconds,
@@ -295,8 +295,8 @@ class _Run:
 
         records = [self.records[label] for label in self.alive()]
         expected = BUILDS * sum(record.preparing for record in records) + self.seconds * len(records)
-        told = f"The variants do not fit into memory together, so each is built {BUILDS} times"
-        self.progress.announce(f"{told}: about {units.format_seconds(expected)}.")
+        text = f"The variants do not fit into memory together, so each is built {BUILDS} times"
+        self.progress.announce(f"{text}: about {units.format_seconds(expected)}.")
         for record in records:
             record.builds = BUILDS
         take_builds(self.alive, take_build, partial(self.progress.show, "timing"))

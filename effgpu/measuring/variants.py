@@ -27,11 +27,11 @@ def run_variant(variant: Variant, action: Callable[[Step], Result]) -> Result:
 
     Raises TypeError for a variant that returns no step, RuntimeError for a step that runs out of data.
     """
-    with Stage({"": variant}) as stage:
-        return stage.turn("", action)
+    with BuiltVariants({"": variant}) as built:
+        return built.turn("", action)
 
 
-class Stage:
+class BuiltVariants:
     """Variants that take turns. Each is built in its first turn, and kept.
 
     A turn starts with the switches of `_SWITCHES` that its own variant has set, and ends with those from before. So
@@ -46,7 +46,7 @@ class Stage:
         self._built: dict[str, Step] = {}
         self._settings: dict[str, _Settings] = {}
 
-    def __enter__(self) -> "Stage":
+    def __enter__(self) -> "BuiltVariants":
         return self
 
     def __exit__(self, *_) -> None:
@@ -63,8 +63,8 @@ class Stage:
                 if label not in self._built:
                     self._built[label] = _build(self.variants[label])
                     if (now := _current_gpu()) != gpu:
-                        told = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
-                        raise ValueError(f"{told} before effgpu's function")
+                        text = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
+                        raise ValueError(f"{text} before effgpu's function")
                 gpu_lock.free_while_compiling()
                 return action(self._built[label])
         except BaseException as error:

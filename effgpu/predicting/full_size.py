@@ -43,17 +43,17 @@ class FullSize:
     def tell_time(self) -> str:
         """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit."""
         if self.seconds is None:
-            told = units.NOT_MEASURED
+            text = units.NOT_MEASURED
         elif self.ratio is None:
-            told = units.format_seconds(self.seconds[0])
+            text = units.format_seconds(self.seconds[0])
         else:
-            told = tell_ratio(self.ratio)
-        return f"{told}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else told
+            text = tell_ratio(self.ratio)
+        return f"{text}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else text
 
     def tell_memory(self) -> str:
         """In words: "9.35 GiB"; and that the step may not fit."""
-        told = units.format_bytes(self.allocated)
-        return f"{told}, {self.verdict}" if self.verdict == MAY_NOT_FIT else told
+        text = units.format_bytes(self.allocated)
+        return f"{text}, {self.verdict}" if self.verdict == MAY_NOT_FIT else text
 
 
 def tell_ratio(ratio: Range) -> str:
@@ -100,7 +100,7 @@ def predict_here(variants: Mapping[str, Variant], name: str) -> dict[str, FullSi
         gpu = find_gpu(name)
     except ValueError:
         return {}
-    return {label: told for label, (told,) in _predict(variants, next(iter(variants)), [gpu]).items()}
+    return {label: predicted for label, (predicted,) in _predict(variants, next(iter(variants)), [gpu]).items()}
 
 
 def _predict(variants: Mapping[str, Variant], baseline: str, gpus: list[Gpu]) -> dict[str, tuple[FullSize, ...]]:

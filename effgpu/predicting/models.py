@@ -65,15 +65,15 @@ class ModelPrediction:
 
     def to_dict(self) -> dict:
         """All of it for a program to read: that of `predicted`, and for each GPU its largest batch, epoch and cost."""
-        told = self.predicted.to_dict()
-        for gpu in told["gpus"]:
+        fields = self.predicted.to_dict()
+        for gpu in fields["gpus"]:
             name, keys = gpu["name"], ("expected", "low", "high")
             if found := self.largest.get(name):
                 gpu["largest_batch"] = {"fits": found.fits, "may_fit": found.may_fit}
             if name in self.epochs:
                 gpu["epoch"] = dict(zip(keys, self.epochs[name]))
                 gpu |= {"cost": dict(zip(keys, self.cost(name)))} if self.price else {}
-        return told | {"batch": self.batch, "samples": self.samples}
+        return fields | {"batch": self.batch, "samples": self.samples}
 
     def _rows(self) -> list[list[str]]:
         headings = ["GPU", "largest batch that fits"] if self.largest else ["GPU"]
@@ -191,8 +191,8 @@ def read_config(model: str) -> "PreTrainedConfig":
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         if Path(model).is_dir() or not isinstance(error, OSError) or not _is_unreachable(error):
-            told = f"{model}: expected a name on the Hugging Face Hub or a folder with config.json: {why}"
-            raise ValueError(told) from error
+            text = f"{model}: expected a name on the Hugging Face Hub or a folder with config.json: {why}"
+            raise ValueError(text) from error
         raise ConnectionError(
             f"{model}: its config is not in the cache and cannot be downloaded: connect this machine to the internet, "
             "or give a folder with its config.json"

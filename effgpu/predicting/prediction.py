@@ -180,9 +180,9 @@ class Prediction:
             }
             for gpu in self.gpus
         ]
-        told = {"allocated": self.allocated, "owners": dict(self.owners), "reserved": vars(self.reserved_range)}
-        told |= {"workspaces": vars(self.workspaces), "paged": self.paged, "gpus": gpus}
-        return told | {name: list(getattr(self, name)) for name in ("unknown", "assumptions", "notes")}
+        fields = {"allocated": self.allocated, "owners": dict(self.owners), "reserved": vars(self.reserved_range)}
+        fields |= {"workspaces": vars(self.workspaces), "paged": self.paged, "gpus": gpus}
+        return fields | {name: list(getattr(self, name)) for name in ("unknown", "assumptions", "notes")}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each GPU."""
@@ -246,9 +246,9 @@ class Prediction:
     def __repr__(self) -> str:
         headings, rows = self.table()
         kinds, shares = self._kinds()
-        told = [*align(self._summary()), "", *align([headings, *rows]), ""]
-        told += [*align([kinds, *shares]), ""] if kinds else []
-        return "\n".join([*told, *self._notes(), _TRUST])
+        lines = [*align(self._summary()), "", *align([headings, *rows]), ""]
+        lines += [*align([kinds, *shares]), ""] if kinds else []
+        return "\n".join([*lines, *self._notes(), _TRUST])
 
     def _repr_html_(self) -> str:
         summary = html_table([], [(name.replace("  ", "– ", 1), value) for name, value in self._summary()])
@@ -343,8 +343,8 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
             first = first or (error, recorder.guesses)
             if not recorder.answer_otherwise():
                 read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
-                told = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
-                raise RuntimeError(f"predict: {told}") from first[0]
+                text = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
+                raise RuntimeError(f"predict: {text}") from first[0]
         recorder.again()
 
 
@@ -409,11 +409,11 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
     if recorder.holds_from > (0, 0) and any(gpu.context == UNKNOWN_CONTEXT for gpu in gpus):  # given as a size
         least = ".".join(map(str, recorder.holds_from))
-        told = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
-        recorder.assumptions[told] = None
+        text = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
+        recorder.assumptions[text] = None
     if paged := recorder.paged:
-        told = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
-        recorder.assumptions[f"{told}: the time that it takes to move is not counted"] = None
+        text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
+        recorder.assumptions[f"{text}: the time that it takes to move is not counted"] = None
     if len(made := recorder.made[-3:-1]) > 1 and max(made) > _VARIES * min(made) + MiB:
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
@@ -513,7 +513,9 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
 
 
 def explain(error: BaseException) -> str | None:
-    """What an error of fake tensors means for the step; None for any other error."""
+    """What an error of fake tensors, or of ours, means for the step; None for any other error."""
+    if isinstance(error, RuntimeError) and str(error).startswith("predict: "):
+        return str(error).removeprefix("predict: ")
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):
@@ -524,13 +526,12 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
     if "devices" in str(error) and "cuda" in str(error):
-        told = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
-        return f"{told}: keep those on the CPU, and let the step move them with .to(device)"
+        text = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
+        return f"{text}: keep those on the CPU, and let the step move them with .to(device)"
     if found := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
-        instead = "scaled_dot_product_attention" if "flex" in found[1] else "plain operations"
-        return f"{found[1]} cannot be predicted: let the script call {instead} in its place"
+        return f"{found[1]} cannot be predicted: let the script call plain operations in its place"
     if "shape_env must not be None" in str(error):
         return "the step makes sizes that depend on values, as nested tensors have them: predict it with padded ones"
-    if any(told in str(error) for told in _ASKS_CUDA):
+    if any(words in str(error) for words in _ASKS_CUDA):
         return "the step calls torch.cuda itself, and there is no GPU here: leave out what has no answer without one"
     return None

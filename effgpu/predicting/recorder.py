@@ -421,8 +421,8 @@ class Recorder(TorchDispatchMode):
         if not (self.segments and self.capability):
             return
         if pinned:
-            told = "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
-            self.assumptions[told] = None
+            text = "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
+            self.assumptions[text] = None
         self._add_kernels([copy_over_bus(tensor, pinned)], 1)
 
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
@@ -488,10 +488,10 @@ class Recorder(TorchDispatchMode):
         passes = passing(frame) if isinstance(value, bool) else None
         if site in self.answers or passes is not None:
             value = self.answers.get(site, passes)
-            told = (
+            text = (
                 "checks a value, taken as passed" if isinstance(value, bool) else f"reads a number, taken as {value:g}"
             )
-            self.assumptions[f"{where} {told}"] = None
+            self.assumptions[f"{where} {text}"] = None
             self.guesses.append(Guess(site, where, value))
             return value
         self.guesses.append(Guess(site, where, value))

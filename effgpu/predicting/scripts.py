@@ -69,8 +69,8 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
     if recorder.without_gradients > _LONG:
         took = format_seconds(recorder.without_gradients)
-        told = "forward passes without gradients before the third step, such as an evaluation, took"
-        notes.append(f"{told} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
+        text = "forward passes without gradients before the third step, such as an evaluation, took"
+        notes.append(f"{text} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
     concluded = conclude(recorder, gpus)
     return replace(concluded, notes=(*concluded.notes, *notes))
 

@@ -301,9 +301,9 @@ class Time:
 
     def to_dict(self) -> dict:
         """Seconds, what decides, and for each kind of operation its seconds, FLOPs, bytes and kernels."""
-        told = {name: getattr(self, name) for name in ("expected", "low", "high", "bound", "checked_by")}
+        fields = {name: getattr(self, name) for name in ("expected", "low", "high", "bound", "checked_by")}
         names = ("seconds", "FLOPs", "bytes", "kernels")
-        return told | {"kinds": {kind: dict(zip(names, row)) for kind, row in self.table.items()}}
+        return fields | {"kinds": {kind: dict(zip(names, row)) for kind, row in self.table.items()}}
 
     def __str__(self) -> str:
         return self.times(1)
@@ -324,12 +324,12 @@ class Time:
 
     def __repr__(self) -> str:
         headings, rows = self.rows()
-        told = f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)"
-        return "\n".join([told, *units.align([headings, *rows])])
+        text = f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)"
+        return "\n".join([text, *units.align([headings, *rows])])
 
     def _repr_html_(self) -> str:
-        told = html.escape(f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)")
-        return f"<table><caption>{told}</caption>{units.html_table(*self.rows())}</table>"
+        text = html.escape(f"{self.gpu.name}: {self} per step, bound by {self.bound} (predicted)")
+        return f"<table><caption>{text}</caption>{units.html_table(*self.rows())}</table>"
 
 
 def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) -> Time:

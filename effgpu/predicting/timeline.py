@@ -220,15 +220,15 @@ def _name(event: Event) -> str:
 
 
 def _describe(event: Event) -> dict[str, object]:
-    told: dict[str, object] = {"phase": event.phase} | ({"line": str(event.site)} if event.site else {})
+    fields: dict[str, object] = {"phase": event.phase} | ({"line": str(event.site)} if event.site else {})
     if event.bytes:
-        told |= {"bytes": event.bytes, "memory": "pinned" if event.pinned else "ordinary"}
+        fields |= {"bytes": event.bytes, "memory": "pinned" if event.pinned else "ordinary"}
     if event.kernels:
-        told |= {"kind": event.kernels[0].kind, "format": event.kernels[0].format}
-        told |= {
+        fields |= {"kind": event.kernels[0].kind, "format": event.kernels[0].format}
+        fields |= {
             name: sum(getattr(kernel, name) for kernel in event.kernels) for name in ("flops", "bytes", "launches")
         }
-    return told
+    return fields
 
 
 def saved(before: Timeline, after: Timeline) -> Range:

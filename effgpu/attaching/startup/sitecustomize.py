@@ -44,8 +44,8 @@ def _attach():
 
         marking.attach()
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        print(f"effgpu: {sys.executable} cannot show its steps to the bench ({told})", file=sys.stderr)
+        text = f"{type(error).__name__}: {error}"
+        print(f"effgpu: {sys.executable} cannot show its steps to the bench ({text})", file=sys.stderr)
 
 
 def _run_the_next():
