@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from effgpu.predicting import imports
 from effgpu.predicting.prediction import predict
 
 SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
@@ -152,3 +153,33 @@ def test_a_trainer_trains_in_a_variant_as_its_step_by_hand(here, options):
     assert trained.time().expected == pytest.approx(expected.time().expected, rel=0.1)  # its sampler reads 64 numbers
     assert trained.notes == ("not written, as its weights have no values: the Trainer's checkpoint in out",)
     assert not (here / "out" / "checkpoint-1").exists()
+
+
+@pytest.mark.parametrize("asked, switched_on, noted", [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_trainers_step_by_hand_says_what_train_would_have_switched_on(here, asked, switched_on, noted):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    batch = {"input_ids": torch.zeros(4, 32, dtype=torch.long), "labels": torch.zeros(4, dtype=torch.long)}
+
+    def variant():
+        trainer = Trainer(bert(), TrainingArguments("out", report_to=[], gradient_checkpointing=asked))
+        trainer.create_optimizer()
+        trainer.current_gradient_accumulation_steps = 1
+        if switched_on:
+            trainer.model.gradient_checkpointing_enable()
+        return lambda: (trainer.training_step(trainer.model, batch), trainer.optimizer.step())
+
+    told = [why for why in predict(variant, "T4").assumptions if why.startswith("without the gradient checkpointing")]
+    assert len(told) == noted
+
+
+def test_a_module_that_two_ask_for_is_changed_by_both_when_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "asked_for.py").write_text("first = second = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    change = lambda **values: {"asked_for": lambda module: imports.replaced_in(module, **values)}
+    with imports.changed(change(first=1)), imports.changed(change(second=2)):
+        import asked_for
+
+        assert (asked_for.first, asked_for.second) == (1, 2)
+    assert (asked_for.first, asked_for.second) == (0, 0)

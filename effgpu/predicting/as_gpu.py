@@ -5,6 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
 
@@ -38,6 +39,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
             {
                 quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page),
                 flex.MODULE: functools.partial(flex.in_one_kernel, recorder),
+                "transformers.trainer": functools.partial(_noting_what_train_adds, recorder),
             }
         ),
         recorder.translator(),
@@ -192,6 +194,21 @@ def _autocast_on_both() -> dict[str, Callable]:
             end(autocast.on_cpu, *error)
 
     return {"__enter__": begin_both, "__exit__": end_both}
+
+
+def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:
+    """Inside, a Trainer's step says if it lacks the checkpointing of its arguments, which `train()` switches on."""
+    train_on = module.Trainer.training_step
+
+    @functools.wraps(train_on)
+    def noted(trainer, model, *batch, **options):
+        wanted = (getattr(trainer.args, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
+        if any(wanted) and not any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
+            without = "without the gradient checkpointing of the Trainer's arguments"
+            recorder.assumptions[f"{without}, which only trainer.train() switches on"] = None
+        return train_on(trainer, model, *batch, **options)
+
+    return replaced([(module.Trainer, "training_step", noted)])
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:

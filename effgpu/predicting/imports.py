@@ -22,8 +22,9 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._names:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another one of us, too, which must not ask this one
+        found = (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
