@@ -830,6 +830,23 @@ def test_a_network_over_time_is_one_call_and_keeps_its_gates():
     assert untrained.owners["activations"] < 3 * number
 
 
+def test_what_a_network_over_time_keeps_is_freed_by_the_backward_pass_although_its_loss_lives_on():
+    """A loop's `loss` lives until the next one is there, and its graph with it."""
+
+    def variant(lives_on):
+        model, inputs, losses = nn.LSTM(WIDE, WIDE), torch.zeros(TIME, 16 * ROWS, WIDE), []
+
+        def step():
+            loss = model(inputs)[0].mean()
+            loss.backward()
+            losses[:] = [loss] * lives_on
+
+        return step
+
+    kept, freed = (predict(partial(variant, lives_on), "T4").allocated for lives_on in (True, False))
+    assert kept == pytest.approx(freed, rel=0.01)
+
+
 def test_autocast_and_inference_mode_reach_a_network_over_time():
     def variant():
         model, inputs = nn.GRU(WIDE, WIDE), torch.zeros(TIME, ROWS, WIDE)

@@ -64,17 +64,17 @@ class _Layers(torch.autograd.Function):
         first = [weights[i : i + 2] for i in range(0, len(weights), weights_per_layer)]
         sizes = [(ours.shape[1], ours.shape[0] // GATES[kind], theirs.shape[1]) for ours, theirs in first]
         note(kernels(kind, tokens, steps, sizes, inputs))
-        ctx.note = lambda: note(backward_kernels(kind, tokens, steps, sizes, inputs))
+        ctx.note = lambda inputs: note(backward_kernels(kind, tokens, steps, sizes, inputs))
         kept = tokens * sum(KEPT[kind] * hidden for _, hidden, _ in sizes)
-        ctx.reserve = inputs.new_empty(kept) if is_trained else None
+        reserve = inputs.new_empty(kept) if is_trained else None  # which the backward pass frees, as all that is saved
         output = inputs.new_empty(output_shape)
-        ctx.save_for_backward(inputs, output, *states_and_weights)
+        ctx.save_for_backward(reserve, inputs, output, *states_and_weights)
         return output, *(torch.empty_like(state) for state in states_and_weights[:states])
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.note()
-        inputs, _, *others = ctx.saved_tensors
+        _, inputs, _, *others = ctx.saved_tensors
+        ctx.note(inputs)
         wanted = ctx.needs_input_grad[4:]
         return (None,) * 4 + tuple(torch.empty_like(t) if on else None for t, on in zip((inputs, *others), wanted))
 
