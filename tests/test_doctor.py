@@ -1,5 +1,6 @@
 """Tests of `effgpu doctor`: sick training scripts and a healthy one, replays, and what it leaves behind."""
 
+import contextlib
 import itertools
 import re
 import runpy
@@ -98,6 +99,31 @@ def test_a_fused_attention_saves_no_more_than_its_ceiling():
     saved = [plain.seconds() - other.seconds() for other in (without, fused)]
     assert saved[0] > saved[1] > 0.8 * saved[0] > 0.5 * plain.seconds()
     assert CAUSES[ATTENTION].change(fused, Observed()) == fused
+
+
+@pytest.mark.parametrize("loss", [nn.BCELoss, nn.BCEWithLogitsLoss])
+def test_a_loss_that_autocast_refuses_is_no_obstacle_and_named(loss):
+    """On a GPU, PyTorch raises an error where a step with nn.BCELoss runs under autocast."""
+
+    def variant(autocast=False):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)), nn.Sigmoid()).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(rows):
+            with torch.autocast(device, torch.float16, enabled=autocast):
+                value = loss()(model(rows.to(device)), torch.zeros(2048, 1024, device=device))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    refused = loss is nn.BCELoss
+    found = {each.name: each for each in effgpu.doctor(variant, [torch.ones(2048, 1024)], gpu="T4").findings}
+    assert found["precision"].seconds > 0 and found["precision"].advice.endswith("BCEWithLogitsLoss") == refused
+    with pytest.raises(RuntimeError, match="unsafe to autocast") if refused else contextlib.nullcontext():
+        predict(lambda: partial(variant(True), torch.ones(2048, 1024)), "T4")
 
 
 def test_a_softmax_of_what_a_layer_gave_is_no_attention_with_scores():

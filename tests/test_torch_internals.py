@@ -27,6 +27,7 @@ def takes(*names):
 WORKS = {  # what is not just something to call
     "torch.optim.optimizer._global_optimizer_post_hooks": lambda hooks: type(hooks) is OrderedDict,
     "torch._C.DispatchKey": lambda key: key.AutocastCPU,
+    "torch._C._nn": lambda module: callable(module.binary_cross_entropy),
     "torch._C._current_graph_task_id": lambda ask: ask() == -1,
     "torch._dynamo.convert_frame.FRAME_COUNTER": lambda count: count >= 0,
     "torch._dynamo.callback.callback_handler": lambda handler: handler.start_callbacks is not handler.end_callbacks,

@@ -111,7 +111,9 @@ def _launch_less(seen: Observed) -> str:
 def _halve(seen: Observed) -> str:
     if any(kernel.product and kernel.format in ("fp16", "bf16") for event in seen.events for kernel in event.kernels):
         return "what autocast does not reach: move the loss and all forward passes into it"
-    return "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
+    around = "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
+    refused = any(_names(event, ("binary_cross_entropy",)) for event in seen.events)
+    return around + ", and BCELoss to be BCEWithLogitsLoss" * refused
 
 
 _COMPILE = "a larger batch, or torch.compile(model)"

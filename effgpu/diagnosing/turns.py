@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,10 +23,11 @@ from effgpu.measuring import power
 from effgpu.measuring.device import multiplying_as, tell_spilled
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.timing import cap_seconds, window
-from effgpu.measuring.torch_internals import counters
+from effgpu.measuring.torch_internals import _nn, counters
 from effgpu.measuring.turns import orders
 from effgpu.measuring.variants import uncompiled
 from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.hardware import replaced
 from effgpu.predicting.timeline import COPY
 
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
@@ -146,16 +148,30 @@ def emptied(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
 def in_16_bits(gpu: Gpu) -> Iterator[None]:
     """Inside, autocast is on, in the 16-bit format that a GPU is fast in; a step cannot switch it off.
 
-    It remembers no weights in 16 bits, as it would beyond their update.
+    It remembers no weights in 16 bits, as it would beyond their update. The binary cross entropy, which autocast
+    refuses, runs without it.
     """
     kind = torch.autocast
     with kind("cuda", torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16, cache_enabled=False):
         begin, end = kind.__enter__, kind.__exit__
         kind.__enter__, kind.__exit__ = (lambda autocast: autocast), (lambda *_: None)
         try:
-            yield
+            with replaced([(_nn, "binary_cross_entropy", partial(_in_full, _nn.binary_cross_entropy))]):
+                yield
         finally:
             kind.__enter__, kind.__exit__ = begin, end
+
+
+def _in_full(function: Callable, *args: object) -> torch.Tensor:
+    """What a function gives without autocast, of tensors in 32 bits."""
+    enabled = {device: torch.is_autocast_enabled(device) for device in ("cuda", "cpu")}
+    try:
+        for device in enabled:
+            torch.set_autocast_enabled(device, False)
+        return function(*(each.float() if isinstance(each, torch.Tensor) else each for each in args))
+    finally:
+        for device, on in enabled.items():
+            torch.set_autocast_enabled(device, on)
 
 
 def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu) -> Plan:

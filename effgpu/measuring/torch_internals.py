@@ -24,6 +24,8 @@ CHECKED = {
     # to let lessons take turns on a GPU
     "torch._dynamo.callback.callback_handler": "2.14.1",
     "torch.cuda._lazy_call": "2.14.1",
+    # to run a step in 16 bits
+    "torch._C._nn": "2.14.1",
     # to see a script's steps
     "torch.amp.GradScaler._maybe_opt_step": "2.14.1",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "2.14.1",  # its _sampler_iter and _next_index

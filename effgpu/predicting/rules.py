@@ -51,6 +51,7 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
         kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
     for name in ("softmax", "log_softmax"):
         kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
+    kernels["binary_cross_entropy", "AutocastCPU"] = _refuse_in_autocast
     kernels["dropout", "AutogradCPU"] = dropout
     kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(attention, recorder)
     for func, layers in recurrent_layers(recorder).items():
@@ -95,6 +96,14 @@ def _with_dtype(func, *args, dtype=None, **kwargs):
         dtype = torch.float32
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return func(*args, dtype=dtype, **kwargs)
+
+
+def _refuse_in_autocast(*_: object, **__: object) -> None:
+    """aten/src/ATen/autocast_mode.cpp, binary_cross_entropy_banned."""
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: "
+        "take binary_cross_entropy_with_logits or BCEWithLogitsLoss, without the sigmoid before"
+    )
 
 
 def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
