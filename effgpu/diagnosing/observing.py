@@ -98,9 +98,12 @@ class Graphs:
         return torch.autograd.graph.saved_tensors_hooks(self._keep, self._use)
 
     def unused(self) -> dict[Site, int]:
-        """Bytes of the graphs that no backward pass has used, by the line of the step that built them."""
+        """Bytes of the graphs that no backward pass has used, by the line of the step that built them.
+
+        A line may build one that is used, too: a loop that calls a function for all of its step.
+        """
         sizes = {site: sum(graph.values()) for site, graph in self._unused.items()}
-        return {site: size for site, size in sizes.items() if size > 0.5 * sum(self._kept[site].values())}
+        return {site: size for site, size in sizes.items() if size > sum(self._kept[site].values()) / 3}
 
     def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Site | None]:
         site, storage = self._find(), tensor.untyped_storage()
