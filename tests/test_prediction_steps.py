@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import re
 import sys
 from collections import Counter
@@ -192,17 +193,16 @@ def test_a_batch_that_is_cut_out_at_drawn_offsets_has_its_length():
     assert cut.owners["activations"] == pytest.approx(same.owners["activations"], abs=8192)  # the offsets
 
 
-@pytest.mark.parametrize("drawn, differ", [(True, True), (False, False)])
-def test_steps_of_other_sizes_are_said_to_be(drawn, differ):
-    """Numbers that are drawn are known in a walk: each step takes those that it happens to draw."""
+@pytest.mark.parametrize("sizes, differ", [((200, 900), True), ((500, 500), False)])
+def test_steps_of_other_sizes_are_said_to_be(sizes, differ):
+    """As where a step draws its size: it takes what it happens to draw."""
 
     def variant():
-        model = nn.Linear(1024, 1024)
+        model, drawn = nn.Linear(1024, 1024), itertools.cycle(sizes)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def step():
-            rows = int(torch.randint(50, 950, ())) if drawn else 500
-            model(torch.rand(rows, 1024)).sum().backward()
+            model(torch.rand(next(drawn), 1024)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -60,7 +60,7 @@ def test_a_line_is_the_readers_and_says_in_which_library_it_was(library):
 def test_the_outermost_line_is_that_of_the_code_where_the_search_ends():
     def step():
         def inner():
-            return find_site(outermost=True, until=step.__code__)
+            return find_site(outermost=True, until=(step.__code__,))
 
         return inner()
 
@@ -69,7 +69,7 @@ def test_the_outermost_line_is_that_of_the_code_where_the_search_ends():
 
 def test_without_a_line_of_the_readers_the_librarys_stands_for_it(library):
     code = compile("found = find_site(until=until)", library.__file__, "exec")
-    names = {"find_site": find_site, "until": code}
+    names = {"find_site": find_site, "until": (code,)}
     exec(code, names)
     assert str(names["found"]) == "lib_that_calls.py:1: def call(function):"
 

@@ -37,10 +37,10 @@ class Site(NamedTuple):
         return f"{self.where}: {code}" if code else self.where
 
 
-def find_site(*, outermost: bool = False, until: CodeType | None = None) -> Site | None:
+def find_site(*, outermost: bool = False, until: tuple[CodeType, ...] = ()) -> Site | None:
     """The reader's line that is running: the innermost, or with `outermost` the one furthest out.
 
-    Lines further out than those of the code `until` are not looked at. Where no line is the reader's, that of the
+    What is further out than the innermost code of `until` is not looked at. Where no line is the reader's, that of the
     innermost library stands for it. None where there is neither, as in autograd's threads.
     """
     frame, found, library = sys._getframe(1), None, None
@@ -53,7 +53,7 @@ def find_site(*, outermost: bool = False, until: CodeType | None = None) -> Site
                 break
         elif owner is LIBRARY:
             library = library or Site(frame.f_code.co_filename, frame.f_lineno)
-        if frame.f_code is until:
+        if frame.f_code in until:
             break
         frame = frame.f_back
     return found or library

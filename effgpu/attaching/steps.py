@@ -54,17 +54,18 @@ class _Snapshots(OrderedDict):
         return list(super().values())
 
 
-def _find_loop() -> CodeType | None:
-    """The reader's innermost code that was running at the last call, too, and is not called anew for each step.
+def _find_loop() -> tuple[CodeType, ...]:
+    """The code that makes the step, and the reader's innermost that was running at the last call, too.
 
-    Its frame is known by what it has got instead of a trace function: a new frame has none, wherever it lies.
+    The latter is not called anew for each step: its frame is known by what it has got instead of a trace function, as a
+    new frame has none, wherever it lies.
     """
     frames = readers_frames()
     found = next((frame for frame in frames if frame.f_trace is _was_running), None)
     for frame in frames:
         if frame.f_trace in (None, _was_running):
             frame.f_trace = None if found else _was_running
-    return found and found.f_code
+    return (frames[0].f_code, found.f_code) if found else ()
 
 
 def _was_running(*_: object) -> None:
@@ -90,14 +91,15 @@ class Marks:
 
     `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
     that stepped first, or `effgpu.tick`. Where a script makes no optimizer of PyTorch's, a step goes from one backward
-    pass to the next. `loop` is the code that runs the steps, from the second one on. `listeners` are called at each.
+    pass to the next. `loop` is, from the second step on, the code that makes a step, and that which runs the steps: the
+    same, or what calls it. `listeners` are called at each.
     """
 
     connection = None  # to nobody: what `ticking` asks after a fork
 
     def __init__(self, done: Callable[[Any], None]):
         self.count, self.source = 0, None
-        self.loop: CodeType | None = None
+        self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
         self._plan: Plan | None = None
         self._done, self._left = done, 1

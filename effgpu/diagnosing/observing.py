@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,7 +36,7 @@ class Observer:
     GPU. `loop` is the code that runs the steps: lines further out are not the step's.
     """
 
-    def __init__(self, batch: tuple | None = (), *, pinned: bool = False, loop=drive.__code__):
+    def __init__(self, batch: tuple | None = (), *, pinned: bool = False, loop=(drive.__code__,)):
         self.events: list[Event] = []
         self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.tokens: list[torch.Tensor] = []
@@ -88,7 +89,7 @@ class Observer:
 class Graphs:
     """The graphs that a step builds, and those that no backward pass uses, by the line of the step."""
 
-    def __init__(self, loop):
+    def __init__(self, loop: tuple[CodeType, ...]):
         self._kept: dict[Site, dict[int, int]] = {}  # bytes by storage
         self._unused: dict[Site, dict[int, int]] = {}
         self._find = functools.partial(find_site, outermost=True, until=loop)
@@ -98,12 +99,9 @@ class Graphs:
         return torch.autograd.graph.saved_tensors_hooks(self._keep, self._use)
 
     def unused(self) -> dict[Site, int]:
-        """Bytes of the graphs that no backward pass has used, by the line of the step that built them.
-
-        A line may build one that is used, too: a loop that calls a function for all of its step.
-        """
+        """Bytes of the graphs that no backward pass has used, by the line of the step that built them."""
         sizes = {site: sum(graph.values()) for site, graph in self._unused.items()}
-        return {site: size for site, size in sizes.items() if size > sum(self._kept[site].values()) / 3}
+        return {site: size for site, size in sizes.items() if size > 0.5 * sum(self._kept[site].values())}
 
     def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Site | None]:
         site, storage = self._find(), tensor.untyped_storage()
@@ -153,7 +151,7 @@ class UntilRead(TorchFunctionMode):
 class Moves(TorchFunctionMode):
     """Notes copies of a batch to the GPU, and of other tensors from it: see Observer."""
 
-    def __init__(self, batch: tuple | None, note: Note, *, pinned: bool = False, loop=drive.__code__):
+    def __init__(self, batch: tuple | None, note: Note, *, pinned: bool = False, loop=(drive.__code__,)):
         super().__init__()
         self._note, self._pinned, self._loop = note, pinned, loop
         self._batch = None if batch is None else {id(tensor): tensor for tensor in tensors_in(batch)}

@@ -88,7 +88,7 @@ def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", distu
         settle=lambda: math.ceil(count_ahead(loader) / batches),
         disturbed=disturbances.forget,
         fixed=(PRECISION, TF32) if is_open else (),
-        loop=marks.loop or marks.mark.__code__,
+        loop=marks.loop or (marks.mark.__code__,),
     )
     seen, optimizers = yield from observe(supply)
     if is_open:

@@ -9,8 +9,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 
 import torch
 
@@ -56,7 +57,7 @@ class Supply:
     disturbed: Callable[[], bool] = lambda: False
     batch: tuple | None = None
     fixed: tuple[str, ...] = ()  # what cannot be changed here
-    loop: object = field(default=drive.__code__)
+    loop: tuple[CodeType, ...] = (drive.__code__,)
 
     @property
     def workers(self) -> int:

@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         self.cudnn_attends = False  # on a GPU that prefers its kernel
         self.segments: list[Segment] = []  # of the last step
         self.events: list[Event] = []  # of the last step, in their order
-        self.loop = drive.__code__  # the code that runs the steps: lines further out are not the step's
+        self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
         self.compiled = 0  # how deep in code that would be compiled
