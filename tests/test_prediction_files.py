@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from effgpu.predicting import imports
+from effgpu.predicting.hardware import replaced
 from effgpu.predicting.prediction import predict
 
 SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
@@ -177,8 +178,8 @@ def test_a_trainers_step_by_hand_says_what_train_would_have_switched_on(here, as
 def test_a_module_that_two_ask_for_is_changed_by_both_when_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "asked_for.py").write_text("first = second = 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    change = lambda **values: {"asked_for": lambda module: imports.replaced_in(module, **values)}
-    with imports.changed(change(first=1)), imports.changed(change(second=2)):
+    change = lambda name, value: {"asked_for": lambda module: replaced([(module, name, value)])}
+    with imports.changed(change("first", 1)), imports.changed(change("second", 2)):
         import asked_for
 
         assert (asked_for.first, asked_for.second) == (1, 2)

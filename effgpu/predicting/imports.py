@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from effgpu.attaching.sites import OTHER, TORCH, whose
-from effgpu.predicting.hardware import as_it_is, replaced
+from effgpu.predicting.hardware import as_it_is
 
 Changes = Callable[[ModuleType], contextlib.AbstractContextManager]
 
@@ -48,11 +48,6 @@ def changed(changes: dict[str, Changes]) -> Iterator[None]:
             if name in sys.modules:
                 stack.enter_context(changes[name](sys.modules[name]))
         yield
-
-
-def replaced_in(module: ModuleType, **values: object) -> contextlib.AbstractContextManager:
-    """Inside, the module's attributes of these names have these values."""
-    return replaced((module, name, value) for name, value in values.items())
 
 
 def is_insider(file: str) -> bool:
