@@ -6,8 +6,6 @@ import sys
 import pytest
 import torch
 
-from effgpu.predicting import imports
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.prediction import predict
 
 SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
@@ -173,14 +171,3 @@ def test_a_trainers_step_by_hand_says_what_train_would_have_switched_on(here, as
 
     told = [why for why in predict(variant, "T4").assumptions if why.startswith("without the gradient checkpointing")]
     assert len(told) == noted
-
-
-def test_a_module_that_two_ask_for_is_changed_by_both_when_it_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "asked_for.py").write_text("first = second = 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    change = lambda name, value: {"asked_for": lambda module: replaced([(module, name, value)])}
-    with imports.changed(change("first", 1)), imports.changed(change("second", 2)):
-        import asked_for
-
-        assert (asked_for.first, asked_for.second) == (1, 2)
-    assert (asked_for.first, asked_for.second) == (0, 0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from effgpu.predicting import imports
+from effgpu.predicting.hardware import replaced
 from effgpu.predicting.prediction import FITS, predict
 from effgpu.units import GiB
 
@@ -62,7 +63,7 @@ def test_a_module_is_changed_from_its_import_on_and_not_after(tmp_path, monkeypa
     early.answer = 1
 
     def change(module):
-        return imports.replaced_in(module, answer=2)
+        return replaced([(module, "answer", 2)])
 
     with imports.changed({"early_library": change, "late_library": change}):
         assert early.answer == 2
@@ -72,6 +73,17 @@ def test_a_module_is_changed_from_its_import_on_and_not_after(tmp_path, monkeypa
     assert early.answer == late_library.answer == 1
     assert not [finder for finder in sys.meta_path if isinstance(finder, imports._Finder)]
     monkeypatch.delitem(sys.modules, "late_library")
+
+
+def test_a_module_that_two_ask_for_is_changed_by_both_when_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "asked_for.py").write_text("first = second = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    change = lambda name, value: {"asked_for": lambda module: replaced([(module, name, value)])}
+    with imports.changed(change("first", 1)), imports.changed(change("second", 2)):
+        import asked_for
+
+        assert (asked_for.first, asked_for.second) == (1, 2)
+    assert (asked_for.first, asked_for.second) == (0, 0)
 
 
 def layers(kind, number=8, **options):
