@@ -23,6 +23,7 @@ from effgpu.measuring.memory import Trace
 from effgpu.predicting.full_size import REST
 from effgpu.predicting.kernels import OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT
+from effgpu.predicting.timeline import CPU, GPU, Timeline
 from effgpu.results import stored
 from effgpu.units import FORMATS
 
@@ -68,8 +69,9 @@ NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 @gpu_lock.free()
 def plot(
-    result: Comparison | Curves | Trace | Mapping[str, Trace] | Mapping[str, Mapping[float, float]],
+    result: Comparison | Curves | Trace | Timeline | Mapping[str, Trace | Timeline | Mapping[float, float]],
     *,
+    between: tuple[float, float] | None = None,
     xlabel: str = "",
     ylabel: str = "",
     log: bool = False,
@@ -86,8 +88,10 @@ def plot(
     - The `curves` of what `bench` gave over seeds: losses against steps and against time, a thin line for each seed.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
+    - The `timeline` of a prediction, or a mapping of labels to such: what CPU and GPU do in one step, a panel each, on
+      one scale, in milliseconds since the GPU began. `between` takes the milliseconds to show, with the events' names.
     - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
-      here the options say something: `format_value` writes the numbers, and `log` makes the horizontal axis a
+      here the other options say something: `format_value` writes the numbers, and `log` makes the horizontal axis a
       power-of-two scale.
 
     Raises TypeError for anything else.
@@ -101,9 +105,13 @@ def plot(
             return _plot_traces({"": result})
         case Mapping() if result and all(isinstance(value, Trace) for value in result.values()):
             return _plot_traces(result)
+        case Timeline():
+            return _plot_timelines({"": result}, between)
+        case Mapping() if result and all(isinstance(value, Timeline) for value in result.values()):
+            return _plot_timelines(result, between)
         case Mapping() if result and all(isinstance(value, Mapping) and value for value in result.values()):
             return _plot_sweep(result, xlabel, ylabel, log, format_value)
-    expected = "a comparison, a trace, or a mapping of labels to traces or to mappings of numbers, none of them empty"
+    expected = "a comparison, a trace, a timeline, or a mapping of labels to these or to mappings of numbers, not empty"
     raise TypeError(f"result: expected {expected}, got {str(result)[:100]}")
 
 
@@ -137,6 +145,21 @@ def _plot_traces(traces: Mapping[str, Trace]) -> Figure:
         _value_axis(axes[0].yaxis, units.format_bytes)
         _draw_legend(figure, axes)
         figure.supxlabel("allocations in their order: the width of a phase is not its time", fontsize=8, color=DIM)
+    return figure
+
+
+def _plot_timelines(timelines: Mapping[str, Timeline], between: tuple[float, float] | None) -> Figure:
+    with _figure(len(timelines), height=1.25) as (figure, axes):
+        for ax, (label, timeline) in zip(axes, timelines.items()):
+            _draw_timeline(ax, timeline, between)
+            if label:
+                ax.set_title(label)
+        lows, highs = zip(*(ax.get_xlim() for ax in axes))
+        for ax in axes:
+            ax.set_xlim(between or (min(lows), max(highs)))
+        _draw_legend(figure, axes)
+        names = ", ".join(dict.fromkeys(timeline.gpu.name for timeline in timelines.values()))
+        figure.supxlabel(f"milliseconds since the GPU began, predicted for {names}", fontsize=8, color=DIM)
     return figure
 
 
@@ -413,6 +436,49 @@ def _draw_trace(ax, trace: Trace) -> None:
     ax.axhline(trace.peak, color=RED, linewidth=1, linestyle="--")
     ax.set_xlim(0, left)
     ax.set_xticks([])
+
+
+def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) -> None:
+    """A row of what the CPU does, and below it one of the GPU; with the names of what is between, where they fit."""
+    events = [event for event in timeline.trace()["traceEvents"] if event["ph"] == "X"]
+    start = min((event["ts"] for event in events if event["tid"] == GPU), default=0.0)
+    spans: dict[int, list[tuple[str, float, float]]] = {CPU: [], GPU: []}
+    for event in events:
+        spans[event["tid"]].append((event["name"], (event["ts"] - start) / 1e3, event["dur"] / 1e3))
+    waits = [span for span in spans[CPU] if span[0].startswith("wait")]
+    calls = [span for span in spans[CPU] if not span[0].startswith("wait")]
+    edges = {"edgecolor": "white", "linewidth": 0.8 if between else 0.0}
+    for label, row, color, some in (
+        ("the CPU works", 1, ORANGE, calls),
+        ("the CPU waits", 1, "#D1D5DB", waits),
+        ("the GPU runs", 0, BLUE, spans[GPU]),
+    ):
+        bars = [span[1:] for span in some] if between else list(_join(span[1:] for span in some))
+        ax.broken_barh(bars, (row - 0.4, 0.8), label=label, facecolor=color, snap=False, **edges)
+    ax.set_yticks((1, 0), ("CPU", "GPU"))
+    ax.grid(axis="y", visible=False)
+    ax.tick_params(axis="y", length=0)
+    if between is None:
+        return
+    letters = 12 * WIDTH / (between[1] - between[0])  # of size 7, in a millisecond
+    for row, track in ((1, CPU), (0, GPU)):
+        for name, begin, ms in spans[track]:
+            words = re.sub("[ _]+", "\n", name.removeprefix("launch "))
+            if between[0] <= begin and begin + ms <= between[1] and max(map(len, words.split())) < letters * ms:
+                ax.text(begin + ms / 2, row, words, ha="center", va="center", size=6.5, clip_on=True)
+
+
+def _join(spans: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:
+    """Spans that touch as one, of begins and lengths: between them, a seam would show."""
+    begin = end = None
+    for start, length in spans:
+        if end is None or start - end > 1e-6:
+            if end is not None:
+                yield begin, end - begin
+            begin = start
+        end = start + length
+    if end is not None:
+        yield begin, end - begin
 
 
 class _BinaryLocator(MaxNLocator):

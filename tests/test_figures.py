@@ -9,6 +9,7 @@ from dataclasses import replace
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import nbformat
+import numpy as np
 import pytest
 from conftest import predicted_sizes
 from matplotlib.colors import to_hex
@@ -21,6 +22,8 @@ from effgpu.comparison import Comparison
 from effgpu.figures import GREEN, ORANGE, RED, plot
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
+from effgpu.predicting.gpus import find_gpu
+from effgpu.predicting.timeline import COPY, Event, Timeline
 from effgpu.units import GiB, MiB
 
 GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 640 * MiB, "joules": 2.0}
@@ -286,6 +289,29 @@ def test_a_phase_whose_name_does_not_fit_stands_in_the_legend():
     assert legend(plot({"few": few})) == [] and legend(plot(many)) == ["forward", "backward", "optimizer"]
 
 
+def timeline(waits):
+    """Two copies to an A100 of 10 ms, called in 1 ms each; the CPU may wait for the first."""
+    copies = (Event(COPY, None, bytes=240_000_000, pinned=True, waits=wait) for wait in (waits, False))
+    return Timeline(tuple(copies), find_gpu("A100 80 GB"), launch=1e-3)
+
+
+def test_a_timeline_has_a_row_of_the_cpu_and_one_of_the_gpu_and_names_what_is_enlarged():
+    figure = plot({"waits": timeline(True), "runs ahead": timeline(False)})
+    assert titles(figure) == ["waits", "runs ahead"] and "predicted for A100 80 GB" in figure.get_supxlabel()
+    assert legend(figure) == ["the CPU works", "the CPU waits", "the GPU runs"]
+    assert len({ax.get_xlim() for ax in figure.axes}) == 1
+    # the CPU waits 10 ms for its copy, and 9 for that of the step before; bars that touch are one
+    for ax, expected in zip(figure.axes, ([[1, 1], [19], [10, 10]], [[2], [], [20]])):
+        drawn = [[np.ptp(bar.vertices[:, 0]) for bar in bars.get_paths()] for bars in ax.collections]
+        assert drawn == [pytest.approx(each) for each in expected]
+        assert ticks(ax.yaxis) == ["CPU", "GPU"] and not texts(ax)
+    assert titles(plot(timeline(True))) == [""]
+    (enlarged,) = plot(timeline(True), between=(-11.0, 10.5)).axes
+    assert enlarged.get_xlim() == (-11.0, 10.5)
+    assert texts(enlarged) == ["wait\nfor\nthe\ncopy", "copy\nto\nthe\nGPU"]
+    assert_readable(figure)
+
+
 def test_a_sweep_draws_a_line_for_each_label_over_what_was_varied():
     points = {"A100": {4: 1.0, 1: 2.5, 16: 0.5}, "T4": {1: 1.0, 16: 1.0}}
     figure = plot(points, xlabel="batch size", ylabel="share", log=True, format_value="{:.0%}".format)
@@ -306,7 +332,7 @@ def test_the_ticks_of_many_points_do_not_run_into_each_other(xs):
 
 @pytest.mark.parametrize("wrong", [None, {}, {"a": [1, 2]}, {"a": {1: 1.0}, "b": {}}, TRACES | {"b": {1: 1.0}}])
 def test_what_cannot_be_drawn_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"^result: expected a comparison, a trace, or a mapping of labels to "):
+    with pytest.raises(TypeError, match=r"^result: expected a comparison, a trace, a timeline, or a mapping "):
         plot(wrong)
 
 

@@ -48,6 +48,18 @@ def test_an_image_classifier_is_a_resnet_on_glyphs():
     assert labels.tolist() == list(expected)
 
 
+def test_qwen_has_the_shape_of_the_published_model_and_recomputes_its_blocks():
+    with torch.device("meta"):  # which the device that is asked for overrides
+        model, texts = workloads.qwen(batch=2, length=9, layers=2, width=128, vocabulary=50, device="cpu")
+    assert texts.shape == (2, 9) and int(texts.max()) < 50 and model(texts).logits.shape == (2, 9, 50)
+    whole, _ = workloads.qwen(device="meta")
+    assert sum(weight.numel() for weight in whole.parameters()) == 596_049_920  # as published
+    runs = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append("mlp"))
+    model(texts, labels=texts).loss.backward()
+    assert len(runs) == 2
+
+
 @pytest.mark.parametrize("name", workloads.CPU_SIZES)
 def test_on_a_cpu_the_default_sizes_are_fixed(name, monkeypatch):
     monkeypatch.setattr(workloads, "_measure_batch", lambda *_: pytest.fail("measured a CPU"))
@@ -234,6 +246,7 @@ def test_a_default_step_fills_a_gpu_and_fits(name):
         (workloads.image_classifier, {"size": 15}, ValueError),
         (workloads.image_classifier, {"seed": "0"}, TypeError),
         (workloads.load_texts, {"count": 0}, ValueError),
+        (workloads.qwen, {"width": 100}, ValueError),
     ],
 )
 def test_a_bad_argument_is_named(make, arguments, error):

@@ -1,7 +1,7 @@
 """The running example of the lessons: a model and one batch for it, on the device.
 
-Each function returns `(model, inputs, labels)`. The same arguments give the same weights and the same batch, and leave
-the caller's random state as it was. With no arguments, the sizes fit the device:
+Each function returns `(model, inputs, labels)`, but for `qwen`. The same arguments give the same weights and the same
+batch, and leave the caller's random state as it was. With no arguments, the sizes fit the device:
 
 - On a CPU they are fixed (`CPU_SIZES`), because a CPU's speed varies too much to measure: lessons keep their output.
   A step takes 20 to 30 ms on two cores, and about 70 ms for images.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,6 +35,9 @@ from effgpu.measuring.device import choose_16_bits as choose_16_bits  # lessons 
 from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
 from effgpu.measuring.timing import cap_seconds, time_for, time_steps
 from effgpu.predicting.hardware import as_it_is
+
+if TYPE_CHECKING:  # imported where it is used: it takes seconds
+    from transformers import Qwen3ForCausalLM
 
 CPU_SIZES = {
     "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
@@ -211,6 +215,47 @@ def image_classifier(
     images = torch.tensor(pixels, device=device).unsqueeze(1).expand(-1, 3, -1, -1).contiguous() / 255
     with seeded(seed, device):
         return _resnet(), images, torch.tensor(labels, device=device)
+
+
+def qwen(
+    batch: int = 8,
+    length: int = 2048,
+    layers: int = 28,
+    width: int = 1024,
+    vocabulary: int = 151_936,
+    device: torch.device | str | None = None,
+) -> tuple["Qwen3ForCausalLM", torch.Tensor]:
+    """Return transformers' Qwen3, by default of Qwen3-0.6B's shape, with random weights, and random texts.
+
+    texts: int64 [batch, length], to be given as labels, too: transformers takes the token after each as its label. The
+    model recomputes the activations of its blocks. Raises ValueError if `width` is no multiple of 128.
+
+    >>> model, texts = qwen(batch=1, length=64, layers=1, width=128, vocabulary=1000)
+    >>> loss = model(texts, labels=texts).loss
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if width % 128:
+        raise ValueError(f"width: expected a multiple of 128, got {width}")
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    device = torch.device(device or find_device())
+    with seeded(0, device):
+        model = Qwen3ForCausalLM(config).train()
+        texts = torch.randint(vocabulary, (batch, length))
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:  # transformers before 5.23
+        model.gradient_checkpointing_enable()
+    return model, texts
 
 
 def autocast() -> torch.autocast:

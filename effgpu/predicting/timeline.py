@@ -25,7 +25,7 @@ SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a w
 _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
 _STEPS = 4  # that are played; the first does not count
-_CPU, _GPU = 1, 2  # the tracks of a trace
+CPU, GPU = 1, 2  # the tracks of a trace
 
 
 class Event(NamedTuple):
@@ -176,24 +176,24 @@ class Timeline:
 
         loading = self.load[0] and ready - self.compiling > zero
         if loading:
-            add(_CPU, "wait for the loader" if self.workers else "load", zero, ready - self.compiling)
+            add(CPU, "wait for the loader" if self.workers else "load", zero, ready - self.compiling)
         if self.compiling:
-            add(_CPU, "compile", ready - self.compiling, ready)
+            add(CPU, "compile", ready - self.compiling, ready)
         for event, (called, launched, begins, ends, free) in zip(self.events, played):
             name, about = _name(event), _describe(event)
             if launched > called:
                 add(
-                    _CPU,
+                    CPU,
                     f"launch {name}" if event.kind == KERNEL and event.kernels else name,
                     called,
                     launched,
                     **about,
                 )
             if ends > begins:
-                add(_GPU, name, begins, ends, **about)
+                add(GPU, name, begins, ends, **about)
             if free > launched:
-                add(_CPU, f"wait for the {_WAITS_FOR[event.kind]}", launched, free, **about)
-        names = {_CPU: "CPU: calls and waits", _GPU: f"{self.gpu.name}: kernels and copies"}
+                add(CPU, f"wait for the {_WAITS_FOR[event.kind]}", launched, free, **about)
+        names = {CPU: "CPU: calls and waits", GPU: f"{self.gpu.name}: kernels and copies"}
         named = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "one step, predicted"}}]
         for track, name in names.items():
             named.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}})
