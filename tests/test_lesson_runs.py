@@ -11,7 +11,7 @@ import pytest
 import stand_ins
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from test_lessons import CHECKED, LESSONS, code, each_lesson, prose, read, text_of
+from test_lessons import LESSONS, checked_with_what_they_need, code, each_lesson, is_checked, prose, read, text_of
 
 from effgpu.measuring import timing
 
@@ -83,7 +83,7 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
     with start_kernel(path, tmp_path, monkeypatch) as run:
         assert not run(cells)
         assert told(cells) == told(read(path).cells), "the checked cells differ from the stored ones"
-        check_noticed(cells, *MUTATIONS[path.stem], run)
+        check_noticed(path, cells, *MUTATIONS[path.stem], run)
         again = [nbformat.from_dict(cell) for cell in cells]
         assert not run(again), "the second run in one kernel"
         assert told(again) == told(cells), "the checked cells of the second run differ from those of the first"
@@ -119,21 +119,23 @@ def test_the_network_is_really_cut_off(tmp_path):
     assert "no network in this test" in done.stderr
 
 
-def check_noticed(cells, right, wrong, run):
-    """From the cell that is done wrong to the last checked one: a checked cell raises, or prints something else."""
-    (at,) = [i for i, cell in enumerate(cells) if right in cell.source]
-    last = max(i for i, cell in enumerate(cells) if CHECKED in cell.metadata.get("tags", []))
-    mutated = [nbformat.from_dict(cell) for cell in cells[at : last + 1]]
-    mutated[0].source = mutated[0].source.replace(right, wrong)
+def check_noticed(path, cells, right, wrong, run):
+    """Of what the checked cells need, from the cell that is done wrong on: one raises, or prints something else."""
+    notebook = read(path)
+    (mistaken,) = [cell for cell in code(notebook) if right in cell.source]
+    mistaken.source = mistaken.source.replace(right, wrong)
+    needed = checked_with_what_they_need(notebook)
+    mutated = needed[[cell.id for cell in needed].index(mistaken.id) :]
     if failed := run(mutated):
         cell, error = failed
-        assert CHECKED in cell.metadata.get("tags", []), f"a cell that is not checked failed: {error}"
+        assert is_checked(cell), f"a cell that is not checked failed: {error}"
     else:
-        assert told(mutated) != told(cells[at : last + 1]), f"nobody noticed {wrong!r}"
+        ids = {cell.id for cell in mutated}
+        assert told(mutated) != told([cell for cell in cells if cell.id in ids]), f"nobody noticed {wrong!r}"
 
 
 def told(cells) -> list[str]:
-    return [text_of(cell) for cell in cells if CHECKED in cell.metadata.get("tags", [])]
+    return [text_of(cell) for cell in cells if is_checked(cell)]
 
 
 def solutions(path) -> list[str]:
