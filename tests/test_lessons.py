@@ -22,7 +22,7 @@ from effgpu.measuring.device import describe
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HEADINGS = ["## The technique", "## Your guess", "## What happened", "## In your own script", "## When to use it"]
-HEADINGS += ["# The proof", "## Try it"]
+HEADINGS += ["# Why, and the proof", "## What others measured", "## Try it"]
 # Loading, copies and sending: a table predicts, from published rates.
 BESIDE_THE_STEP = ("02_dataloader", "03_pinned_memory", "20_multi_gpu")
 ONLY_ON_A_GPU = ("03_pinned_memory", "20_multi_gpu")  # compare nothing without one, or without two
