@@ -34,7 +34,6 @@ _COMPUTES = tuple(
         "_pdist",
         "_trilinear",
         "_int_mm",
-        "_grouped_mm",
         "_scaled_grouped_mm",
         "_weight_int",
         "mkldnn_",

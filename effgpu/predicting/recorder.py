@@ -24,7 +24,7 @@ from effgpu.measuring.torch_internals import (
     _current_graph_task_id,
     _disable_current_modes,
 )
-from effgpu.predicting import quantized, shapes
+from effgpu.predicting import experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
@@ -198,6 +198,8 @@ class Recorder(TorchDispatchMode):
                 return made(*args, **kwargs)
         if self.fakes and (made := _BY_LENGTHS.get(func)):
             return made(self, *args)
+        if self.fakes and (made := experts.RULES.get(func._schema.name)):
+            return made(self, *args, **kwargs)
         if self.fakes and func.overloadpacket in _BY_VALUES:
             func, args, kwargs, result = self._choose(func, args, kwargs)
             if result is not None:
@@ -271,6 +273,17 @@ class Recorder(TorchDispatchMode):
         self._multiplied = True
         if self.segments:
             self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
+
+    def note_groups(self, kernel: Kernel, count: int, read: int | None) -> None:
+        """So many equal products, after a read of so many bytes that say how they are cut; None: in one kernel."""
+        self._multiplied = True
+        if not self.segments:
+            return
+        if read is None:
+            self._add_kernels([experts.joined(kernel, count)], 1)
+        else:
+            self._wait(read, own=True)
+            self._add_kernels([kernel] * count, count * (1 + 3 * _VIEW))  # of two matrices and the result
 
     def _quantized(self, func) -> Callable | None:
         """What an operation of bitsandbytes' is made of, if it is."""
@@ -356,7 +369,7 @@ class Recorder(TorchDispatchMode):
                 )
             if value.dim() and value.numel() and not self._moving:
                 self._add(value)
-                self.assumptions["what the variant takes from outside of itself is on the GPU, too"] = None
+                self.assumptions["tensors that were made outside of the function are on the GPU, too"] = None
 
     @property
     def on_gpu(self) -> list[Block]:
@@ -472,12 +485,12 @@ class Recorder(TorchDispatchMode):
             return self._guess(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
         return self._guess(1, where)
 
-    def _wait(self, size: int = 0) -> None:
-        """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for PyTorch's own reads."""
+    def _wait(self, size: int = 0, *, own: bool = False) -> None:
+        """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
         if self.segments:
             self.segments[-1].calls += 1
             self.segments.append(Segment())
-            site = None if sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
+            site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
             self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, phase=self._phase()))
 
     def _guess(self, value: bool | int | float, where: str | None) -> bool | int | float:
