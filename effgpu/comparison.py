@@ -286,16 +286,9 @@ class Comparison:
         return " ".join(lines)
 
     def _tell_small(self) -> str:
-        """What a CPU measured, in one sentence, without intervals."""
-
-        def tell(m: Measurement) -> str:
-            time, memory = self.tell(m.label).partition(" [")[0], self.tell(m.label, "memory")
-            if m is self.baseline and not m.failed:
-                time, memory = (self._show(m, quantity) for quantity in ("time", "memory"))
-            return f"{m.label} {time}" + f", {memory} memory" * (memory != units.NOT_MEASURED)
-
-        text = f"A small model, measured on {self.device.label}; that tells nothing of a GPU's time"
-        return f"{text}: {'; '.join(map(tell, self))}."
+        """What a CPU measured, in one sentence: times alone, as their ratios would be taken for a GPU's."""
+        times = "; ".join(f"{m.label} {m.failed or self._show(m, 'time')}" for m in self)
+        return f"A small model on {self.device.label}, which tells nothing of a GPU's time: {times}."
 
     def _tell_variables(self) -> list[str]:
         return [f"{name}={value} was set." for name, value in self.device.variables.items()]

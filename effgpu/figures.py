@@ -361,18 +361,19 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
 def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict.
 
-    A black line goes from the least to the most that the whole process may take: by its upper end, a step fits.
+    A dotted outline goes to the most that the whole process may take: by it, a step fits.
     """
     for row, m in enumerate(comparison):
         if m.label in comparison.full_size:
             needed = comparison.full_size[m.label][0]
             look = {"facecolor": "none", "linestyle": "--", "linewidth": 1.5}
             ax.barh(row, needed.allocated, height=0.62, edgecolor=VERDICT_COLORS[needed.verdict], **look)
-            low, high = needed.total
-            _draw_interval(ax, row, (low + high) / 2, low, high)
-            _write(ax, max(needed.allocated, high), row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
+            most = max(needed.allocated, needed.total[1])
+            ax.barh(row, most, height=0.62, edgecolor=DIM, **look | {"linestyle": ":", "linewidth": 1.0})
+            _write(ax, most, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     gpu = units.with_article(comparison.full_size_gpus[0])
-    ax.plot([], [], "|-", color=DIM, label="range (memory: the whole process)")
+    ax.plot([], [], "|-", color=DIM, label="range of a time")
+    ax.plot([], [], ":", color=DIM, label="the whole process, at most")
     ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)

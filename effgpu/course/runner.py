@@ -82,8 +82,9 @@ class Headline:
             return ""
         place = next((place for place, each in enumerate(after) if each.verdict != DOES_NOT_FIT), 0)
         old, new = before[place], after[place]
+        low, high = new.ratio[1:] if new.ratio else (1, 1)
         time = tell_ratio(new.ratio).partition(" [")[0] if new.ratio else ""
-        time = "no clear difference in time" if " to " in time else time
+        time = "no clear difference in time" if low < 1 < high else time
         lines = [time, _tell_change(old.allocated, new.allocated)]
         rescued = ", so that it fits" if [old.verdict, new.verdict] == [DOES_NOT_FIT, FITS] else ""
         return f"{', '.join(filter(None, lines))} on {units.with_article(new.gpu)}{rescued} (predicted)"

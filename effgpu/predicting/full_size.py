@@ -57,15 +57,15 @@ class FullSize:
 
 
 def tell_ratio(ratio: Range) -> str:
-    """A predicted ratio of times in words, with its range; "1.05 × faster to 1.04 × slower" where that holds 1.
+    """A predicted ratio of times in words, with its range: "1.65 × faster [0.97, 2.09]", which may be a bit slower.
 
-    "same" is of two steps that run the same kernels.
+    "about the same [0.93, 1.07]", times as fast, is of two steps that differ; "same" of two that run the same kernels.
     """
     value, low, high = ratio
     if low == high == 1:
         return "same"
-    if low <= 1 <= high:
-        return " to ".join(dict.fromkeys(map(units.format_speed, (low, high))))
+    if units.format_speed(value) == "same":
+        return units.format_speed(1.0, low, high).replace("1.00 × faster", "about the same")
     return units.format_speed(value, low, high)
 
 

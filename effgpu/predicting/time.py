@@ -394,7 +394,7 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             what = "groups" if kernel.layout.startswith(("grouped", "depthwise")) else kernel.kind
             what = "launch" if bound == LAUNCH_BOUND else what
             layout = kernel.layout[-4:] if kernel.layout.endswith(tuple(USUAL.layouts)) else ""
-            work.sources[what, kernel.format * bool(computes), layout] += seconds
+            work.sources[what, _counted_as(kernel.format, gpu) * bool(computes), layout] += seconds
             if kernel.kind in (PRODUCT, ATTENTION, CONVOLUTION):
                 work.multiplied[kernel.kind == CONVOLUTION, kernel.format] += seconds
         work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1) * gpu.launch))
