@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
 from effgpu.measuring.device import find_device
-from effgpu.measuring.torch_internals import _pop_mode_temporarily
+from effgpu.measuring.torch_internals import _disable_current_modes, _pop_mode_temporarily
 from effgpu.predicting import prediction, recorder
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size
 from effgpu.predicting.full_size import predict_full_size
@@ -459,8 +459,9 @@ def test_a_number_that_is_read_is_said_with_its_line_unless_every_healthy_step_h
 def test_a_tensor_on_the_gpu_from_outside_is_refused_with_what_to_do():
     def variant():
         model = nn.Linear(4, 4)
-        with _pop_mode_temporarily():  # below what takes a GPU's name for the CPU's, as a tensor from outside is
-            rows = torch.empty(4, 4, device="cuda")
+        fake = torch.empty(4, 4)
+        with _disable_current_modes(), _pop_mode_temporarily():  # as one from outside, which names the GPU nowhere
+            rows = type(fake)(fake.fake_mode, torch.empty(4, 4, device="meta"), torch.device("cuda"))
         return lambda: model(rows).sum().backward()
 
     with pytest.raises(RuntimeError, match=r"outside of the variant: keep those on the CPU, and .* \.to\(device\)"):

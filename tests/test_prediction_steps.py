@@ -891,3 +891,90 @@ def test_an_operation_that_could_be_taken_apart_and_has_a_kernel_is_one():
 
     kinds = {kernel.name for segment in predict(variant, "T4").segments for kernel in segment.kernels}
     assert "silu_backward" in kinds and "sigmoid" not in kinds
+
+
+# --- where a step finds its tensors ---
+
+
+def test_what_a_step_on_the_gpu_makes_on_the_device_of_another_tensor_is_there_too():
+    """A library that asks a tensor for its device takes the GPU's path: torchvision's nms, transformers' experts."""
+    seen = []
+
+    def variant(of_model):
+        model = nn.Linear(64, 64).cuda()
+        rows = torch.rand(32, 64).cuda()
+
+        def step():
+            place = next(model.parameters()).device if of_model else "cuda"
+            seen.append((rows.device, rows.is_cuda, rows.get_device(), str(place)))
+            made = torch.zeros(1024, 64, device=place)
+            made[:32] = model(rows)
+            made.sum().backward()
+
+        return step
+
+    by_tensor, by_name = (predict(partial(variant, each), "T4") for each in (True, False))
+    assert {each[:3] for each in seen} == {(torch.device("cuda", 0), True, 0)} and seen[0][3] == "cuda:0"
+    assert by_tensor.allocated == by_name.allocated and by_tensor.time().expected == by_name.time().expected
+    assert not by_tensor.unknown and not by_tensor.assumptions
+
+
+def test_a_step_that_names_no_gpu_finds_its_tensors_on_the_cpu_that_stands_for_one():
+    seen = []
+
+    def variant():
+        model = nn.Linear(8, 8)
+        return lambda: seen.append(model.weight.device) or model(torch.rand(4, 8)).sum().backward()
+
+    predict(variant, "T4")
+    assert set(seen) == {torch.device("cpu")}
+
+
+def test_an_operation_that_only_a_gpu_has_for_whole_numbers_is_predicted():
+    def variant():
+        weight = nn.Parameter(torch.rand(4, 8).cuda())
+        chosen = torch.randint(4, (16,)).cuda()
+        return lambda: (weight.sum(1) * torch.histc(chosen.int(), 4, 0, 3)).sum().backward()
+
+    assert not predict(variant, "T4").unknown
+
+
+def test_a_sparse_matrix_is_multiplied_and_its_arithmetic_is_not_known():
+    def variant(sparse):
+        model = nn.Linear(16, 16).cuda()
+        places, values = torch.randint(100, (2, 400)), torch.rand(400)
+        adjacent = torch.sparse_coo_tensor(places, values, (100, 100), check_invariants=False).cuda()
+        rows = torch.rand(100, 16).cuda()
+        dense = torch.rand(100, 100).cuda()
+        return lambda: ((adjacent if sparse else dense) @ model(rows)).sum().backward()
+
+    sparse, dense = (predict(partial(variant, each), "T4") for each in (True, False))
+    assert any("sparse" in what for what in sparse.unknown) and not dense.unknown
+    assert sparse.time().expected < dense.time().expected * 2
+
+
+def test_lengths_that_the_step_makes_and_sorts_are_known():
+    def variant(lengths):
+        layer = nn.LSTM(16, 32, batch_first=True)
+        rows = torch.rand(4, 20, 16)
+
+        def step():
+            packed = nn.utils.rnn.pack_padded_sequence(rows, torch.tensor(lengths), True, enforce_sorted=False)
+            layer(packed)[1][0].sum().backward()
+
+        return step
+
+    short, long = (predict(partial(variant, lengths), "T4") for lengths in ([2, 1, 1, 2], [20, 10, 5, 3]))
+    assert short.allocated < long.allocated
+    assert not any("chooses from" in what for what in (*short.assumptions, *long.assumptions))
+
+
+def test_a_model_that_is_spread_over_gpus_runs_on_the_one_that_is_there():
+    def variant(spread):
+        model = nn.Linear(16, 16).cuda()
+        model = nn.DataParallel(model) if spread else model
+        rows = torch.rand(8, 16).cuda()
+        return lambda: model(rows).sum().backward()
+
+    spread, alone = (predict(partial(variant, each), "T4") for each in (True, False))
+    assert spread.allocated == alone.allocated

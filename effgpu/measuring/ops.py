@@ -74,9 +74,9 @@ def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: objec
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """The tensors among arguments or results, in lists, tuples and dictionaries."""
+    """The tensors among arguments or results, in lists, tuples and dictionaries; of a sparse one, its two parts."""
     if isinstance(tree, torch.Tensor):
-        return [tree]
+        return [tree._indices(), tree._values()] if tree.layout is torch.sparse_coo else [tree]
     branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
     return [tensor for branch in branches for tensor in tensors_of(branch)]
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from effgpu.measuring.torch_internals import FakeTensorMode
+from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import answering_as, replaced
@@ -170,6 +170,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (DataLoader, "_get_iterator", load_here),
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),
+        (FakeTensor, "device", property(recorder.device_of)),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:

@@ -130,7 +130,7 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     moved = bytes_touched(func, name, args, kwargs, result)
     named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
     args = tuple(named.get(argument.name) for argument in func._schema.arguments)  # all of them, in their order
-    if name in _PRODUCTS:
+    if name in _PRODUCTS and not has_sparse(args):
         return [_multiply(name, args, moved)]
     if name in ("convolution", "convolution_backward"):
         return _convolve(name, args, results)
@@ -150,13 +150,20 @@ def copy_over_bus(tensor: torch.Tensor, pinned: bool) -> Kernel:
     return Kernel("copy", COPY, _name(tensor.dtype), 0, _size(tensor), layout="pinned" if pinned else "ordinary")
 
 
-def lacks_rule(func) -> bool:
+def lacks_rule(func, args: tuple = ()) -> bool:
     """Whether an operation of PyTorch's computes more than it reads and writes, and no rule here knows how much."""
     name = func.overloadpacket.__name__
+    if name in _PRODUCTS and has_sparse(args):
+        return True
     if func.overloadpacket in flop_registry or name.startswith(_COMPUTES):
         attends = "scaled_dot_product" in name or "attention_forward" in name or "attention_backward" in name
         return not (attends or name in (*_PRODUCTS, "convolution", "convolution_backward", *_KNOWN_LINALG))
     return False
+
+
+def has_sparse(args: tuple) -> bool:
+    """Whether a tensor among the arguments is sparse."""
+    return any(isinstance(arg, torch.Tensor) and arg.layout is not torch.strided for arg in args)
 
 
 def _size(tensor: torch.Tensor) -> int:

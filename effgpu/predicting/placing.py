@@ -10,7 +10,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,12 +20,10 @@ from effgpu.measuring.torch_internals import (
     FakeTensor,
     _len_torch_function_stack,
     fake_tensor,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
 )
 from effgpu.predicting.allocator import Block
 from effgpu.predicting.hardware import FIRST_GPU
-from effgpu.predicting.recorder import LARGE, UNTIMED, Recorder
+from effgpu.predicting.recorder import LARGE, UNTIMED, Recorder, device_while_looked_up
 from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
@@ -33,6 +31,7 @@ from effgpu.predicting.translator import (
     Translator,
     all_on_cpu,
     default_device,
+    innermost,
     name_by_number,
     name_device,
     on_real_tensors,
@@ -40,7 +39,6 @@ from effgpu.predicting.translator import (
 
 HOST = "host"
 _KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
-_device = FakeTensor.device.fget
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
 _UNDONE = (
@@ -61,7 +59,6 @@ class ScriptRecorder(Recorder):
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
-        self._depth = 0  # of operations on fake tensors that are being looked up
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
 
     def translator(self) -> "_Placer":
@@ -81,9 +78,9 @@ class ScriptRecorder(Recorder):
         return block is not None and block.owner == HOST
 
     def device_of(self, fake: FakeTensor) -> torch.device:
-        """Where a script finds a fake tensor, and where PyTorch finds it while an operation is looked up."""
+        """Where a script finds a fake tensor: all that is not in the host's memory is on the GPU."""
         if self._depth or fake.fake_mode.in_kernel_invocation:
-            return _device(fake)
+            return device_while_looked_up(fake)
         return CPU if self.is_on_host(fake) else FIRST_GPU
 
     @contextlib.contextmanager
@@ -95,14 +92,15 @@ class ScriptRecorder(Recorder):
         finally:
             self.on_host = before
 
+    def placing_on_gpu(self) -> contextlib.AbstractContextManager:
+        """Inside, new tensors lie on the GPU."""
+        return self.placed(False)
+
     def take_in(self, real: torch.Tensor) -> torch.Tensor:
         """What a file holds is on the CPU, and real."""
         return real
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
-        if name_device(kwargs.get("device")) == FIRST_GPU:  # named where no function mode sees it, as within torch.func
-            with self.placed(False):
-                return self._dispatch(func, args, kwargs | {"device": CPU})
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
             with on_real_tensors():
                 return func(*args, **kwargs)
@@ -110,14 +108,11 @@ class ScriptRecorder(Recorder):
             now = time.perf_counter()
             self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
             self._last_without = now
-        self._depth += 1
         try:
             return super()._dispatch(func, args, kwargs)
         except _UNDONE as error:
             self.trouble = error
             raise
-        finally:
-            self._depth -= 1
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
@@ -176,7 +171,7 @@ class _Placer(Translator):
         if name == "is_pinned":
             return args[0] in self._recorder.pinned
         values = (*args, *kwargs.values())
-        fakes = [value for value in map(_innermost, _flat(values)) if isinstance(value, FakeTensor)]
+        fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
         if name in ("tolist", "numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
@@ -184,7 +179,7 @@ class _Placer(Translator):
         if name == "tolist" and fakes:
             return self._recorder.read_array(args[0]).tolist()
         if name == "get_device" and fakes:
-            return -1 if self._recorder.is_on_host(args[0]) else 0
+            return super().__torch_function__(func, types, args, kwargs)
         args, kwargs, where = self._find_place(func, name, args, kwargs)
         if where is not None and where.type == "meta" and fakes:
             return _outline(fakes[0], args, kwargs)
@@ -203,14 +198,6 @@ class _Placer(Translator):
         """The call on the CPU, where fake tensors are; `placed` says where a script finds its result."""
         args, kwargs = all_on_cpu(args, kwargs)
         return func(*args, **kwargs)
-
-    def _describe(self, func: Callable, args: tuple) -> object:
-        """What a tensor is asked for: a fake one says where it would be."""
-        if isinstance(fake := _innermost(args[0]), FakeTensor):
-            asked = getattr(func, "__self__", None)
-            if asked in (torch.Tensor.is_cuda, torch.Tensor.is_cpu):
-                return (asked is torch.Tensor.is_cpu) == self._recorder.is_on_host(fake)
-        return func(*args)
 
     def _find_place(self, func, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict, torch.device | None]:
         """The device that a call names, and its arguments with the GPU named as one device. None: it names none."""
@@ -240,7 +227,7 @@ class _Placer(Translator):
         """The tensor on this device, copied if it is elsewhere."""
         if not isinstance(result, torch.Tensor) or result.device.type == "meta":
             return result
-        fake = _innermost(result)
+        fake = innermost(result)
         if not isinstance(fake, FakeTensor):
             if where != CPU:
                 self._recorder.note_copy(result, non_blocking)
@@ -270,13 +257,6 @@ def _flat(values: tuple) -> Iterator[object]:
             yield from _flat(tuple(value.values()))
         else:
             yield value
-
-
-def _innermost(value: object) -> object:
-    """A tensor without what torch.func has put around it; anything else as it is."""
-    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
-        value = get_unwrapped(value)
-    return value
 
 
 def _has_fake(values: tuple) -> bool:
@@ -330,4 +310,3 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
     yield torch.Tensor, "_make_subclass", staticmethod(make_fake)
     yield fake_tensor, "CONSTANT_NUMEL_LIMIT", _KEPT
-    yield FakeTensor, "device", property(recorder.device_of)

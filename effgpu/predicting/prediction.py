@@ -29,7 +29,9 @@ from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
+from effgpu.predicting.hardware import replaced
 from effgpu.predicting.kernels import Segment
+from effgpu.predicting.ranks import alone
 from effgpu.predicting.recorder import COMPILED, UNTIMED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline
@@ -330,6 +332,7 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
                 random_states_kept(),
                 weights_without_values(recorder),
                 as_gpu(recorder),
+                replaced(alone()),
                 warnings.catch_warnings(),
             ):
                 # to copy a module asks for its tensors' addresses, and a fake tensor has none

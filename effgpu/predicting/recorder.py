@@ -28,7 +28,8 @@ from effgpu.predicting import experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, lacks_rule, note
+from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, has_sparse, lacks_rule, note
 from effgpu.predicting.rules import (
     TEMPORARY,
     attention,
@@ -38,7 +39,7 @@ from effgpu.predicting.rules import (
     recurrent_layers,
 )
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
-from effgpu.predicting.translator import CPU, Translator, on_real_tensors
+from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.values import Values
 from effgpu.units import MiB
 
@@ -60,6 +61,8 @@ COMPILED = "compiled code takes the memory that it takes without torch.compile, 
 WORKERS_IDLE = "a DataLoader's workers do not run: batches are loaded by the step itself"
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
+
+device_while_looked_up = FakeTensor.device.fget
 
 
 class Recorder(TorchDispatchMode):
@@ -86,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self.values = Values()
         self.guesses: list[Guess] = []
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
+        self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
         self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
@@ -120,6 +124,15 @@ class Recorder(TorchDispatchMode):
         """The variant is built: count from here on."""
         self.name_owners()
         self.first, self._started = self._events, True
+
+    def device_of(self, fake: FakeTensor) -> torch.device:
+        """Where the step finds a fake tensor, and where PyTorch finds it while an operation is looked up."""
+        if not self.names_gpu or self._depth or fake.fake_mode.in_kernel_invocation:
+            return device_while_looked_up(fake)
+        if not _has_storage(fake):
+            return FIRST_GPU
+        block = self._blocks.get(fake.untyped_storage()._cdata)
+        return FIRST_GPU if block is not None and block.place == "gpu" else device_while_looked_up(fake)
 
     def note_capability(self) -> None:
         """The step has asked what the GPU is: another one may take another way."""
@@ -184,10 +197,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        with DisableTorchFunction():  # what is asked of tensors in here needs no translation, which takes long
-            return self._dispatch(func, args, kwargs or {})
+        self._depth += 1
+        try:
+            with DisableTorchFunction():  # what is asked of tensors in here needs no translation, which takes long
+                return self._dispatch(func, args, kwargs or {})
+        finally:
+            self._depth -= 1
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
+        if name_device(kwargs.get("device")) == FIRST_GPU:  # named where no function mode sees it, as within torch.func
+            with self.placing_on_gpu():
+                return self._dispatch(func, args, kwargs | {"device": CPU})
         if func in (aten._local_scalar_dense.default, aten.item.default):  # the latter of what inference mode made
             return self._read(func, args, kwargs)
         if self.fakes and func in _COMPARES:
@@ -250,8 +270,9 @@ class Recorder(TorchDispatchMode):
                 self.unknown[f"what {name} computes, and takes while it does"] = None
             else:
                 self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
-        if kernels and lacks_rule(func):
-            self.unknown[f"{UNTIMED} {func.overloadpacket.__name__} computes: only what it reads and writes"] = None
+        if kernels and lacks_rule(func, args):
+            name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
+            self.unknown[f"{UNTIMED} {name} computes: only what it reads and writes"] = None
         for kernel in kernels:
             if kernel.product and kernel.format not in TIMED:
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
@@ -402,6 +423,10 @@ class Recorder(TorchDispatchMode):
                     block.place = "gpu"
         return self._placing or "gpu"
 
+    def placing_on_gpu(self) -> contextlib.AbstractContextManager:
+        """Inside, new tensors lie on the GPU."""
+        return self.placing("gpu")
+
     @contextlib.contextmanager
     def placing(self, place: str, moving: bool = False) -> Iterator[None]:
         """Inside, new tensors lie there."""
@@ -539,6 +564,9 @@ class Recorder(TorchDispatchMode):
 
     def imitate(self, real: torch.Tensor, on_host: bool, kept: int = 1) -> FakeTensor:
         """A fake tensor like a real one. Of up to `kept` elements the values are: what follows from them is known."""
+        if real.layout is torch.sparse_coo:
+            parts = (self.imitate(part, on_host) for part in (real._indices(), real._values()))
+            return torch.sparse_coo_tensor(*parts, real.shape, check_invariants=False)
         with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CPU)
         if real.numel() <= kept and not real.requires_grad:
@@ -612,9 +640,9 @@ class Recorder(TorchDispatchMode):
         """The rows of a padded batch, step after step, by lengths that are on the CPU, and the rows of each step."""
         known = self.values.of(lengths)
         batch, steps = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
-        if known is None:
-            known = torch.full((batch,), max(1, self.choose_from(steps)))
+        chosen = self.choose_from(steps) if known is None else 0
         with _disable_current_modes():
+            known = torch.full((batch,), max(1, chosen)) if known is None else known
             rows = (known[None] > torch.arange(int(known.max()))[:, None]).sum(1)
             total = int(rows.sum())
         made = padded.new_empty((total, *padded.shape[2:]))

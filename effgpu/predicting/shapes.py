@@ -5,17 +5,21 @@ FakeTensorMode remembers results, too, but takes longer to look one up than it t
 
 import contextlib
 import functools
+import re
 from typing import NamedTuple
 
 import torch
 
 from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, tree_map_only
 
 aten = torch.ops.aten
 _PURE, _VIEW, _LISTED = "pure", "view", "listed"
 _VIEWS = """view t transpose.int permute expand detach alias unsqueeze squeeze.dim slice.Tensor select.int split.Tensor
 unbind.int"""
+_REFUSED = re.compile(r'"\w+" not implemented for \'([\w.]+)\'')
+_NAMES = {"Half": "float16", "BFloat16": "bfloat16", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32"}
+_NAMES |= {"Long": "int64", "Bool": "bool"}
 _BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -32,6 +36,30 @@ _MOST = 50_000  # of them: a walk adds about a hundred
 
 def run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
     """What `func(*args, **kwargs)` gives on the mode's fake tensors."""
+    try:
+        return _run(mode, func, args, kwargs)
+    except RuntimeError as error:
+        if (found := _REFUSED.match(str(error))) and (dtype := _named(found[1])):
+            return _as_floats(func, args, kwargs, dtype)
+        raise
+
+
+def _as_floats(func, args: tuple, kwargs: dict, dtype: torch.dtype) -> object:
+    """What an operation gives that a CPU, which stands for the GPU, does not have for this type of numbers."""
+
+    def change(value: object, old: torch.dtype, new: torch.dtype) -> object:
+        return tree_map_only(torch.Tensor, lambda each: each.to(new) if each.dtype is old else each, value)
+
+    return change(func(*change(args, dtype, torch.float32), **kwargs), torch.float32, dtype)
+
+
+def _named(name: str) -> torch.dtype | None:
+    """The dtype of this name, "torch.int32" or "Half"."""
+    found = getattr(torch, _NAMES.get(name, name.removeprefix("torch.")), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
     if (kind := _kind(func)) is None:
         return func(*args, **kwargs)
     try:

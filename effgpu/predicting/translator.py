@@ -6,7 +6,7 @@ The fake tensors are on the CPU, because autograd's engine asks for a real CUDA 
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,8 @@ from effgpu.measuring.torch_internals import (
     _get_current_function_mode_stack,
     _len_torch_function_stack,
     _pop_mode_temporarily,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
 )
 from effgpu.predicting import recurrent
 from effgpu.predicting.hardware import FIRST_GPU
@@ -43,7 +45,9 @@ class Translator(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # most calls ask for a tensor's shape, type or the like
-            return func(*args, **kwargs)
+            return self._describe(func, args)
+        if name == "get_device" and args and isinstance(args[0], FakeTensor):
+            return 0 if self._recorder.device_of(args[0]) == FIRST_GPU else -1
         if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
@@ -75,6 +79,13 @@ class Translator(TorchFunctionMode):
             self._recorder.truths[result] = _PREDICATES[name]
         return result
 
+    def _describe(self, func: Callable, args: tuple) -> object:
+        """What a tensor is asked for: a fake one says where it would be."""
+        asked = getattr(func, "__self__", None)
+        if asked in (torch.Tensor.is_cuda, torch.Tensor.is_cpu) and isinstance(fake := innermost(args[0]), FakeTensor):
+            return (asked is torch.Tensor.is_cuda) == (self._recorder.device_of(fake) == FIRST_GPU)
+        return func(*args)
+
     def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
         self._recorder.names_gpu = True
         return self._recorder.move(tensor, "gpu")
@@ -93,6 +104,13 @@ class Translator(TorchFunctionMode):
         if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
             result = self._recorder.move(result, "host")
         return result
+
+
+def innermost(value: object) -> object:
+    """A tensor without what torch.func has put around it; anything else as it is."""
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def default_device() -> torch.device | None:

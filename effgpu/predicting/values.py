@@ -69,6 +69,8 @@ class Values:
                 self._keep(result, lambda: torch.full(result.shape, value, dtype=result.dtype))
             elif name in _MADE if not given else all(self._knows(tensor) for tensor in given) and _is_certain(func):
                 self._repeat(func, args, kwargs, result)
+        elif isinstance(result, tuple) and given and all(map(self._knows, given)) and _is_certain(func):  # sort, topk
+            self._repeat(func, args, kwargs, *filter(_is_fake, result))
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
@@ -88,13 +90,13 @@ class Values:
         self._keep(tensor, lambda: torch.as_tensor(source).to(tensor.dtype).expand(tensor.shape))
         return True
 
-    def _repeat(self, func, args: tuple, kwargs: dict, result: torch.Tensor | None = None) -> bool:
-        """Run the operation on the known numbers. Returns False if it cannot be."""
+    def _repeat(self, func, args: tuple, kwargs: dict, *results: torch.Tensor) -> bool:
+        """Run the operation on the known numbers, and keep what it gives. Returns False if it cannot be."""
         real = functools.partial(_map, self.of)
         named = {key: real(value) for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
-            made = func(*real(args), **named)
-            return result is None or self._keep(result, lambda: made)
+            made = tensors_of(func(*real(args), **named))
+            return all([self._keep(result, lambda each=each: each) for result, each in zip(results, made)])
         return False
 
     def _keep(self, tensor: torch.Tensor, make) -> bool:
@@ -107,6 +109,10 @@ class Values:
             whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(make())
         self._known[storage._cdata] = whole
         return True
+
+
+def _is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
