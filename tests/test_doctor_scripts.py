@@ -44,6 +44,35 @@ def run(here, forked, capfd):  # noqa: F811
     return run
 
 
+GAN = """
+import contextlib, sys, torch
+from torch import nn
+maker, critic = (nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024)).cuda() for _ in "ab")
+ours, theirs = (torch.optim.Adam(network.parameters()) for network in (maker, critic))
+half = contextlib.nullcontext() if len(sys.argv) == 1 else torch.autocast("cuda", torch.float16)
+while True:
+    with half:
+        made = maker(torch.rand(2048, 1024).cuda())
+        theirs_loss = critic(made.detach()).mean()
+    theirs.zero_grad()
+    theirs_loss.backward()
+    theirs.step()
+    with half:
+        our_loss = critic(made).mean()
+    ours.zero_grad()
+    our_loss.backward()
+    ours.step()
+"""
+
+
+def test_16_bits_save_as_much_of_a_step_that_two_networks_share_as_writing_them_down_does(run):
+    (_, told, _), (_, after, _) = run(GAN), run(GAN.replace("len(sys.argv) == 1", "False"))
+    (precision,) = (each for each in told["findings"] if each["name"] == PRECISION)
+    saved = told["seconds"] - after["seconds"]
+    assert precision["seconds"] == pytest.approx(saved, rel=0.005)
+    assert "validation" not in [each["name"] for each in told["findings"]], "the next step uses what this one built"
+
+
 ENDLESS = """
 
 open("built", "a").write("once ")
@@ -91,7 +120,7 @@ def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # n
 
 def test_one_that_ends_early_is_refused(run):
     code, told, errors = run(loop(steps=4))
-    assert (code, told) == (2, None) and "ended after 4 steps, and 5 are needed" in errors
+    assert (code, told) == (2, None) and "ended after 4 steps, and 6 are needed" in errors
 
 
 def test_a_loader_is_none_of_a_scripts_arguments():

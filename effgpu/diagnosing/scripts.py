@@ -30,7 +30,7 @@ from effgpu.predicting.recorder import WORKERS_IDLE
 from effgpu.predicting.scripts import recording, walk
 from effgpu.predicting.translator import on_real_tensors
 
-WALKED = 1 + STEPS + 2  # steps that a script has to make without a GPU: in 16 bits, and while its graphs are looked at
+WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
 
 def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
@@ -191,12 +191,14 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     predicted: Prediction = yield from walk(marks, recorder, (gpu,), STEPS)
     tokens, taken = recorder.looked_up, loading.taken
     in_full = not torch.is_autocast_enabled("cuda")  # else the script's own would end in the middle of ours
-    recorder.note_kernels()
-    with in_16_bits(gpu) if in_full else contextlib.nullcontext():
-        yield 1
-    halved, graphs = tuple(recorder.events), Graphs(recorder.loop)
+    graphs = Graphs(recorder.loop)
     with graphs.looking():
         yield 1
+    with in_16_bits(gpu) if in_full else contextlib.nullcontext():
+        yield 1  # it ends what the one before began: a GAN's forward pass of the other network
+        recorder.note_kernels()
+        yield 1
+    halved = tuple(recorder.events)
     with on_real_tensors(), as_it_is():
         took, loader = loading.time(taken)
         padding = padding_share(tokens)
