@@ -17,7 +17,7 @@ aten = torch.ops.aten
 _PURE, _VIEW, _LISTED = "pure", "view", "listed"
 _VIEWS = """view t transpose.int permute expand detach alias unsqueeze squeeze.dim slice.Tensor select.int split.Tensor
 unbind.int"""
-_REFUSED = re.compile(r'"\w+" not implemented for \'([\w.]+)\'')
+_REFUSED = re.compile(r'"\w*cpu\w*" not implemented for \'([\w.]+)\'')
 _NAMES = {"Half": "float16", "BFloat16": "bfloat16", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32"}
 _NAMES |= {"Long": "int64", "Bool": "bool"}
 _BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -39,7 +39,8 @@ def run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
     try:
         return _run(mode, func, args, kwargs)
     except RuntimeError as error:
-        if (found := _REFUSED.match(str(error))) and (dtype := _named(found[1])):
+        found = None if func._schema.is_mutable else _REFUSED.match(str(error))
+        if found and (dtype := _named(found[1])):
             return _as_floats(func, args, kwargs, dtype)
         raise
 
