@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from effgpu.__main__ import main
 from effgpu.measuring.torch_internals import FakeTensor
@@ -978,3 +979,20 @@ def test_a_model_that_is_spread_over_gpus_runs_on_the_one_that_is_there():
 
     spread, alone = (predict(partial(variant, each), "T4") for each in (True, False))
     assert spread.allocated == alone.allocated
+
+
+def test_checkpointing_finds_weights_that_say_no_place_where_it_found_them_before():
+    """A notebook's own parameter beside a model that names the GPU: it meets the GPU's tensors in the first pass."""
+
+    def variant():
+        model, own = nn.Linear(16, 16).cuda(), nn.Parameter(torch.rand(16, 16))
+        rows = torch.rand(8, 16).cuda().requires_grad_()
+
+        def run(x):
+            with torch.autocast("cuda", torch.float16):
+                made = model(x) @ own.t()
+            return made.float() @ own
+
+        return lambda: checkpoint(run, rows, use_reentrant=False).sum().backward()
+
+    assert predict(variant, "T4").allocated > 0

@@ -126,13 +126,15 @@ class Recorder(TorchDispatchMode):
         self.first, self._started = self._events, True
 
     def device_of(self, fake: FakeTensor) -> torch.device:
-        """Where the step finds a fake tensor, and where PyTorch finds it while an operation is looked up."""
+        """Where the step finds a fake tensor, and where PyTorch finds it while an operation is looked up.
+
+        Where the GPU is named, that is there, but for what was sent to the CPU: what does not say where it lies may
+        meet the GPU's tensors later, and a checkpoint compares devices.
+        """
         if not self.names_gpu or self._depth or fake.fake_mode.in_kernel_invocation:
             return device_while_looked_up(fake)
-        if not _has_storage(fake):
-            return FIRST_GPU
-        block = self._blocks.get(fake.untyped_storage()._cdata)
-        return FIRST_GPU if block is not None and block.place == "gpu" else device_while_looked_up(fake)
+        block = self._blocks.get(fake.untyped_storage()._cdata) if _has_storage(fake) else None
+        return device_while_looked_up(fake) if block is not None and block.place == "host" else FIRST_GPU
 
     def note_capability(self) -> None:
         """The step has asked what the GPU is: another one may take another way."""
