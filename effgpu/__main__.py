@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 from effgpu import __version__
 
 if TYPE_CHECKING:
+    from effgpu.diagnosing.diagnosis import Diagnosis
     from effgpu.predicting.prediction import Prediction
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
+_OF_A_MODEL = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")
 _BEFORE_A_PREDICTION = """\
 effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
 _BEFORE_A_DIAGNOSIS = """\
@@ -142,15 +144,18 @@ def _parser() -> argparse.ArgumentParser:
     taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
     predict.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
     predict.set_defaults(command=_predict)
-    _add_model(predict.add_argument_group("a model of transformers, by its name, in place of a script"))
+    price_help = "of an hour, to tell what an epoch of --samples costs, with --model"
+    predict.add_argument("--price", type=float, metavar="P", help=price_help)
 
     doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
-    doctor.add_argument("words", nargs="+", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
+    doctor.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
     loader_help = "what gives batches of a function's step, by its name in the same file: then the step takes a batch"
     doctor.add_argument("--loader", metavar="NAME", help=loader_help)
     doctor.add_argument("--gpu", metavar="GPU", help="predict all for this one; else this machine's, or a T4")
+    doctor.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --model")
     doctor.set_defaults(command=_doctor)
     for one in (predict, doctor):
+        _add_model(one.add_argument_group("a model of transformers, by its name, in place of a script"))
         one.add_argument("--json", metavar="FILE", help="write the result there; - is standard output, without table")
         trace_help = "write the predicted timeline of one step there, for ui.perfetto.dev"
         one.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
@@ -172,7 +177,6 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--checkpointing", action="store_true", help="compute activations again, do not keep them")
     model.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum or adafactor")
     model.add_argument("--precision", metavar="NAME", help="mixed (default), pure (16 bits), tf32 or fp32")
-    model.add_argument("--price", type=float, metavar="P", help="of an hour, to tell what an epoch of --samples costs")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -353,16 +357,9 @@ def _predict(chosen: argparse.Namespace) -> int:
     from effgpu.predicting import prediction
     from effgpu.units import align, check_positive
 
-    how = {name: getattr(chosen, name) for name in ("lora", "four_bits", "checkpointing", "optimizer", "precision")}
-    how = {name: value for name, value in how.items() if value}
-    if chosen.model and chosen.trace:
-        raise _Refused("--trace: expected a command or FILE.py:VARIANT, whose lines it shows")
+    how = _check_asked(chosen, "predict", not_with_a_model=("taken", "trace"), only_with_a_model=("price",))
     if chosen.model:
         return _predict_model(chosen, how)
-    if how or chosen.length or chosen.price:
-        raise _Refused("predict: expected --model with --length, --lora, --4bit, --checkpointing, --precision, --price")
-    if not chosen.words:
-        raise _Refused("predict: expected a command, as in -- python train.py, FILE.py:VARIANT, or --model NAME")
     epoch = {"--samples": chosen.samples, "--batch": chosen.batch}
     with _refusing(ValueError):
         if any(given is not None for given in epoch.values()):
@@ -386,18 +383,33 @@ def _predict(chosen: argparse.Namespace) -> int:
     return _judge_fit(predicted) if chosen.gpu else SUCCEEDED
 
 
-def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
-    if chosen.words or chosen.taken is not None:
-        raise _Refused("--model: expected neither a command nor --taken")
+def _check_asked(
+    chosen: argparse.Namespace, command: str, not_with_a_model: Sequence[str], only_with_a_model: Sequence[str] = ()
+) -> dict[str, object]:
+    """What is asked of a model beside its name: keywords of `fine_tuning`. Refuses what does not go together."""
+    if not chosen.model:
+        if any(getattr(chosen, name) for name in (*_OF_A_MODEL, *only_with_a_model)):
+            names = ", ".join(f"--{name}" for name in (*_OF_A_MODEL, *only_with_a_model)).replace("four_bits", "4bit")
+            raise _Refused(f"{command}: expected --model with {names}")
+        if not chosen.words:
+            raise _Refused(f"{command}: expected a command, as in -- python train.py, FILE.py:VARIANT, or --model NAME")
+        return {}
+    if chosen.words:
+        raise _Refused("--model: expected no command beside it")
+    if given := [name for name in not_with_a_model if getattr(chosen, name) is not None]:
+        raise _Refused(f"--{given[0]}: expected a command or FILE.py:VARIANT, and no --model")
     if chosen.batch is None:
         raise _Refused("--model: expected --batch, the texts of a step")
     if not find_spec("transformers"):
         raise _Refused("--model needs more: pip install transformers")
+    return {name: getattr(chosen, name) for name in _OF_A_MODEL if getattr(chosen, name)} | {"batch": chosen.batch}
+
+
+def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
     from effgpu.predicting import models
 
-    asked = {"samples": chosen.samples, "price": chosen.price, **how}
     with _refusing(TypeError, ValueError, RuntimeError, ConnectionError):
-        found = models.predict_model(chosen.model, chosen.batch, chosen.length, chosen.gpu, **asked)
+        found = models.predict_model(chosen.model, gpu=chosen.gpu, samples=chosen.samples, price=chosen.price, **how)
     if chosen.json:
         _write_json(found.to_dict(), chosen.json)
     if chosen.json != "-":
@@ -456,6 +468,20 @@ def _save(timeline, path: Path) -> None:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
+    how = _check_asked(chosen, "doctor", not_with_a_model=("loader", "trace"))
+    if not chosen.model and chosen.batch is not None:
+        raise _Refused("doctor: expected --model with --batch")
+    found = _diagnose_model(chosen, how) if chosen.model else _diagnose(chosen)
+    if chosen.trace:
+        _save(found.timeline, chosen.trace)
+    if chosen.json:
+        _write_json(found.to_dict(), chosen.json)
+    if chosen.json != "-":
+        print(found)
+    return SUCCEEDED
+
+
+def _diagnose(chosen: argparse.Namespace) -> "Diagnosis":
     from effgpu.diagnosing.doctor import doctor
     from effgpu.measuring.device import find_device
 
@@ -466,13 +492,14 @@ def _doctor(chosen: argparse.Namespace) -> int:
         found = doctor(target, names[chosen.loader] if chosen.loader else None, chosen.gpu)
         if chosen.trace and not found.timeline:
             raise ValueError(f"--trace: {found.notes[-1]}")
-    if chosen.trace:
-        _save(found.timeline, chosen.trace)
-    if chosen.json:
-        _write_json(found.to_dict(), chosen.json)
-    if chosen.json != "-":
-        print(found)
-    return SUCCEEDED
+    return found
+
+
+def _diagnose_model(chosen: argparse.Namespace, how: dict[str, object]) -> "Diagnosis":
+    from effgpu.diagnosing.model import diagnose_model
+
+    with _refusing(TypeError, ValueError, RuntimeError, ConnectionError):
+        return diagnose_model(chosen.model, chosen.gpu, **how)
 
 
 @contextlib.contextmanager

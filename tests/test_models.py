@@ -149,15 +149,43 @@ def test_exit_codes_say_whether_it_fits(folder, capsys):
         (["--model", "{}/bert", "--batch", "2", "--gpu", "T5"], "T5"),
         (["--model", "{}/vit", "--batch", "2"], "expected a model of texts"),
         (["--model", "{}/empty", "--batch", "2"], "expected a name on the Hugging Face Hub or a folder"),
-        (["--model", "{}/bert", "--batch", "2", "train.py"], "--model: expected neither a command"),
+        (["--model", "{}/bert", "--batch", "2", "train.py"], "--model: expected no command"),
+        (["--model", "{}/bert", "--batch", "2", "--trace", "step.json"], "--trace: expected a command"),
         (["--lora", "8", "train.py"], "expected --model"),
         ([], "expected a command"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_line(folder, asked, told, capsys):
-    assert main(["predict", *(word.format(folder) for word in asked)]) == 2
+@pytest.mark.parametrize("command", ["predict", "doctor"])
+def test_what_is_wrong_is_refused_in_one_line(folder, command, asked, told, capsys):
+    if command == "doctor" and "--price" in asked:
+        pytest.skip("a price is predict's")
+    assert main([command, *(word.format(folder) for word in asked)]) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert told in error[-1] and error[-1].startswith("effgpu: error: "), error
+
+
+@pytest.mark.parametrize("asked", [["--loader", "batches"], ["--batch", "8"]])
+def test_doctor_refuses_what_a_model_and_what_a_script_does_not_take(folder, asked, capsys):
+    model = ["--model", str(folder / "bert"), "--batch", "2"] if "--loader" in asked else ["train.py"]
+    assert main(["doctor", *model, *asked]) == 2
+    assert asked[0] in capsys.readouterr().err
+
+
+def test_doctor_says_what_holds_a_model_back_and_follows_its_options(tmp_path, capsys):
+    """In fp32, 16 bits come first, and what they save is what the step in 16 bits takes less."""
+    wide = ENCODER | {"dim": 512, "hidden_dim": 2048}
+    transformers.DistilBertConfig(**wide, architectures=["DistilBertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    size = {"batch": 64, "length": 256, "precision": "fp32"}
+    asked = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    out = tmp_path / "found.json"
+    assert main(["doctor", "--model", str(tmp_path / "bert"), *asked, "--gpu", "T4", "--json", str(out)]) == 0
+    assert "precision" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    in_32, in_16 = (predict(tmp_path, "bert", "T4", **size | how) for how in ({}, {"precision": "mixed"}))
+    in_32, in_16 = (predicted.time("T4").expected for predicted in (in_32, in_16))
+    assert found["seconds"] == pytest.approx(in_32, rel=0.05)
+    assert found["findings"][0]["name"] == "precision"
+    assert found["findings"][0]["seconds"] == pytest.approx(in_32 - in_16, rel=0.15)
 
 
 def test_without_a_network_a_name_is_refused_with_what_to_do(monkeypatch, capsys):
