@@ -11,16 +11,17 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from benchmarks import published_lora, published_memory, published_peaks, published_runs
+from benchmarks import published_cards, published_lora, published_memory, published_peaks, published_runs
 from torch.nn import functional as F
 
 from effgpu.measuring.device import multiplying_as
+from effgpu.predicting.audited import family
 from effgpu.predicting.prediction import Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.units import format_seconds
 
-TABLE = Path(__file__).with_name("published_times.csv")
+TABLE, CARDS = map(Path(__file__).with_name, ("published_times.csv", "published_cards.csv"))
 HF22, R2, TT = published_memory.HF22, published_memory.R2, published_memory.TT
 TIMM, RYU = "timm, results/benchmark-train-amp", "pytorch-gpu-benchmark, results/dgx-a100"
 U39 = "deep-learning-benchmark, README"
@@ -29,6 +30,7 @@ SHI, CES = published_peaks.SHI, "apex_pytorch_cifar_experiment, README"
 MLI, NGPT = "transformers-benchmarks, README", "Let's reproduce GPT-2 (124M), chapters"
 EAR, QWEN = "applied-deep-learning, bf16 on a T4", "Qwen, README"
 CH07 = "LLMs-from-scratch, ch07"
+LAMBDA, INSIGHTS = "Lambda's benchmark, logs", "GPU-Insights, compiled"
 WORKERS_START = 0.225, 0.15, 0.3  # seconds for two loaders of four workers: expected, least, most; not published
 SOURCES = {"timm": TIMM, "pytorch-gpu-benchmark": RYU, "deep-learning-benchmark": U39, "pytorch_experiments": SKB}
 # Data sheets: TFLOP/s in fp32, TF32 and 16 bits (tensor cores, fp32 accumulation), and GB/s.
@@ -46,6 +48,15 @@ DATA_SHEETS = {
     "RTX A6000": (38.7, 77.4, 155, 768),
     "A100 40 GB": (19.5, 156, 312, 1555),
     "A100 80 GB": (19.5, 156, 312, 2039),
+    "A10": (31.2, 62.5, 125, 600),
+    "RTX 4080": (48.7, 48.7, 97.5, 717),
+    "L40S": (91.6, 183, 362, 864),
+    "RTX PRO 6000": (120, 252, 504, 1792),
+    "H100": (67, 495, 989, 3350),
+    "H100 PCIe": (51, 378, 756, 2000),
+    "GH200": (67, 495, 989, 4000),
+    "H200": (67, 495, 989, 4800),
+    "B200": (75, 1100, 2250, 8000),
 }
 
 
@@ -208,6 +219,32 @@ def _images(row: dict[str, str]) -> Case:
     )
 
 
+def _card(row: dict[str, str]) -> Case:
+    """A row of a collection that timed the same models on many GPUs."""
+    kind, format, batch = row["model"], row["format"], int(row["batch"])
+    names = {"bert_large": f"BERT-large, {batch} × 384", "resnet50": f"ResNet-50, {batch} × 224²"}
+    names |= {"vit": f"ViT-B/16, {batch} × 224²", "unet": f"U-Net, {batch} × 256²"}
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(format)
+    variant = {
+        "bert_large": partial(published_cards.squad, "large", batch, dtype is not None),
+        "resnet50": partial(published_cards.resnet, batch, dtype is not None),
+    }.get(kind, partial(published_cards.compiled, kind, batch, dtype))
+    return Case(
+        LAMBDA if row["source"] == "lambda" else INSIGHTS,
+        names[kind],
+        float(row["milliseconds"]) / 1000,
+        variant,
+        row["gpu"],
+        format,
+        convolutional=kind in ("resnet50", "unet"),
+        matmul="tf32" if format == "TF32" else "ieee",
+    )
+
+
+def _rows(table: Path) -> Iterable[dict[str, str]]:
+    return csv.DictReader(table.read_text(encoding="utf-8").splitlines())
+
+
 def _hf(name: str, samples_per_second: float, **options) -> Case:
     format = "fp16" if options.get("fp16") else "fp32"
     variant = partial(published_memory.bert_large, **options)
@@ -329,7 +366,8 @@ CASES = [
     _instructed("small", 0.69, "L4"),
     _instructed("small", 0.39, "A100 40 GB"),
     Case(published_peaks.AO, "ViT-H, fused AdamW", 8 / 41.9, published_runs.vit_huge, "RTX 4070 Ti Super", "bf16"),
-    *map(_images, csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines())),
+    *map(_card, _rows(CARDS)),
+    *map(_images, _rows(TABLE)),
 ]
 
 
@@ -399,7 +437,7 @@ def with_constants(outcomes: list[Outcome]) -> list[float]:
 
     The constant is the median over the other runs of the same kind on that GPU: it was fitted on the audit itself.
     """
-    kinds = [(o.case.gpu.partition(" ")[0], o.case.group.partition(",")[0]) for o in outcomes]
+    kinds = [(family(o.case.gpu), o.case.group.partition(",")[0]) for o in outcomes]
     found = []
     for number, o in enumerate(outcomes):
         others = [n for n, kind in enumerate(kinds) if kind == kinds[number] and n != number] or [number]
