@@ -28,6 +28,7 @@ from effgpu.results import stored
 from effgpu.units import FORMATS
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
+Line = Mapping[float, float]
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 DIM = "#4B5563"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
@@ -69,7 +70,7 @@ NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 @gpu_lock.free()
 def plot(
-    result: Comparison | Curves | Trace | Timeline | Mapping[str, Trace | Timeline | Mapping[float, float]],
+    result: Comparison | Curves | Trace | Timeline | Mapping[str, Trace | Timeline | Line | list[Line]],
     *,
     between: tuple[float, float] | None = None,
     xlabel: str = "",
@@ -90,9 +91,9 @@ def plot(
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
     - The `timeline` of a prediction, or a mapping of labels to such: what CPU and GPU do in one step, a panel each, on
       one scale, in milliseconds since the GPU began. `between` takes the milliseconds to show, with the events' names.
-    - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied. Only
-      here the other options say something: `format_value` writes the numbers, and `log` makes the horizontal axis a
-      power-of-two scale.
+    - A sweep, which maps a label to a mapping of numbers to numbers: a line for each label, over what was varied; or to
+      several of them, such as one for each seed: lines of one colour. Only here the other options say something:
+      `format_value` writes the numbers, and `log` makes the horizontal axis a power-of-two scale.
 
     Raises TypeError for anything else.
     """
@@ -109,8 +110,8 @@ def plot(
             return _plot_timelines({"": result}, between)
         case Mapping() if result and all(isinstance(value, Timeline) for value in result.values()):
             return _plot_timelines(result, between)
-        case Mapping() if result and all(isinstance(value, Mapping) and value for value in result.values()):
-            return _plot_sweep(result, xlabel, ylabel, log, format_value)
+        case Mapping() if result and all(map(_lines, result.values())):
+            return _plot_sweep(dict(zip(result, map(_lines, result.values()))), xlabel, ylabel, log, format_value)
     expected = "a comparison, a trace, a timeline, or a mapping of labels to these or to mappings of numbers, not empty"
     raise TypeError(f"result: expected {expected}, got {str(result)[:100]}")
 
@@ -184,20 +185,27 @@ def _plot_curves(curves: Curves) -> Figure:
     return figure
 
 
+def _lines(value: object) -> list[Line]:
+    """The lines of one label; none for what is no line, has no points, or holds anything else."""
+    lines = [value] if isinstance(value, Mapping) else value
+    return list(lines) if isinstance(lines, list) and all(isinstance(each, Mapping) and each for each in lines) else []
+
+
 def _plot_sweep(
-    series: Mapping[str, Mapping[float, float]],
+    series: Mapping[str, list[Line]],
     xlabel: str,
     ylabel: str,
     log: bool,
     format_value: Callable[[float], str],
 ) -> Figure:
     with _figure(1, height=3.4) as (figure, (ax,)):
-        for color, (label, points) in zip(cycle(LINES), series.items()):
-            xs = sorted(points)
-            ax.plot(xs, [points[x] for x in xs], color=color, marker="o", label=label)
+        for color, (label, lines) in zip(cycle(LINES), series.items()):
+            for name, points in zip([label] + [""] * len(lines), lines):
+                xs = sorted(points)
+                ax.plot(xs, [points[x] for x in xs], color=color, marker="o", label=name)
         if log:
             ax.set_xscale("log", base=2)
-        xs = sorted({x for points in series.values() for x in points})
+        xs = sorted({x for lines in series.values() for points in lines for x in points})
         names = [f"{x:.12g}" for x in xs]
         if len(xs) <= MOST_TICKS and max(map(len, names)) <= LONGEST_TICK:
             ax.set_xticks(xs, names)
@@ -440,7 +448,7 @@ def _draw_trace(ax, trace: Trace) -> None:
 
 
 def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) -> None:
-    """A row of what the CPU does, and below it one of the GPU; with the names of what is between, where they fit."""
+    """A row of what the CPU does, and below it one of the GPU; with the names of what is between, inside or beside."""
     events = [event for event in timeline.trace()["traceEvents"] if event["ph"] == "X"]
     start = min((event["ts"] for event in events if event["tid"] == GPU), default=0.0)
     spans: dict[int, list[tuple[str, float, float]]] = {CPU: [], GPU: []}
@@ -463,10 +471,17 @@ def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) 
         return
     letters = 12 * WIDTH / (between[1] - between[0])  # of size 7, in a millisecond
     for row, track in ((1, CPU), (0, GPU)):
+        begins = sorted(begin for _, begin, _ in spans[track])
         for name, begin, ms in spans[track]:
             words = re.sub("[ _]+", "\n", name.removeprefix("launch "))
-            if between[0] <= begin and begin + ms <= between[1] and max(map(len, words.split())) < letters * ms:
+            end, width = begin + ms, max(map(len, words.split())) / letters
+            free = next((after for after in begins if after >= end), math.inf) - end
+            if begin < between[0] or end > between[1]:
+                continue
+            if width < ms:
                 ax.text(begin + ms / 2, row, words, ha="center", va="center", size=6.5, clip_on=True)
+            elif width < min(free, between[1] - end):  # beside it
+                ax.text(end, row, words, ha="left", va="center", size=6.5, clip_on=True)
 
 
 def _join(spans: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:

@@ -310,6 +310,19 @@ def test_a_timeline_has_a_row_of_the_cpu_and_one_of_the_gpu_and_names_what_is_en
     assert_readable(figure)
 
 
+def test_of_a_narrow_bar_the_name_stands_beside_it_where_it_does_not_run_into_the_next():
+    """The GPU copies from 0 to 10 ms and from 11 to 21; the CPU calls the first copy before 0, the second until 11."""
+
+    def beside(between):
+        (ax,) = plot(timeline(True), between=between).axes
+        return [(text.get_position(), text.get_text()) for text in ax.texts if text.get_ha() == "left"]
+
+    assert beside((-11.0, 10.5)) == []
+    second_call, second_copy = beside((-150.0, 150.0))
+    assert second_call == ((pytest.approx(11), 1), "copy\nto\nthe\nGPU")
+    assert second_copy == ((pytest.approx(21), 0), "copy\nto\nthe\nGPU")
+
+
 def test_a_sweep_draws_a_line_for_each_label_over_what_was_varied():
     points = {"A100": {4: 1.0, 1: 2.5, 16: 0.5}, "T4": {1: 1.0, 16: 1.0}}
     figure = plot(points, xlabel="batch size", ylabel="share", log=True, format_value="{:.0%}".format)
@@ -319,6 +332,13 @@ def test_a_sweep_draws_a_line_for_each_label_over_what_was_varied():
     assert ticks(ax.yaxis)[:3] == ["0%", "80%", "160%"] and ax.get_ylim()[0] == 0
     assert (ax.get_xlabel(), ax.get_ylabel(), legend(figure)) == ("batch size", "share", ["A100", "T4"])
     assert_readable(figure)
+
+
+def test_lines_of_one_label_have_one_colour_and_one_name():
+    (ax,) = plot({"usual": [{1: 2.0}, {1: 3.0, 2: 1.0}], "efficient": {1: 4.0}}).axes
+    assert [list(line.get_xdata()) for line in ax.lines] == [[1], [1, 2], [1]]
+    first, second, other = [line.get_color() for line in ax.lines]
+    assert first == second != other and legend(ax.figure) == ["usual", "efficient"]
 
 
 @pytest.mark.parametrize("xs", [range(1, 61), [0, 0.054322864, 0.108322864, 0.111129319]])
