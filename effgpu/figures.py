@@ -470,7 +470,7 @@ def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) 
     if between is None:
         return
     letters = 12 * WIDTH / (between[1] - between[0])  # of size 7, in a millisecond
-    for row, track in ((1, CPU), (0, GPU)):
+    for row, track, color in ((1, CPU, ORANGE), (0, GPU, BLUE)):
         begins = sorted(begin for _, begin, _ in spans[track])
         for name, begin, ms in spans[track]:
             words = re.sub("[ _]+", "\n", name.removeprefix("launch "))
@@ -480,8 +480,8 @@ def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) 
                 continue
             if width < ms:
                 ax.text(begin + ms / 2, row, words, ha="center", va="center", size=6.5, clip_on=True)
-            elif width < min(free, between[1] - end):  # beside it
-                ax.text(end, row, words, ha="left", va="center", size=6.5, clip_on=True)
+            elif width < min(free, between[1] - end):  # beside it, in its colour: it does not name the gap
+                ax.text(end, row, words, color=color, ha="left", va="center", size=6.5, clip_on=True)
 
 
 def _join(spans: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:
