@@ -387,6 +387,10 @@ REFUSED = {
     "spawned ranks": ("import torch\ntorch.multiprocessing.spawn(print, nprocs=2)", "asks for 2 ranks"),
     "a forked child": (CHILD.replace("METHOD", "fork"), "let the first process train"),
     "a spawned child": (CHILD.replace("METHOD", "spawn").replace("process.join()", "process.kill()"), "let the first"),
+    "a launcher": (
+        "import subprocess, sys\nsubprocess.run(['true'])\nsubprocess.run([sys.executable, 'jax.py', '--batch', '8'])",
+        "started another program that may train, give that one: .*python.* jax.py --batch 8",
+    ),
     "another framework": ("import jax", "uses JAX: only training with PyTorch"),
     "by values": (
         PLAIN.replace("loss.backward()", "torch.bincount(loss.long().view(1))\n    loss.backward()"),

@@ -9,8 +9,11 @@ import importlib
 import multiprocessing.process
 import os
 import pickle
+import re
 import runpy
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -20,6 +23,7 @@ from typing import NoReturn
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LONGEST = 300  # characters of an error's line that are shown
+_STARTS_PYTHON = re.compile(r"\S*\b(python[\d.]*|torchrun|accelerate|deepspeed|[\w-]+\.py)\s")
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 
 
@@ -56,7 +60,7 @@ def main(path: str) -> NoReturn:
     marks = Marks(lambda result: leave(result=result))
     module, _, name = order["plan"].partition(":")
     planned = getattr(importlib.import_module(module), name)
-    started = _count_processes()
+    started = _note_processes()
     try:
         with planned(marks, **order["options"]) as plan, marks.pushing(guarded(plan)):
             _run(order)
@@ -73,7 +77,7 @@ def main(path: str) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if code:
         leave(code, failed=f"exit code {code}")
-    leave(ended=_explain_end(marks.count, len(started), order["needs"]))
+    leave(ended=_explain_end(marks.count, started, order["needs"]))
 
 
 _TRAIN_HERE = "let the first process train, as with one process in place of several"
@@ -89,23 +93,34 @@ def _run(order: dict) -> None:
         runpy.run_path(order["name"], run_name="__main__")
 
 
-def _count_processes() -> list[object]:
-    """The processes that `multiprocessing` starts from here on."""
-    started, start = [], multiprocessing.process.BaseProcess.start
+def _note_processes() -> list[str]:
+    """What is started from here on: "" for a process of `multiprocessing`, else the command of a Python program."""
+    started, start, popen = [], multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
 
     def note(process):
-        started.append(process.name)
+        started.append("")
         return start(process)
 
+    def note_command(process, args, *others, **options):
+        command = (
+            os.fsdecode(args) if isinstance(args, (str, bytes, os.PathLike)) else shlex.join(map(os.fsdecode, args))
+        )
+        if _STARTS_PYTHON.match(command) and "torch._inductor" not in command:  # which compiles in processes
+            started.append(command)
+        return popen(process, args, *others, **options)
+
     multiprocessing.process.BaseProcess.start = note
+    subprocess.Popen.__init__ = note_command
     return started
 
 
-def _explain_end(steps: int, processes: int, needs: int | str) -> str:
+def _explain_end(steps: int, processes: list[str], needs: int | str) -> str:
     for name, library in _OTHERS.items():
         if not steps and name in sys.modules:
             return f"uses {library}: only training with PyTorch is understood"
     if not steps and processes:
+        if command := next(filter(None, processes), ""):
+            return f"made no step itself, but started another program that may train, give that one: {_cut(command)}"
         return f"started processes and made no step itself: {_TRAIN_HERE}"
     if not steps:
         return "ended without a step of an optimizer of PyTorch's: let it train, or call effgpu.tick() once per step"
