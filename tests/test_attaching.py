@@ -201,6 +201,13 @@ def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
+def test_a_count_of_right_answers_is_no_size(run):
+    right = "right += (loss > 0).sum().item(); print(f'{100. * right / (number + 1):.1f} % {right:d}')\n"
+    code, told, errors = run(loop(f"{BUILD}\nright = 0", STEP + right))
+    assert code == 0 and not told["unknown"], errors
+    assert re.fullmatch(r"train.py:\d+ reads a number, taken as 1", *told["assumptions"])
+
+
 def test_what_a_counter_accumulates_is_one_step(run, expected):
     update = "if number % 4 == 3:\n    optimizer.step()\n    optimizer.zero_grad()"
     script = loop(step=STEP.replace("optimizer.step()\noptimizer.zero_grad()", update), steps=20)
@@ -525,6 +532,22 @@ def test_a_process_of_its_own_gives_what_the_function_gives(here, expected, capf
     predicted = predict("train.py --unused", "T4")
     assert predicted.allocated == pytest.approx(expected[0], rel=0.01) and predicted.verdict() == "fits"
     assert capfd.readouterr() == ("", "")
+
+
+ASKS_ITS_TERMINAL = """
+import os
+lines, columns = os.popen("stty size").read().split()
+assert os.get_terminal_size() == (int(columns), int(lines)) == (80, 24)
+try: input()
+except EOFError: pass
+"""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.skipif(os.name != "posix", reason="no terminals")
+def test_a_script_that_asks_its_terminal_for_a_width_gets_one_and_its_input_is_at_its_end(expected):
+    Path("train.py").write_text(ASKS_ITS_TERMINAL + PLAIN)
+    assert predict("train.py", "T4").allocated == pytest.approx(expected[0], rel=0.01)
 
 
 @pytest.mark.usefixtures("here")

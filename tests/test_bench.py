@@ -70,6 +70,17 @@ def bench(*commands, **options):
     return effgpu.bench(commands, **{"seconds": 0.2, "skip": 1, "timeout": 20.0, "logs": "logs"} | options)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="no terminals")
+def test_a_script_that_asks_its_terminal_for_a_width_gets_one_and_its_input_is_at_its_end():
+    before = """
+        import os
+        assert os.popen("stty size").read().split() == ["24", "80"]
+        assert not sys.stdin.read()
+    """
+    result = bench(script(before=before), script(before=before, name="other"))
+    assert not any(measurement.failed for measurement in result)
+
+
 # `tick`
 
 

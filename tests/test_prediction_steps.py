@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import operator
 import re
 import sys
 from collections import Counter
@@ -14,11 +15,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from effgpu.__main__ import main
 from effgpu.measuring.torch_internals import FakeTensor
+from effgpu.predicting.guesses import Statistic
 from effgpu.predicting.kernels import ATTENTION
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
 from effgpu.units import MiB
@@ -929,6 +933,70 @@ def test_a_step_that_names_no_gpu_finds_its_tensors_on_the_cpu_that_stands_for_o
 
     predict(variant, "T4")
     assert set(seen) == {torch.device("cpu")}
+
+
+def counting_the_right(use):
+    """A step that adds up how many answers are right, as most training loops do, and does something with the sum."""
+
+    def variant():
+        model, rows, kept = nn.Linear(8, 2), torch.randn(16, 8), {"right": 0}
+
+        def step():
+            scores = model(rows)
+            scores.sum().backward()
+            kept["right"] += (scores.argmax(1) == 0).sum().item()
+            use(kept["right"], rows)
+
+        return step
+
+    return variant
+
+
+SHOWN = {
+    "printed": lambda right, rows: f"{100.0 * right / 16:.1f} {right:d}",
+    "divided": lambda right, rows: right / len(rows) + 1.0,
+    "more": lambda right, rows: 1 + 2 * right - 1,
+    "copied": lambda right, rows: copy.deepcopy({"right": right}),
+}
+MATTERS = {
+    "a slice": lambda right, rows: rows[:right],
+    "a slice of two": lambda right, rows: rows[0, 1:right],
+    "a size": lambda right, rows: torch.zeros(right),
+    "sizes": lambda right, rows: torch.zeros((2, 3 * right + 1)),
+    "a branch": lambda right, rows: rows.sum() if right > 3 else None,
+    "a truth": lambda right, rows: rows.sum() if right else None,
+    "a list": lambda right, rows: [0] * right,
+}
+
+
+@pytest.mark.parametrize("use", [*SHOWN, *MATTERS])
+def test_how_many_answers_are_right_is_not_known_only_where_something_depends_on_it(use):
+    unknown = predict(counting_the_right((SHOWN | MATTERS)[use]), "T4").unknown
+    assert any("reads a whole number" in why for why in unknown) == (use in MATTERS), unknown
+
+
+def test_a_count_that_is_no_statistic_of_its_line_is_not_known():
+    def variant(read):
+        model, rows = nn.Linear(8, 2), torch.randn(16, 8)
+        return lambda: read((model(rows).argmax(1) == 0).sum()) or model(rows).sum().backward()
+
+    share, count = partial(variant, lambda right: right.item() / 16), partial(variant, lambda right: right.item())
+    assert not predict(share, "T4").unknown and predict(count, "T4").unknown
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9))
+def test_a_statistic_is_the_number_that_it_stands_for(a, b):
+    depended = []
+    statistic = Statistic(a, lambda: depended.append(1))
+    for name in ("add", "sub", "mul", "floordiv", "mod", "truediv"):
+        calculate = getattr(operator, name)
+        if b or name not in ("floordiv", "mod", "truediv"):
+            assert int(calculate(statistic, b) * 2520) == int(calculate(a, b) * 2520)
+        if a or name not in ("floordiv", "mod", "truediv"):
+            assert int(calculate(b, statistic) * 2520) == int(calculate(b, a) * 2520)
+    assert f"{statistic}, {-statistic:d}, {0.5 * statistic}" == f"{a}, {-a:d}, {0.5 * a}" and not depended
+    assert (statistic < b) == (a < b) and (statistic == b) == (a == b) and bool(statistic) == bool(a)
+    assert len(depended) == 3
 
 
 def test_an_operation_that_only_a_gpu_has_for_whole_numbers_is_predicted():

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from effgpu.attaching.terminal import give_size
+
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LONGEST = 300  # characters of an error's line that are shown
 _STARTS_PYTHON = re.compile(r"\S*\b(python[\d.]*|torchrun|accelerate|deepspeed|[\w-]+\.py)\s")
@@ -61,6 +63,7 @@ def main(path: str) -> NoReturn:
     module, _, name = order["plan"].partition(":")
     planned = getattr(importlib.import_module(module), name)
     started = _note_processes()
+    give_size()
     try:
         with planned(marks, **order["options"]) as plan, marks.pushing(guarded(plan)):
             _run(order)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from effgpu.attaching.commands import Program
+from effgpu.attaching.terminal import empty_input
 
 _PATIENCE = 15.0  # seconds of silence before a line says that it goes on, and between such lines
 _LAST, _MOST = 20, 200  # lines of a script's output, shown where it fails: so many, or with tracebacks up to so many
@@ -64,10 +65,10 @@ def _wait(program: Program, order: Path, log: Path) -> int:
         held.callback(os.close, ours)
         command.append(str(watched))
         group = {"process_group": 0, "pass_fds": (watched,)}
-    with held, log.open("wb") as output:
+    with held, empty_input() as nothing, log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=nothing,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | program.command.variables,

@@ -18,6 +18,7 @@ import psutil
 
 from effgpu.attaching import startup
 from effgpu.attaching.commands import Command, read_command
+from effgpu.attaching.terminal import empty_input
 from effgpu.attaching.ticking import ADDRESS, Connection
 from effgpu.measuring import device
 from effgpu.measuring.measurement import OUT_OF_MEMORY
@@ -62,6 +63,7 @@ class Process:
         self._token = secrets.token_hex(16)
         self._begin = 0
         self._popen: subprocess.Popen | None = None
+        self._input = contextlib.ExitStack()
         self._listener: socket.socket | None = None
         self._connection: Connection | None = None
         self._groups: set[int] = set()
@@ -81,7 +83,7 @@ class Process:
             try:
                 self._popen = subprocess.Popen(
                     self.command.arguments,
-                    stdin=subprocess.DEVNULL,
+                    stdin=self._input.enter_context(empty_input()),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=variables,
@@ -145,7 +147,7 @@ class Process:
                 os.kill(pid, signal.SIGKILL)
         if self._popen:
             self._popen.wait()
-        for closable in (self._connection, self._listener):
+        for closable in (self._connection, self._listener, self._input):
             if closable:
                 closable.close()
 

@@ -4,7 +4,7 @@ import ast
 import functools
 import linecache
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -31,6 +31,91 @@ class Guess(NamedTuple):
         return not self.value if isinstance(self.value, bool) else type(self.value)(0)
 
 
+class Statistic(int):
+    """A whole number that nobody knows and that is added up, divided or shown, such as that of right answers.
+
+    Whoever compares it, or gives it to PyTorch, depends on it: `depend` is called then.
+    """
+
+    def __new__(cls, value: int, depend: Callable[[], object]) -> "Statistic":
+        """The number that is taken, and what to call."""
+        made = super().__new__(cls, value)
+        made.depend = depend
+        return made
+
+    def __reduce__(self) -> tuple:
+        return int, (int(self),)
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+def _stays(name: str) -> Callable:
+    """An operation whose result with a number is a statistic again; a list that it repeats depends on it."""
+    known = getattr(int, name)
+
+    def calculate(self: Statistic, *others: object) -> object:
+        result = known(self, *others)
+        if result is NotImplemented and not all(isinstance(other, float | complex) for other in others):
+            self.depend()
+        return Statistic(result, self.depend) if type(result) is int else result
+
+    return calculate
+
+
+def _depends(name: str) -> Callable:
+    known = getattr(int, name)
+
+    def decide(self: Statistic, *others: object) -> object:
+        self.depend()
+        return known(self, *others)
+
+    return decide
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "neg", "floordiv", "rfloordiv", "mod", "rmod"):
+    setattr(Statistic, f"__{_name}__", _stays(f"__{_name}__"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool"):
+    setattr(Statistic, f"__{_name}__", _depends(f"__{_name}__"))
+
+
+def notice_statistics(values: Iterable[object]) -> None:
+    """What depends on statistics among arguments of PyTorch's, also in slices and lists, is not known."""
+    for value in values:
+        if type(value) is Statistic:
+            value.depend()
+        elif type(value) is slice:
+            notice_statistics((value.start, value.stop, value.step))
+        elif type(value) in (tuple, list):
+            notice_statistics(value)
+
+
+def makes_a_statistic(frame: FrameType) -> bool:
+    """Whether the line that a frame is at adds to something (`correct += ...`), divides, or shows what it reads."""
+    return frame.f_lineno in _statistics(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=64)
+def _statistics(file: str) -> frozenset[int]:
+    """The numbers of such lines."""
+    found = [node for node in ast.walk(_parse(file)) if _is_statistic(node)]
+    return frozenset(line for node in found for line in range(node.lineno, node.end_lineno + 1))
+
+
+def _is_statistic(node: ast.AST) -> bool:
+    adds = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+    divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    shows = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    return adds or divides or shows or isinstance(node, ast.JoinedStr)
+
+
+def _parse(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
 def find_reader() -> tuple[Hashable, FrameType]:
     """The place in the code that reads a value, in PyTorch or outside of it, and its frame."""
     frame = sys._getframe(1)
@@ -52,11 +137,7 @@ def passing(frame: FrameType) -> bool | None:
 def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
     """By line: the test of the innermost check that has it, and whether it passes if the test is true."""
     found = {}
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return found
-    for node in ast.walk(tree):
+    for node in ast.walk(_parse(file)):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _fails(node.body[-1])):
             for line in range(node.test.lineno, node.test.end_lineno + 1):
                 found[line] = node.test, isinstance(node, ast.Assert)

@@ -27,7 +27,7 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.guesses import MOST_TRIES, Guess, find_reader, passing
+from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, makes_a_statistic, passing
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, has_sparse, lacks_rule, note
 from effgpu.predicting.rules import (
@@ -88,6 +88,8 @@ class Recorder(TorchDispatchMode):
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
         self.guesses: list[Guess] = []
+        self.statistics = False  # whether a guess is one, such as that of right answers
+        self._counting: str | None = None  # inside of `tensor.item()`: why what is read is not known, if it is one
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
@@ -540,8 +542,25 @@ class Recorder(TorchDispatchMode):
         elif isinstance(value, float):
             self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
         else:
-            self.unknown[f"{where} reads a whole number, taken as 1: no size may depend on it"] = None
+            why = f"{where} reads a whole number, taken as 1: no size may depend on it"
+            if self._counting is not None and makes_a_statistic(frame):
+                self.assumptions[f"{where} reads a number, taken as {value}"] = None
+                self._counting = why
+            else:
+                self.unknown[why] = None
         return value
+
+    def read_item(self, read: Callable[[], object]) -> object:
+        """What `tensor.item()` gives: a guess that is a statistic says itself who depends on it."""
+        self._counting = ""
+        try:
+            value, why = read(), self._counting
+        finally:
+            self._counting = None
+        if not why:
+            return value
+        self.statistics = True
+        return Statistic(value, lambda: self.unknown.setdefault(why))
 
     def answer_otherwise(self) -> bool:
         """After an error: take the last guess the other way round in the next walk. False if all have been."""
