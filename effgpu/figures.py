@@ -27,8 +27,8 @@ from effgpu.predicting.timeline import CPU, GPU, Timeline
 from effgpu.results import stored
 from effgpu.units import FORMATS
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 Line = Mapping[float, float]
+# Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 DIM = "#4B5563"
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)

@@ -206,6 +206,8 @@ def test_a_count_of_right_answers_is_no_size(run):
     code, told, errors = run(loop(f"{BUILD}\nright = 0", STEP + right))
     assert code == 0 and not told["unknown"], errors
     assert re.fullmatch(r"train.py:\d+ reads a number, taken as 1", *told["assumptions"])
+    _, told, _ = run(loop(f"{BUILD}\nright = 0", STEP + right + "for _ in range(right): model[0].weight.sum()\n"))
+    assert any("no size may depend on it" in why for why in told["unknown"])
 
 
 def test_what_a_counter_accumulates_is_one_step(run, expected):

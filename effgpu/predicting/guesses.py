@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import linecache
 import sys
 from collections.abc import Callable, Hashable, Iterable
@@ -34,7 +35,7 @@ class Guess(NamedTuple):
 class Statistic(int):
     """A whole number that nobody knows and that is added up, divided or shown, such as that of right answers.
 
-    Whoever compares it, or gives it to PyTorch, depends on it: `depend` is called then.
+    Whoever compares it, makes an int of it, or gives it to PyTorch, depends on it: `depend` is called then.
     """
 
     def __new__(cls, value: int, depend: Callable[[], object]) -> "Statistic":
@@ -44,7 +45,7 @@ class Statistic(int):
         return made
 
     def __reduce__(self) -> tuple:
-        return int, (int(self),)
+        return int, (int.__pos__(self),)
 
     def __hash__(self) -> int:
         return int.__hash__(self)
@@ -73,9 +74,11 @@ def _depends(name: str) -> Callable:
     return decide
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "neg", "floordiv", "rfloordiv", "mod", "rmod"):
+_STAY = "add radd sub rsub mul rmul neg floordiv rfloordiv mod rmod pow rpow abs"
+_DEPEND = "eq ne lt le gt ge bool int index trunc and or xor lshift rshift"
+for _name in _STAY.split():
     setattr(Statistic, f"__{_name}__", _stays(f"__{_name}__"))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool"):
+for _name in _DEPEND.split():
     setattr(Statistic, f"__{_name}__", _depends(f"__{_name}__"))
 
 
@@ -91,15 +94,26 @@ def notice_statistics(values: Iterable[object]) -> None:
 
 
 def makes_a_statistic(frame: FrameType) -> bool:
-    """Whether the line that a frame is at adds to something (`correct += ...`), divides, or shows what it reads."""
-    return frame.f_lineno in _statistics(frame.f_code.co_filename)
+    """Whether what a frame reads is added to something (`correct += ...`), divided, or shown."""
+    line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    if None in (line, end_line, column, end_column):
+        return False
+    spans = _statistics(frame.f_code.co_filename)
+    return any(first <= (line, column) and (end_line, end_column) <= last for first, last in spans)
 
 
 @functools.lru_cache(maxsize=64)
-def _statistics(file: str) -> frozenset[int]:
-    """The numbers of such lines."""
-    found = [node for node in ast.walk(_parse(file)) if _is_statistic(node)]
-    return frozenset(line for node in found for line in range(node.lineno, node.end_lineno + 1))
+def _statistics(file: str) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Where such expressions begin and end. What is added to a name that is a size elsewhere, of a range, is none."""
+    nodes, sizes = list(ast.walk(_parse(file))), set()
+    for node in nodes:
+        if isinstance(node, ast.Slice) or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "range"):
+            sizes |= {ast.unparse(part) for part in ast.walk(node) if isinstance(part, _NAMES)}
+    found = [node for node in nodes if _is_statistic(node) and ast.unparse(getattr(node, "target", node)) not in sizes]
+    return tuple(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in found)
+
+
+_NAMES = ast.Name | ast.Attribute | ast.Subscript
 
 
 def _is_statistic(node: ast.AST) -> bool:
