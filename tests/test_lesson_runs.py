@@ -25,6 +25,7 @@ from test_lessons import (
     text_of,
 )
 
+from effgpu.course.kernels import fork_kernel
 from effgpu.measuring import timing
 
 # A technique done wrong, for each lesson: what stands in one of its cells, and what stands there then.
@@ -119,7 +120,7 @@ def test_runs_with_pretrained_weights_and_data_that_somebody_has_saved(path, tmp
         cell.source = cell.source.replace("real = False  # @param", "real = True  # @param")
         cell.source = cell.source.replace(*SHORTER.get(path.stem, ("", "")))
     found = "; ".join(f"hub.{name} = {folder!r}" for name, folder in stand_ins.save(tmp_path / "saved").items())
-    with start_kernel(path, tmp_path, monkeypatch) as run:
+    with start_kernel(path, tmp_path, monkeypatch, forked=False) as run:  # the Hub's library reads these when imported
         cell, error = run(cells)
         assert "or set real = False" in error and "ConnectionError" in error
         assert not run([nbformat.v4.new_code_cell(f"from effgpu.course import hub; {found}")])
@@ -168,12 +169,12 @@ def solutions(path) -> list[str]:
 
 
 @contextmanager
-def start_kernel(path, folder, monkeypatch):
+def start_kernel(path, folder, monkeypatch, forked=True):
     """Yields a function that runs cells in the lesson's kernel, measurements cut short.
 
     It returns the first cell that fails and its error, else None.
     """
-    (folder / "sitecustomize.py").write_text(NO_NETWORK)
+    (folder / "sitecustomize.py").write_text(NO_NETWORK)  # for the scripts that a lesson starts
     found_first = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found_first))
     monkeypatch.setenv(timing.CAP, "0.1")
@@ -190,5 +191,9 @@ def start_kernel(path, folder, monkeypatch):
                 return cell, str(error)
         return None
 
+    manager = client.create_kernel_manager()
+    if forked:
+        fork_kernel(manager)
     with client.setup_kernel(cwd=str(path.parent)):
+        assert not run([nbformat.v4.new_code_cell(f"exec({NO_NETWORK!r}, {{}})")])
         yield run

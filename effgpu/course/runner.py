@@ -422,9 +422,12 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
 
+    from effgpu.course import kernels
+
     options = {"record_timing": False, "coalesce_streams": True, "extra_arguments": ["--log-level=ERROR"]}
     client = NotebookClient(notebook, kernel_name="python3", timeout=CELL_TIMEOUT, **options)
     kernel = client.create_kernel_manager()
+    kernels.fork_kernel(kernel)
     try:
         await client.async_start_new_kernel(cwd=str(folder))
         await client.async_start_new_kernel_client()
