@@ -122,6 +122,20 @@ def html_table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<thead><tr>{head}</tr></thead>" * bool(head) + f"<tbody>{body}</tbody>"
 
 
+def join_places(lines: Iterable[str]) -> list[str]:
+    """Put lines that say the same of several places in the code into one.
+
+    `["assumed: a.py:3 reads a number", "assumed: a.py:9 reads a number"]` -> `["assumed: a.py:3, a.py:9: reads a
+    number"]`. Other lines stay as they are.
+    """
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for line in lines:
+        found = re.fullmatch(r"(.*?)(\S+:\d+) (.*)", line)
+        before, place, rest = found.groups() if found else (line, "", "")
+        places.setdefault((before, rest), {})[place] = None
+    return [f"{before}{', '.join(at)}{':' * (len(at) > 1)} {rest}".rstrip() for (before, rest), at in places.items()]
+
+
 def _scale(value: float | None, base: int, names: dict[float, str]) -> str:
     """The value in the largest unit that it fills, a value that rounds up to `base` counted as full."""
     if value is None:

@@ -130,3 +130,10 @@ def test_what_is_no_ratio_is_refused_with_its_name(wrong):
 def test_what_is_not_positive_is_refused_with_its_name(wrong):
     with pytest.raises(ValueError, match=r"^seconds: expected a positive number, got "):
         units.check_positive(seconds=wrong)
+
+
+def test_lines_that_say_the_same_of_several_places_become_one():
+    lines = ["not known: a", "assumed: a.py:3 reads a number", "assumed: b.py:9 reads a number", "not known: a"]
+    lines += ["b.py:9 decides", "assumed: b.py:9 reads a number"]
+    told = ["not known: a", "assumed: a.py:3, b.py:9: reads a number", "b.py:9 decides"]
+    assert units.join_places(lines) == told and units.join_places(told[::2]) == told[::2]

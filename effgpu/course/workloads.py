@@ -37,7 +37,7 @@ from effgpu.measuring.timing import cap_seconds, time_for, time_steps
 from effgpu.predicting.hardware import as_it_is
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds
-    from transformers import Qwen3ForCausalLM
+    from transformers import DistilBertForSequenceClassification, Qwen3ForCausalLM
 
 CPU_SIZES = {
     "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
@@ -256,6 +256,25 @@ def qwen(
     else:  # transformers before 5.23
         model.gradient_checkpointing_enable()
     return model, texts
+
+
+def distilbert(
+    classes: int, vocabulary: int, small: bool | None = None, device: torch.device | str | None = None
+) -> "DistilBertForSequenceClassification":
+    """Return transformers' DistilBERT with random weights, ready to train; by default a small one on a CPU.
+
+    A small one has one layer, and no dropout. The model takes input_ids and attention_mask, int64 [batch, length], and
+    labels, int64 [batch]; it gives a loss and logits [batch, classes].
+    """
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    device = torch.device(device or find_device())
+    sizes: dict[str, float] = {"vocab_size": vocabulary, "num_labels": classes}
+    if small or (small is None and device.type == "cpu"):
+        sizes |= {"n_layers": 1, "dim": 64, "hidden_dim": 256, "n_heads": 2, "initializer_range": 0.1}
+        sizes |= dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+    with device:
+        return DistilBertForSequenceClassification(DistilBertConfig(**sizes)).train()
 
 
 def autocast() -> torch.autocast:

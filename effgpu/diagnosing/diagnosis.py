@@ -133,7 +133,7 @@ class Diagnosis:
         if small := ", ".join(one.name for one in self.examined if one not in self._large):
             alone = " alone" if self.hidden else ""
             lines.append(f"below {THRESHOLD:.0%} each{alone}: {small}")
-        return lines + self._describe_memory() + list(self.notes)
+        return lines + self._describe_memory() + units.join_places(self.notes)
 
     def _describe_memory(self) -> list[str]:
         if self.memory is None:

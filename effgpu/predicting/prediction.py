@@ -35,7 +35,7 @@ from effgpu.predicting.ranks import alone
 from effgpu.predicting.recorder import COMPILED, UNTIMED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline
-from effgpu.units import NOT_MEASURED, MiB, align, check_positive, format_bytes, html_table, with_article
+from effgpu.units import NOT_MEASURED, MiB, align, check_positive, format_bytes, html_table, join_places, with_article
 
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
@@ -226,6 +226,7 @@ class Prediction:
 
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
+        notes = join_places(notes)
         if older := [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
