@@ -529,6 +529,7 @@ CHOOSE = {
     "masked_select": lambda out, labels: out.masked_select(out.detach() > 0),
     "unique": lambda out, labels: out[labels.unique() * 0],
     "unique with places": lambda out, labels: out[labels.unique(return_inverse=True)[1]],
+    "consecutive with places": lambda out, labels: out[labels.unique_consecutive(return_inverse=True)[1]],
 }
 
 
@@ -538,9 +539,23 @@ def test_an_index_by_value_takes_the_share_that_is_said(name, options, share):
     shapes = []
     note = lambda *given: shapes.append((chosen := CHOOSE[name](*given)).shape) or chosen
     predicted = predict(choosing(note), "T4", steps=1, **options)
-    number = 4096 if name == "unique with places" else 4096 * share * (256 if name == "masked_select" else 1)
+    number = 4096 if "with places" in name else 4096 * share * (256 if name == "masked_select" else 1)
     assert shapes[0][0] == number and not predicted.unknown
     assert any(f"takes {share:.0%} of what it chooses from by value" in told for told in predicted.assumptions)
+
+
+def test_rows_are_repeated_in_inference_mode_as_outside_of_it():
+    shapes = []
+
+    def repeat(out, labels):
+        with torch.inference_mode():
+            often = torch.tensor([2] * 4096)
+            sizes = ({}, {"output_size": 8192})
+            shapes.extend(given.repeat_interleave(often, 0, **size).shape for size in sizes for given in (out, labels))
+        return out
+
+    assert not predict(choosing(repeat), "T4", steps=1).unknown
+    assert shapes == [(8192, 256), (8192,)] * 2
 
 
 def test_the_memory_follows_the_share():

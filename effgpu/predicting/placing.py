@@ -120,7 +120,7 @@ class ScriptRecorder(Recorder):
 
     def _read(self, func, args, kwargs):
         if args[0].constant is not None and not self.optimizing and not self.is_on_host(args[0]):
-            self._wait()  # its value is known here, and a script has to wait for it all the same
+            self.wait()  # its value is known here, and a script has to wait for it all the same
         before = dict(self.assumptions), dict(self.unknown)
         try:
             return super()._read(func, args, kwargs)
@@ -175,7 +175,7 @@ class _Placer(Translator):
         if name == "data_ptr" and fakes:
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
         if name in ("tolist", "numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
-            self._recorder._wait(fakes[0].numel() * fakes[0].element_size())
+            self._recorder.wait(fakes[0].numel() * fakes[0].element_size())
         if name == "tolist" and fakes:
             return self._recorder.read_array(args[0]).tolist()
         if name == "get_device" and fakes:
@@ -235,7 +235,7 @@ class _Placer(Translator):
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
         if where == CPU and not non_blocking:
-            self._recorder._wait(fake.numel() * fake.element_size())
+            self._recorder.wait(fake.numel() * fake.element_size())
         if self._recorder.segments:
             self._recorder._note_copy(fake, pinned=where != CPU)
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True):

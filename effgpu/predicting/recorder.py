@@ -24,7 +24,7 @@ from effgpu.measuring.torch_internals import (
     _current_graph_task_id,
     _disable_current_modes,
 )
-from effgpu.predicting import experts, quantized, shapes
+from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, makes_a_statistic, passing
@@ -51,9 +51,6 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
 _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
-# whose results have shapes that depend on values
-_BY_VALUES = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.unique_consecutive, aten._unique}
-_BY_VALUES |= {aten.repeat_interleave}
 
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
 UNTIMED = "how long"  # begins what is not known of the time alone
@@ -215,19 +212,15 @@ class Recorder(TorchDispatchMode):
         if func in (aten._local_scalar_dense.default, aten.item.default):  # the latter of what inference mode made
             return self._read(func, args, kwargs)
         if self.fakes and func in _COMPARES:
-            self._wait()
+            self.wait()
             return self._guess(False, _reader())
         if self.fakes and func.namespace == quantized.LIBRARY and (made := self._quantized(func)):
             with self:
                 return made(*args, **kwargs)
-        if self.fakes and (made := _BY_LENGTHS.get(func)):
-            return made(self, *args)
         if self.fakes and (made := experts.RULES.get(func._schema.name)):
             return made(self, *args, **kwargs)
-        if self.fakes and func.overloadpacket in _BY_VALUES:
-            func, args, kwargs, result = self._choose(func, args, kwargs)
-            if result is not None:
-                return result
+        if self.fakes and (result := by_values.run(self, func, args, kwargs)) is not None:
+            return result
         if func.namespace != "aten":
             self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
         if self.fakes and _is_composite(func):
@@ -241,14 +234,14 @@ class Recorder(TorchDispatchMode):
         if name in TEMPORARY and self.capability:
             self._take_for_a_moment(TEMPORARY[name](args[1]))
         self._placing = place
-        self._see(result)
+        self.see(result)
         self._placing = before
         if self.fakes:
             self.values.follow(func, args, kwargs, result)
         if self.capability and not self._moving and not _is_meta(result):
             elsewhere = self.names_gpu and self._is_not_the_gpus(func, args, kwargs)
-            if self.segments and not elsewhere:
-                self._note(func, args, kwargs, result)
+            if not elsewhere:
+                self.note_operation(func, args, kwargs, result)
         if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
             if truths:
@@ -264,6 +257,11 @@ class Recorder(TorchDispatchMode):
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
+
+    def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        """Note the kernels of an operation, if it is in the step that counts, on a GPU."""
+        if self.segments and self.capability:
+            self._note(func, args, kwargs, result)
 
     def _note(self, func, args, kwargs, result) -> None:
         """Add the kernels of an operation to the segment, with the calls that the CPU makes for it."""
@@ -307,7 +305,7 @@ class Recorder(TorchDispatchMode):
         if read is None:
             self._add_kernels([experts.joined(kernel, count)], 1)
         else:
-            self._wait(read, own=True)
+            self.wait(read, own=True)
             self._add_kernels([kernel] * count, count * (1 + 3 * _VIEW))  # of two matrices and the result
 
     def _quantized(self, func) -> Callable | None:
@@ -340,13 +338,14 @@ class Recorder(TorchDispatchMode):
                 return layers(*args, **kwargs)
             return func.decompose(*args, **kwargs)
 
-    def _see(self, value: object) -> None:
+    def see(self, value: object) -> None:
+        """Count the storages of what an operation made."""
         if isinstance(value, torch.Tensor):
             if isinstance(value, FakeTensor) or not self.fakes:
                 self._add(value)
         elif isinstance(value, (tuple, list)):
             for item in value:
-                self._see(item)
+                self.see(item)
 
     def _add(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.sparse_coo:
@@ -501,7 +500,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
         if not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
-            self._wait()
+            self.wait()
         if (known := self.values.of(tensor)) is not None:
             with _disable_current_modes():
                 return known.item()
@@ -514,7 +513,7 @@ class Recorder(TorchDispatchMode):
             return self._guess(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
         return self._guess(1, where)
 
-    def _wait(self, size: int = 0, *, own: bool = False) -> None:
+    def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
         if self.segments:
             self.segments[-1].calls += 1
@@ -614,102 +613,6 @@ class Recorder(TorchDispatchMode):
         """The size of a result that an operation from elsewhere leaves open: a share of its first argument's rows."""
         return self.choose_from(self._chosen_from)
 
-    def _choose(self, func, args: tuple, kwargs: dict) -> tuple:
-        """An operation whose result's shape depends on values, and its arguments; or its result, as the last item."""
-        name = func.overloadpacket.__name__
-        if name == "index":
-            tensor, indices = args
-            masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices]
-            parts = [self._find(i).unbind(1) if mask else (i,) for i, mask in zip(indices, masks)] if any(masks) else ()
-            indices = [index for part in parts for index in part] if parts else indices
-            return func, (tensor, indices), kwargs, None
-        given = args[0]
-        if name == "repeat_interleave":
-            return func, args, kwargs, self._repeat(func, given, kwargs.get("output_size"))
-        if name == "nonzero":
-            return func, args, kwargs, self._find(given)
-        if name == "masked_select":
-            tensor, mask = torch.broadcast_tensors(*args)
-            found = self._find(mask)
-            return aten.index.Tensor, (tensor, list(found.unbind(1))), {}, None
-        by_dim = name in ("unique_dim", "unique_dim_consecutive") or kwargs.get("dim") is not None
-        if by_dim:
-            return func, args, kwargs, None
-        self._wait()
-        count = self.choose_from(given.numel())
-        wanted = (True, *(args[len(args) - 2 :] if len(args) > 2 else (True, True)))
-        sizes = (count,), given.shape, (count,)
-        kinds = given.dtype, torch.int64, torch.int64
-        made = [self._empty(size if on else (0,), kind) for size, kind, on in zip(sizes, kinds, wanted)]
-        self._see(made)
-        return func, args, kwargs, tuple(made[: len(func._schema.returns)])
-
-    def _ctc_loss(self, log_probs: torch.Tensor, targets: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-        """aten/src/ATen/native/cuda/LossCTC.cu: the losses, and log_alpha, which is kept, by the longest target.
-
-        Of targets in one row, without their lengths, each counts as long as the mean.
-        """
-        steps, batch, _ = log_probs.shape
-        longest = targets.shape[1] if targets.dim() > 1 else math.ceil(targets.numel() / batch)
-        made = log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))
-        self._see(made)
-        if self.segments:
-            self._note(aten._ctc_loss.Tensor, (log_probs, targets), {}, made)
-        return made
-
-    def _pack(self, padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, ...]:
-        """The rows of a padded batch, step after step, by lengths that are on the CPU, and the rows of each step."""
-        known = self.values.of(lengths)
-        batch, steps = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
-        chosen = self.choose_from(steps) if known is None else 0
-        with _disable_current_modes():
-            known = torch.full((batch,), max(1, chosen)) if known is None else known
-            rows = (known[None] > torch.arange(int(known.max()))[:, None]).sum(1)
-            total = int(rows.sum())
-        made = padded.new_empty((total, *padded.shape[2:]))
-        self._see(made)
-        if self.segments:
-            self._note(aten.clone.default, (made,), {}, made)
-        return made, rows
-
-    def _unpack_gradient(self, gradient: torch.Tensor, shape: tuple, *_: object) -> torch.Tensor:
-        made = gradient.new_empty(tuple(shape))
-        self._see(made)
-        if self.segments:
-            self._note(aten.clone.default, (made,), {}, made)
-        return made
-
-    def _find(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
-        known = self.values.of(tensor)
-        with _disable_current_modes():
-            count = None if known is None else int(known.count_nonzero())
-        found = self._empty((self.choose_from(tensor.numel(), count), tensor.dim()), torch.int64)
-        self._see(found)
-        if self.segments and self.capability:
-            self._note(aten.nonzero.default, (tensor,), {}, found)
-        self._wait()
-        return found
-
-    def _repeat(self, func, repeats: torch.Tensor, size: int | None) -> torch.Tensor | None:
-        """How often each row is taken, as indices; None where nobody knows how many these are."""
-        known = self.values.of(repeats)
-        if size is None and known is None:
-            return None
-        if size is None:
-            self._wait()
-            with _disable_current_modes():
-                size = int(known.sum())
-        made = self._empty((size,), repeats.dtype)
-        self._see(made)
-        self.values.follow(func, (repeats,), {}, made)
-        if self.segments and self.capability:
-            self._note(func, (repeats,), {}, made)
-        return made
-
-    def _empty(self, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
-        return aten.empty.memory_format(shape, dtype=dtype, device="cpu")
-
     def read_array(self, tensor: torch.Tensor):
         """The NumPy array that a tensor is read as: zeros."""
         import numpy
@@ -789,13 +692,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _is_meta(value: object) -> bool:
     return isinstance(value, FakeTensor) and value.fake_device.type == "meta"
-
-
-_BY_LENGTHS = {  # whose results' shapes depend on lengths that are given as values
-    aten._ctc_loss.Tensor: Recorder._ctc_loss,
-    aten._pack_padded_sequence.default: Recorder._pack,
-    aten._pack_padded_sequence_backward.default: Recorder._unpack_gradient,
-}
 
 
 def _reader() -> str | None:

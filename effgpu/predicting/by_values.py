@@ -1,0 +1,144 @@
+"""Operations whose results have shapes that depend on values: from those that are known, else by a share that is said.
+
+A rule gets the recorder and the operation's arguments. It gives the result, or None, where the operation itself, with
+what the rule has prepared, gives one.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from effgpu.measuring.torch_internals import _disable_current_modes
+
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
+aten = torch.ops.aten
+
+
+def run(recorder: "Recorder", func, args: tuple, kwargs: dict) -> Any:
+    """The result of such an operation; None for any other one, and where its own rule for fake tensors serves."""
+    rule = _RULES.get(func.overloadpacket)
+    if rule is None:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    return rule(recorder, func, dict(zip(names, args)) | kwargs)
+
+
+def _index(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """By masks: the places that they choose become numbers."""
+    masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in given["indices"]]
+    if not any(masks):
+        return None
+    parts = [_find(recorder, i).unbind(1) if mask else (i,) for i, mask in zip(given["indices"], masks)]
+    with recorder:
+        return func(given["self"], [index for part in parts for index in part])
+
+
+def _masked_select(recorder: "Recorder", func, given: dict) -> torch.Tensor:
+    tensor, mask = torch.broadcast_tensors(given["self"], given["mask"])
+    found = _find(recorder, mask)
+    with recorder:
+        return aten.index.Tensor(tensor, list(found.unbind(1)))
+
+
+def _nonzero(recorder: "Recorder", func, given: dict) -> torch.Tensor:
+    return _find(recorder, given["self"])
+
+
+def _find(recorder: "Recorder", tensor: torch.Tensor) -> torch.Tensor:
+    """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
+    known = recorder.values.of(tensor)
+    with _disable_current_modes():
+        count = None if known is None else int(known.count_nonzero())
+    found = _empty(recorder, (recorder.choose_from(tensor.numel(), count), tensor.dim()), torch.int64)
+    recorder.note_operation(aten.nonzero.default, (tensor,), {}, found)
+    recorder.wait()
+    return found
+
+
+def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...] | None:
+    """Distinct elements; the place of each among them, and how often it stands there, where these are asked for."""
+    if given.get("dim") is not None:
+        return None
+    recorder.wait()
+    tensor, count = given["self"], recorder.choose_from(given["self"].numel())
+    made = [_empty(recorder, (count,), tensor.dtype)]
+    for name, shape in {"return_inverse": tensor.shape, "return_counts": (count,)}.items():
+        made.append(_empty(recorder, shape if given.get(name) else (0,), torch.int64))
+    return tuple(made[: len(func._schema.returns)])
+
+
+def _repeat(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """How often each row is taken, as indices; None where nobody knows how many these are."""
+    if "repeats" not in given or "self" in given:
+        return None
+    repeats, size = given["repeats"], given.get("output_size")
+    known = recorder.values.of(repeats)
+    if size is None and known is None:
+        return None
+    if size is None:
+        recorder.wait()
+        with _disable_current_modes():
+            size = int(known.sum())
+    made = _empty(recorder, (size,), repeats.dtype)
+    recorder.values.follow(func, (repeats,), {}, made)
+    recorder.note_operation(func, (repeats,), {}, made)
+    return made
+
+
+def _ctc_loss(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """aten/src/ATen/native/cuda/LossCTC.cu: the losses, and log_alpha, which is kept, by the longest target.
+
+    Of targets in one row, without their lengths, each counts as long as the mean.
+    """
+    if func is not aten._ctc_loss.Tensor:
+        return None
+    scores, targets = given["log_probs"], given["targets"]
+    steps, batch, _ = scores.shape
+    longest = targets.shape[1] if targets.dim() > 1 else math.ceil(targets.numel() / batch)
+    made = tuple(_empty(recorder, shape, scores.dtype) for shape in [(batch,), (batch, steps, 2 * longest + 1)])
+    recorder.note_operation(func, (scores, targets), {}, made)
+    return made
+
+
+def _pack(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a padded batch, step after step, by lengths that are on the CPU, and the rows of each step."""
+    padded, known = given["input"], recorder.values.of(given["lengths"])
+    batch, steps = padded.shape[:2] if given["batch_first"] else (padded.shape[1], padded.shape[0])
+    chosen = recorder.choose_from(steps) if known is None else 0
+    with _disable_current_modes():
+        known = torch.full((batch,), max(1, chosen)) if known is None else known
+        rows = (known[None] > torch.arange(int(known.max()))[:, None]).sum(1)
+        total = int(rows.sum())
+    return _copied(recorder, padded, (total, *padded.shape[2:])), rows
+
+
+def _unpack_gradient(recorder: "Recorder", func, given: dict) -> torch.Tensor:
+    return _copied(recorder, given["grad"], tuple(given["input_size"]))
+
+
+def _copied(recorder: "Recorder", tensor: torch.Tensor, shape: tuple) -> torch.Tensor:
+    made = _empty(recorder, shape, tensor.dtype)
+    recorder.note_operation(aten.clone.default, (made,), {}, made)
+    return made
+
+
+def _empty(recorder: "Recorder", shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+    made = aten.empty.memory_format(shape, dtype=dtype, device="cpu")
+    recorder.see(made)
+    return made
+
+
+_RULES: dict[Any, Callable] = {
+    aten.index: _index,
+    aten.masked_select: _masked_select,
+    aten.nonzero: _nonzero,
+    aten.repeat_interleave: _repeat,
+    **dict.fromkeys((aten._unique, aten._unique2, aten.unique_consecutive), _unique),
+    aten._ctc_loss: _ctc_loss,
+    aten._pack_padded_sequence: _pack,
+    aten._pack_padded_sequence_backward: _unpack_gradient,
+}
