@@ -61,10 +61,11 @@ STYLE = {
 VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
 WAITING = "waiting for the CPU"
 PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN, WAITING: ORANGE}  # of a predicted time
-WIDTH = 6.4
+WIDTH, WIDTH_BESIDE = 6.4, 4.1  # inches of a panel, with the names of its rows; of one beside it, without
 FINE, MOST_PIXELS = 125, 2300  # dots per inch of a picture, which is shown at 100; its height
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
+MOST_IN_COLUMN = 7  # names of a legend in a free panel
 NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 
@@ -123,17 +124,16 @@ def _plot_comparison(comparison: Comparison) -> Figure:
         quantities.append("memory")
     if any(m.joules for m in comparison):
         quantities.append("energy")
-    large = [
-        partial(_draw_time_at_full_size, comparison=comparison, place=place)
-        for place, _ in enumerate(comparison.full_size_gpus)
-    ]
-    if large:
-        large.append(partial(_draw_memory_at_full_size, comparison=comparison))
-    if large and comparison.device.kind == "cpu":
+    gpus = range(len(comparison.full_size_gpus))
+    if gpus and comparison.device.kind == "cpu":
         quantities = []  # what a CPU takes for a smaller model often says the opposite of what a GPU does
-    panels = [partial(_draw_quantity, comparison=comparison, others=others, quantity=q) for q in quantities]
-    panels = [*panels, *large] if comparison.device.kind == "cuda" else [*large, *panels]
-    return _plot_rows(comparison, panels)
+    draw = partial(_draw_quantity, comparison=comparison, others=others)
+    times = [partial(draw, quantity=quantity) for quantity in quantities[:1]]
+    times += [partial(_draw_time_at_full_size, comparison=comparison, place=place) for place in gpus]
+    rest = [partial(draw, quantity=quantity) for quantity in quantities[1:]]
+    rest[1:1] = [partial(_draw_memory_at_full_size, comparison=comparison)] if gpus else []
+    times += [rest.pop() for _ in range(len(rest) - len(times))]  # the left column names the rows
+    return _plot_rows(comparison, times, rest)
 
 
 def _plot_traces(traces: Mapping[str, Trace]) -> Figure:
@@ -225,6 +225,11 @@ def to_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
+def shown_size(figure: Figure) -> dict[str, int]:
+    """The pixels at which a notebook shows the figure's PNG, as the metadata of its output have them."""
+    return dict(zip(("width", "height"), (round(inches * 100) for inches in figure.get_size_inches())))
+
+
 class _Shown(Figure):
     """A figure that a notebook shows once: as a cell's value, or at the cell's end, whichever comes first."""
 
@@ -232,35 +237,42 @@ class _Shown(Figure):
         from IPython.display import display
 
         plt.close(self)
-        width, height = (round(inches * 100) for inches in self.get_size_inches())
-        size = {"width": width, "height": height}
-        display({"image/png": to_png(self), "text/plain": "Figure"}, metadata={"image/png": size}, raw=True)
+        size = {"image/png": shown_size(self)}
+        display({"image/png": to_png(self), "text/plain": "Figure"}, metadata=size, raw=True)
 
 
 @contextmanager
-def _figure(rows: int, *, height: float, sharey: bool = False):
-    """A figure of panels above one another, handed to pyplot only where a notebook will show it.
+def _figure(rows: int, *, height: float, widths: Sequence[float] = (WIDTH,), sharey: bool = False):
+    """A figure of panels, by column, handed to pyplot only where a notebook will show it.
 
     Made outside of rc_context, which would undo the interactive mode that pyplot's first figure switches on.
     """
-    look = {"figsize": (WIDTH, height * rows), "facecolor": "white", "layout": "constrained"}
+    look = {"figsize": (sum(widths), height * rows), "facecolor": "white", "layout": "constrained"}
     figure = plt.figure(FigureClass=_Shown, **look) if "ipykernel" in sys.modules else Figure(**look)
     with plt.rc_context(STYLE):
-        yield figure, figure.subplots(rows, 1, squeeze=False, sharey=sharey)[:, 0]
+        grid = figure.subplots(rows, len(widths), squeeze=False, sharey=sharey, width_ratios=widths)
+        yield figure, grid.T.ravel()
 
 
-def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
-    """A figure of panels above one another in which each variant has a row, the first on top."""
+def _plot_rows(comparison: Comparison, times: Sequence[Callable], rest: Sequence[Callable]) -> Figure:
+    """A figure of panels in which each variant has a row, the first on top: times, and beside them all else."""
     labels = ["\n".join(fill(line, LONGEST_LINE) for line in m.label.split("\n")) for m in comparison]
     row_height = max(0.42, NAME_HEIGHT * max(label.count("\n") + 1 for label in labels))
-    with _figure(len(panels), height=0.75 + row_height * len(labels)) as (figure, axes):
-        for draw, ax in zip(panels, axes):
-            draw(ax)
-            ax.set_yticks(range(len(labels)), labels)
+    columns = [each for each in (times, rest) if each]
+    rows, widths = max(map(len, columns)), (WIDTH, WIDTH_BESIDE)[: len(columns)]
+    with _figure(rows, height=0.75 + row_height * len(labels), widths=widths) as (figure, axes):
+        drawn = [(draw, column * rows + row) for column, each in enumerate(columns) for row, draw in enumerate(each)]
+        free = [axes[place] for place in range(len(axes)) if place not in [place for _, place in drawn]]
+        for ax in free:
+            ax.set_axis_off()
+        for draw, place in drawn:
+            draw(ax := axes[place])
+            ax.set_yticks(range(len(labels)), labels if place < rows else [""] * len(labels))
             ax.set_ylim(len(labels) - 0.4, -0.6)
             ax.grid(axis="y", visible=False)
             ax.tick_params(axis="y", length=0)
-        _draw_legend(figure, axes)
+        axes = [axes[place] for _, place in drawn]
+        _draw_legend(figure, axes, *free[:1])
         devices = {m.device.label: m.device.kind for m in comparison}  # of a bench, there may be two
         notes = [label + " – a CPU's times, not a GPU's" * (kind == "cpu") for label, kind in devices.items()]
         text = f"measured on {'; '.join(notes)}"
@@ -271,10 +283,12 @@ def _plot_rows(comparison: Comparison, panels: Sequence[Callable]) -> Figure:
     return figure
 
 
-def _draw_legend(figure: Figure, axes: Iterable) -> None:
-    """One legend for all panels, above them in rows of its own."""
+def _draw_legend(figure: Figure, axes: Iterable, free=None) -> None:
+    """One legend for all panels, where one is free, else above them in rows of its own."""
     named = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels())}
-    if named:
+    if named and free:
+        free.legend(named.values(), named, loc="upper left", ncols=1 + (len(named) > MOST_IN_COLUMN), fontsize=8)
+    elif named:
         columns = 2 if max(map(len, named)) <= LONGEST_IN_LEGEND else 1
         figure.set_figheight(figure.get_figheight() + NAME_HEIGHT * math.ceil(len(named) / columns))
         figure.legend(named.values(), named, loc="outside upper right", ncols=columns, fontsize=8, borderpad=0)
@@ -320,11 +334,11 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    notes = ["measured"] if comparison.full_size else []
     title += " on this GPU" if comparison.full_size else ""
     if quantity == "memory" and any(m.peak_reserved for m in comparison):
-        notes = ["dotted: reserved"]  # both would be too long
-    title += f" ({notes[0]})" if notes else ""
+        title += " (dots: reserved)"
+    elif quantity == "time" and comparison.full_size:
+        title += " (measured)"
     ax.set_title(title)
 
 

@@ -72,7 +72,9 @@ def marks(ax, marker):
 
 
 def legend(figure):
-    return [text.get_text() for found in figure.legends for text in found.get_texts()]
+    """The names in the figure's legend, or in that of a panel which is left free for it."""
+    found = [*figure.legends, *(ax.get_legend() for ax in figure.axes if not ax.axison and ax.get_legend())]
+    return [text.get_text() for each in found for text in each.get_texts()]
 
 
 def assert_readable(figure):
@@ -101,13 +103,18 @@ def widths(bars):
     return [bar.get_width() for bar in bars]
 
 
+def panels(figure):
+    """Row by row, without what is left free for the legend."""
+    return [ax for ax in figure.axes if ax.axison]
+
+
 def titles(figure):
-    return [ax.get_title(loc="left") for ax in figure.axes]
+    return [ax.get_title(loc="left") for ax in panels(figure)]
 
 
 def test_a_cpus_times_are_hatched_and_said_to_be_a_cpus_and_nothing_else_is(on_cpu, on_gpu):
     here, gpu = plot(on_cpu), plot(on_gpu)
-    hatched = [{bool(bar.get_hatch()) for bar in ax.patches} for ax in (*here.axes, *gpu.axes)]
+    hatched = [{bool(bar.get_hatch()) for bar in ax.patches} for ax in (*panels(here), *panels(gpu))]
     assert hatched == [{True}, *[{False}] * 4], "time and memory of the CPU, all three of the GPU"
     assert here.get_supxlabel() == "measured on Test CPU (CPU, 2 cores) – a CPU's times, not a GPU's"
     assert gpu.get_supxlabel() == "measured on NVIDIA Test"
@@ -115,18 +122,18 @@ def test_a_cpus_times_are_hatched_and_said_to_be_a_cpus_and_nothing_else_is(on_c
 
 def test_bars_stand_in_their_order_from_the_top_and_tell_the_result(on_gpu):
     figure = plot(on_gpu)
-    time, memory, energy = figure.axes
+    time, memory, energy = panels(figure)
     assert widths(time.patches) == pytest.approx([0.02, 0.01, 0.021])
     assert widths(bars(memory)) == [64 * MiB] * 3
     outlines = [patch for patch in memory.patches if patch not in bars(memory)]
     assert widths(outlines) == [640 * MiB] * 3 and memory.get_xlim()[1] > 640 * MiB
     assert all(patch.get_facecolor()[3] == 0 for patch in outlines)
     assert widths(energy.patches) == [2.0] * 3
-    assert titles(figure) == ["time per step", "peak memory (dotted: reserved)", "energy per step"]
+    assert titles(figure) == ["time per step", "peak memory (dots: reserved)", "energy per step"]
     for ax, unit, scale in ((time, "ms", 1e-3), (memory, "MiB", MiB)):
         assert 3 <= len(read_ticks(ax.xaxis, unit, scale)) <= 6
-    for ax in figure.axes:
-        assert ticks(ax.yaxis) == ["fp32", "bf16", "fp8"]
+    for ax, names in ((time, ["fp32", "bf16", "fp8"]), (memory, [""] * 3), (energy, ["fp32", "bf16", "fp8"])):
+        assert ticks(ax.yaxis) == names
         assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first variant belongs on top"
     assert texts(time) == ["20.0 ms", "10.0 ms  2.00 × faster [2.00, 2.00]", "21.0 ms  1.05 × slower [1.05, 1.05]"]
     assert texts(memory) == ["64.0 MiB", "64.0 MiB  0 %", "64.0 MiB  0 %"]
@@ -136,7 +143,7 @@ def test_bars_stand_in_their_order_from_the_top_and_tell_the_result(on_gpu):
 def test_bars_carry_the_interval_of_their_ratio(on_gpu):
     noisy = tuple((t * (1 + 0.1 * (-1) ** n),) * 2 for n, (t, _) in enumerate(on_gpu["bf16"].turns))
     result = Comparison("noisy", (on_gpu["fp32"], replace(on_gpu["bf16"], turns=noisy)))
-    (time, *_), ratio = plot(result).axes, result.time_ratio("bf16")
+    (time, *_), ratio = panels(plot(result)), result.time_ratio("bf16")
     (segment,) = time.containers[3].lines[2][0].get_segments()
     assert segment[:, 0] == pytest.approx([0.02 * ratio.low, 0.02 * ratio.high], rel=1e-3)
     assert time.patches[1].get_width() == pytest.approx(0.02 * ratio.value, rel=1e-3)
@@ -148,7 +155,7 @@ def test_a_diamond_marks_the_prediction(on_gpu):
     predicted = {"bf16": {"time": 1.5, "memory": 0.5}, "fp8": {"energy": 3.0}, "fp4": {"time": 0.25, "memory": 0.125}}
     figure = plot(Comparison("synthetic", rows, predicted))
     expected = [(0.03, 1), (0.005, 3)], [(32 * MiB, 1), (8 * MiB, 3)], [(6.0, 2)]
-    for ax, diamonds in zip(figure.axes, expected):
+    for ax, diamonds in zip(panels(figure), expected):
         for drawn, told in zip(marks(ax, "D"), diamonds, strict=True):
             assert drawn == pytest.approx(told) and drawn[0] < ax.get_xlim()[1]
     assert legend(figure) == ["predicted"]
@@ -158,7 +165,7 @@ def test_what_was_predicted_for_the_gpu_that_measured_stands_in_its_bars(on_gpu)
     sizes = predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))
     here = {label: needed for label, (needed,) in sizes.items()}
     figure = plot(replace(on_gpu, full_size=sizes, here=here))
-    time, memory = figure.axes[:2]
+    time, memory = panels(figure)[:2]
     diamonds = [[line.get_xdata()[0] for line in ax.lines if line.get_marker() == "D"] for ax in (time, memory)]
     assert diamonds == [[4.0, 1.0], [20 * GiB, 10 * GiB]] and "predicted for this GPU" in legend(figure)
     ranges = [
@@ -170,14 +177,14 @@ def test_what_was_predicted_for_the_gpu_that_measured_stands_in_its_bars(on_gpu)
 def test_parts_have_one_order_also_where_json_has_sorted_them(on_gpu):
     sizes = predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))
     mixed = {label: (replace(needed, parts=dict(sorted(needed.parts.items()))),) for label, (needed,) in sizes.items()}
-    drawn = [widths(plot(replace(on_gpu, full_size=each)).axes[-2].patches) for each in (sizes, mixed)]
+    drawn = [widths(panels(plot(replace(on_gpu, full_size=each)))[2].patches) for each in (sizes, mixed)]
     assert drawn[0] == drawn[1]
 
 
 def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_gpu):
     figure = plot(replace(on_gpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))))
-    time, memory = figure.axes[-2:]
-    assert titles(figure)[-2:] == ["time per step on a T4 (predicted)", "peak memory on a T4 (predicted)"]
+    time, memory = panels(figure)[2:4]
+    assert titles(figure)[2:4] == ["time per step on a T4 (predicted)", "peak memory on a T4 (predicted)"]
     assert widths(time.patches) == [3.0, 0.5, 0.5, 0, 4.0, 0.5, 0.25, 0, 0.25, 1.0], "parts, then all"
     assert texts(time) == ["4.00 s, does not fit", "1.00 s  4.00 × faster [3.33, 5.00]"]
     assert widths(memory.patches) == [20 * GiB, 22 * GiB, 10 * GiB, 12 * GiB], "the tensors' peak, then the process"
@@ -201,7 +208,7 @@ def test_out_of_memory_is_written_where_its_bar_would_be(make_measurement, make_
     fields = {"device": make_gpu(), "peak_allocated": MiB}
     both = [make_measurement("a", **fields), make_measurement("b", **fields)]
     both[failing] = make_measurement("ab"[failing], failed=True, device=make_gpu())
-    for ax in plot(Comparison("synthetic", tuple(both))).axes:
+    for ax in panels(plot(Comparison("synthetic", tuple(both)))):
         place = ax.texts[failing]
         assert place.get_text() == "out of memory" and place.xy == (0, failing)
         assert ax.patches[failing].get_width() == 0 < ax.patches[1 - failing].get_width()
@@ -226,7 +233,7 @@ def others(make_measurement, make_gpu, monkeypatch):
 
 def test_triangles_are_the_others_ratios_times_this_baseline(on_gpu, others):
     figure = plot(on_gpu)
-    for ax, baseline, ratios in zip(figure.axes, (0.02, 64 * MiB, 2.0), ([0.25, 3], [0.25, 3], [1, 1])):
+    for ax, baseline, ratios in zip(panels(figure), (0.02, 64 * MiB, 2.0), ([0.25, 3], [0.25, 3], [1, 1])):
         places = marks(ax, "^")
         assert [x for x, _ in places] == pytest.approx([ratio * baseline for ratio in ratios])
         assert all(0.5 < y < 1.5 for _, y in places), "in the row of bf16"
@@ -237,9 +244,9 @@ def test_triangles_are_the_others_ratios_times_this_baseline(on_gpu, others):
 def test_triangles_are_not_drawn_for_this_very_gpu_nor_on_a_baseline_that_failed(on_gpu, others, make_measurement):
     failed = make_measurement("fp32", failed=True, device=on_gpu.device)
     figure = plot(Comparison("synthetic", (failed, on_gpu["bf16"])))
-    assert not any(marks(ax, "^") for ax in figure.axes) and legend(figure) == []
+    assert not any(marks(ax, "^") for ax in panels(figure)) and legend(figure) == []
     others["synthetic"] = [on_gpu]
-    assert not any(marks(ax, "^") for ax in plot(on_gpu).axes)
+    assert not any(marks(ax, "^") for ax in panels(plot(on_gpu)))
 
 
 def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, others):
@@ -247,7 +254,7 @@ def test_values_are_per_item_where_the_items_differ(make_measurement, make_gpu, 
     both = (make_measurement("a", 0.08, items=8, **fields), make_measurement("b", 0.08, items=32, **fields))
     others["some"] = [Comparison("some", tuple(replace(m, device=make_gpu("GPU two")) for m in both))]
     figure = plot(Comparison("some", both))
-    time, _, energy = figure.axes
+    time, _, energy = panels(figure)
     assert widths(time.patches) == pytest.approx([0.01, 0.0025])
     assert widths(energy.patches) == pytest.approx([1.0, 0.25])
     assert titles(figure)[::2] == ["time per sample", "energy per sample"]

@@ -37,7 +37,7 @@ from nbformat import NotebookNode
 import effgpu
 from effgpu.comparison import GPUS, MIME_TYPE, Comparison
 from effgpu.course.runner import find_lessons, find_origin, lighten
-from effgpu.figures import to_png
+from effgpu.figures import shown_size, to_png
 from effgpu.predicting.full_size import predict_full_size, predict_here
 from effgpu.predicting.prediction import Prediction, predict
 from effgpu.results import comparison_from_dict
@@ -56,7 +56,7 @@ def renew(path: Path) -> list[str]:
                 comparison = _predict(comparison_from_dict(data[MIME_TYPE]), batches, path.parent)
                 data.update(comparison._repr_mimebundle_())
         if comparison and cell.source.strip() == "effgpu.plot(result)":
-            cell.outputs[0].data["image/png"] = _draw(effgpu.plot(comparison))
+            _draw(cell.outputs[0], effgpu.plot(comparison))
     statements = read_cells(path)
     with sized_for_gpu(*batches[:1] or [1]):
         for number in _find_predicting(statements):
@@ -81,8 +81,9 @@ def _predict(stored: Comparison, batches: list[int], folder: Path) -> Comparison
         return replace(stored, full_size=full_size, here=predict_here(variants, stored.device.name))
 
 
-def _draw(figure: Figure) -> str:
-    return lighten(base64.b64encode(to_png(figure)).decode())
+def _draw(output: NotebookNode, figure: Figure) -> None:
+    output.data["image/png"] = lighten(base64.b64encode(to_png(figure)).decode())
+    output.metadata["image/png"] = shown_size(figure)
 
 
 def _find_predicting(cells: list[list[ast.stmt]]) -> Iterator[int]:
@@ -120,7 +121,7 @@ def _rerun(cell: NotebookNode, before: list[ast.stmt], statements: list[ast.stmt
         if output.output_type == "stream":
             output.text = printed.getvalue()
         elif "image/png" in output.data:
-            output.data["image/png"] = _draw(value)
+            _draw(output, value)
         else:
             output.data.update({"text/plain": repr(value), "text/html": value._repr_html_()})
 
