@@ -187,6 +187,11 @@ for (batch,) in DataLoader(data, 64, num_workers=2, pin_memory=True, persistent_
     + textwrap.indent(PLAIN.replace('"cuda"', "device"), "    ")
     + "\nif __name__ == '__main__': torch.multiprocessing.spawn(main, ('cuda',), nprocs=1, join=True)\n",
     "parallel": PLAIN.replace("optimizer =", "model = torch.nn.DataParallel(model)\noptimizer ="),
+    "types": PLAIN.replace('.to("cuda")', ".type(torch.cuda.FloatTensor)").replace(
+        "optimizer =", "assert model[0].weight.type() == 'torch.cuda.FloatTensor'\noptimizer ="
+    ),
+    "default type": "import torch\ntorch.set_default_tensor_type('torch.cuda.FloatTensor')\n"
+    + PLAIN.replace('.to("cuda")', ""),
 }
 
 
@@ -221,6 +226,78 @@ def test_what_a_counter_accumulates_is_one_step(run, expected):
 def test_an_average_by_deep_copy_lies_beside_the_model(run, expected):
     code, told, _ = run(PLAIN.replace("optimizer =", "import copy\naverage = copy.deepcopy(model)\noptimizer ="))
     assert code == 0 and told["allocated"] == pytest.approx(expected[0] + 8 * 4 * 1024 * 1025, rel=0.01)
+
+
+def test_a_deep_copy_takes_what_a_module_holds_beside_its_weights_along(run, expected):
+    """yolov5's models hold the strides of their layers."""
+    held = "import copy\nmodel.stride = torch.tensor([8.0, 16.0])\naverage = copy.deepcopy(model)\n"
+    code, told, errors = run(
+        PLAIN.replace("optimizer =", held + "assert average.stride.tolist() == [8, 16]\noptimizer =")
+    )
+    assert code == 0 and told["allocated"] == pytest.approx(expected[0] + 8 * 4 * 1024 * 1025, rel=0.01), errors
+
+
+# After https://github.com/sthalles/SimCLR: all masks come from an arange, none from what the model gives.
+CHOOSES_BY_KNOWN_MASKS = """
+made = model(torch.randn(512, 1024).to("cuda"))
+same = torch.arange(256).repeat(2)
+same = (same[None] == same[:, None]).float().to("cuda")
+others = ~torch.eye(512, dtype=torch.bool).to("cuda")
+likeness, same = (made @ made.T)[others].view(512, -1), same[others].view(512, -1)
+assert likeness[same.bool()].view(512, -1).shape == (512, 1)
+assert likeness[~same.bool()].view(512, -1).shape == (512, 510)
+likeness.mean().backward()
+optimizer.step()
+"""
+
+
+def test_what_known_masks_choose_is_known(run):
+    code, told, errors = run(loop(step=CHOOSES_BY_KNOWN_MASKS))
+    assert code == 0 and not told["assumptions"] and not told["unknown"], errors
+
+
+def test_an_error_names_what_was_guessed_before_it(run):
+    step = "made = model(torch.randn(64, 1024).to('cuda'))\nmade[made > 0].view(64, 100)\n"
+    code, told, errors = run(loop(step=step + STEP))
+    assert (code, told) == (1, None) and "Traceback" in errors
+    last = errors.splitlines()[-1]
+    assert "'[64, 100]' is invalid" in last and last.endswith(
+        "values are not known: train.py:8 takes 50% of what it chooses from by value (taken=0.5)"
+    )
+
+
+TRITON = """
+import torch, triton, triton.language as tl
+
+@triton.autotune([triton.Config({"SIZE": 1024})], key=["count"])
+@triton.jit
+def double(read, written, count, SIZE: tl.constexpr):
+    places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(written + places, 2 * tl.load(read + places, places < count), places < count)
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        written = torch.empty_like(x)
+        double[lambda given: (triton.cdiv(x.numel(), given["SIZE"]),)](x, written, x.numel())
+        return written
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+"""
+
+
+def test_a_kernel_of_tritons_is_not_run_and_takes_what_it_touches(run):
+    pytest.importorskip("triton")
+    double = STEP.replace("loss = model(torch.randn(64, 1024)", "loss = model(Double.apply(torch.randn(64, 1024)")
+    script = loop(TRITON + BUILD, double.replace('.to("cuda"))', '.to("cuda")))'))
+    code, told, errors = run(script)
+    plain, kinds = (each["gpus"][0]["time"]["kinds"] for each in (run(PLAIN)[1], told))
+    assert code == 0, errors
+    assert told["unknown"] == ["how long the Triton kernel double computes: only what it reads and writes"]
+    more = kinds["other operations"]["bytes"] - plain["other operations"]["bytes"]
+    assert more == 2 * 4 * 64 * 1024 and kinds["matrix products"] == plain["matrix products"]
 
 
 def test_a_host_copy_takes_no_memory_of_the_gpu(run, expected):
@@ -273,15 +350,25 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     assert re.fullmatch(r"forward passes without gradients .* took \d.* here: let the script .*", note)
 
 
+def test_a_checkpoint_without_gradients_is_no_evaluation(run):
+    slow = "import effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
+    slow += "from torch.utils.checkpoint import checkpoint\n"
+    whole = STEP.replace("model(torch.randn(64, 1024)", "checkpoint(model, torch.randn(64, 1024, requires_grad=True)")
+    code, told, errors = run(slow + loop(step=whole.replace('.to("cuda"))', '.to("cuda"), use_reentrant=True)')))
+    assert code == 0 and not told["notes"], errors
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 4 * 8
+
+
 def test_a_closure_is_no_part_of_the_optimizers_work(run):
     kinds = [run(KINDS[kind])[1]["gpus"][0]["time"]["kinds"] for kind in ("plain", "closure")]
     assert kinds[0]["optimizer"]["kernels"] == kinds[1]["optimizer"]["kernels"]
 
 
 def test_lbfgs_calls_its_closure_within_a_step(run):
-    script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=2)")
-    _, told, errors = run(script)
-    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 2 * (3 * 8 - 1), errors
+    script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=5)")
+    _, told, errors = run(script + "    assert optimizer.param_groups[0]['tolerance_change'] == 1e-9")
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 5 * (3 * 8 - 1), errors
+    assert told["assumptions"] == ["LBFGS calls its closure as often as it may, 5 times"]
 
 
 BUILT_ON_THE_CPU = """

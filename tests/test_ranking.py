@@ -119,6 +119,10 @@ def test_in_16_bits_the_advice_is_not_to_use_16_bits(busy):
     predicted, halved = busy
     assert CAUSES[PRECISION].advice(Observed(events=predicted.events)).startswith("with torch.autocast")
     assert CAUSES[PRECISION].advice(Observed(events=halved)).startswith("what autocast does not reach")
+    emulated = tuple(
+        event._replace(kernels=tuple(kernel._replace(format="bf16") for kernel in event.kernels)) for event in halved
+    )
+    assert CAUSES[PRECISION].advice(Observed(events=emulated, halved=halved)).startswith("fp16 with a GradScaler")
 
 
 def test_padding_saves_the_gpus_work_and_no_launch_and_no_update(busy):

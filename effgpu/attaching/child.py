@@ -24,6 +24,7 @@ from typing import NoReturn
 from effgpu.attaching.terminal import give_size
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
+NOTE = "effgpu: "  # begins what a plan adds to an error of the script's
 _LONGEST = 300  # characters of an error's line that are shown
 _STARTS_PYTHON = re.compile(r"\S*\b(python[\d.]*|torchrun|accelerate|deepspeed|[\w-]+\.py)\s")
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
@@ -159,9 +160,10 @@ def _show(error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error's kind and the first line of what it says."""
+    """An error's kind and the first line of what it says, with what a plan has noted."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {_cut(lines[0])}" if lines else type(error).__name__
+    notes = [f"; {note.removeprefix(NOTE)}" for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
+    return "".join([type(error).__name__, *(f": {_cut(line)}" for line in lines[:1]), *notes])
 
 
 def _cut(line: str) -> str:

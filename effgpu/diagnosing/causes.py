@@ -109,11 +109,19 @@ def _launch_less(seen: Observed) -> str:
 
 
 def _halve(seen: Observed) -> str:
-    if any(kernel.product and kernel.format in ("fp16", "bf16") for event in seen.events for kernel in event.kernels):
+    now, then = map(_formats, (seen.events, seen.halved))
+    if "bf16" in now - then:
+        return "fp16 with a GradScaler (the Trainer's fp16=True): this GPU has no tensor cores for bf16"
+    if now & {"fp16", "bf16"}:
         return "what autocast does not reach: move the loss and all forward passes into it"
     around = "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
     refused = any(_names(event, ("binary_cross_entropy",)) for event in seen.events)
     return around + ", and BCELoss to be BCEWithLogitsLoss" * refused
+
+
+def _formats(events: Iterable[Event]) -> set[str]:
+    """In which numbers are multiplied."""
+    return {kernel.format for event in events for kernel in event.kernels if kernel.product}
 
 
 _COMPILE = "a larger batch, or torch.compile(model)"

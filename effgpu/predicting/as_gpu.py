@@ -10,16 +10,25 @@ from types import ModuleType
 import torch
 
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
-from effgpu.predicting import flex, imports, quantized
+from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import answering_as, replaced
 from effgpu.predicting.parameters import making_fakes
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
 from effgpu.predicting.rules import kernels
 
+_UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
+
 
 class _Fakes(FakeTensorMode):
     """The mode that a fake tensor belongs to. A copy, with the objects in C that it remembers, corrupts memory."""
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        """What an operation gives. Nobody knows what stands in memory that a known tensor's like has just got."""
+        made = super().dispatch(func, types, args, kwargs)
+        if getattr(func, "overloadpacket", None) in _UNWRITTEN and isinstance(made, FakeTensor):
+            made.constant = None
+        return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_Fakes":
         return self
@@ -39,6 +48,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
             {
                 quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page),
                 flex.MODULE: functools.partial(flex.in_one_kernel, recorder),
+                triton_kernels.MODULE: functools.partial(triton_kernels.left_out, recorder),
                 "transformers.trainer": functools.partial(_noting_what_train_adds, recorder),
             }
         ),

@@ -53,7 +53,10 @@ def _find(recorder: "Recorder", tensor: torch.Tensor) -> torch.Tensor:
     known = recorder.values.of(tensor)
     with _disable_current_modes():
         count = None if known is None else int(known.count_nonzero())
-    found = _empty(recorder, (recorder.choose_from(tensor.numel(), count), tensor.dim()), torch.int64)
+    chosen = recorder.choose_from(tensor.numel(), count)
+    found = _empty(recorder, (chosen, tensor.dim()), torch.int64)
+    if chosen == count:
+        recorder.values.keep(found, known.nonzero)
     recorder.note_operation(aten.nonzero.default, (tensor,), {}, found)
     recorder.wait()
     return found

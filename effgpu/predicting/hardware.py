@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
+from effgpu.predicting import tensor_types
 from effgpu.predicting.gpus import Gpu
 
-FIRST_GPU = torch.device("cuda", 0)
+FIRST_GPU = tensor_types.GPU
 _CUDA = "12.8"  # where PyTorch was built without
 _NOTHING = """init _lazy_init set_device synchronize empty_cache ipc_collect set_stream manual_seed manual_seed_all seed
 seed_all set_rng_state set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached
@@ -146,6 +147,7 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
     }
     yield from ((torch.cuda, name, answer) for name, answer in cuda.items())
     yield from ((torch.accelerator, name, answer) for name, answer in accelerator.items())
+    yield from tensor_types.on_gpu()
     yield torch.version, "cuda", torch.version.cuda or _CUDA
     yield torch.backends.cuda, "is_built", _gives(True)
     yield torch.backends.cudnn, "is_available", _gives(True)

@@ -145,6 +145,11 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
 
 
+def touching(name: str, tensors: list[torch.Tensor]) -> Kernel:
+    """A kernel of which only its arguments are known: each is read or written once."""
+    return Kernel(name, OTHER, _format(tensors), 0, sum(map(_size, tensors)))
+
+
 def copy_over_bus(tensor: torch.Tensor, pinned: bool) -> Kernel:
     """The copy of a tensor to the CPU, or back: like a kernel, it waits its turn in the stream."""
     return Kernel("copy", COPY, _name(tensor.dtype), 0, _size(tensor), layout="pinned" if pinned else "ordinary")

@@ -18,9 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effgpu.attaching.sites import find_site
 from effgpu.measuring.torch_internals import (
     FakeTensor,
+    _current_graph_task_id,
     _len_torch_function_stack,
     fake_tensor,
 )
+from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, UNTIMED, Recorder, device_while_looked_up
@@ -116,7 +118,9 @@ class ScriptRecorder(Recorder):
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
-        return not (self.segments or self.optimizing or torch.is_grad_enabled())
+        if self.segments or self.optimizing or torch.is_grad_enabled():
+            return False
+        return _current_graph_task_id() == -1 and not _in_autograd_function()
 
     def _read(self, func, args, kwargs):
         if args[0].constant is not None and not self.optimizing and not self.is_on_host(args[0]):
@@ -170,7 +174,9 @@ class _Placer(Translator):
             return args[0]
         if name == "is_pinned":
             return args[0] in self._recorder.pinned
-        values = (*args, *kwargs.values())
+        if name == "type" and tensor_types.read(kwargs.get("dtype", args[-1])):
+            return super().__torch_function__(func, types, args, kwargs)
+        values = args[:1] if name == "__deepcopy__" else (*args, *kwargs.values())  # what was copied may be fake
         fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
@@ -272,6 +278,18 @@ def _builds_module() -> bool:
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_autograd_function() -> bool:
+    """Whether an autograd.Function's forward pass is running, such as that of a checkpoint: it has no gradients."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
+        if isinstance(first, torch.autograd.function.FunctionCtx):
             return True
         frame = frame.f_back
     return False

@@ -343,6 +343,8 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
             if why := explain(error):
                 raise RuntimeError(f"predict: {why}") from error
             if not recorder.guesses and first is None:
+                if guessed := recorder.tell_guesses():
+                    error.add_note(f"values are not known: {guessed}")
                 raise
             first = first or (error, recorder.guesses)
             if not recorder.answer_otherwise():

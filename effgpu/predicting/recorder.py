@@ -29,7 +29,17 @@ from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, makes_a_statistic, passing
 from effgpu.predicting.hardware import FIRST_GPU
-from effgpu.predicting.kernels import CONVOLUTION, TIMED, Kernel, Segment, copy_over_bus, has_sparse, lacks_rule, note
+from effgpu.predicting.kernels import (
+    CONVOLUTION,
+    TIMED,
+    Kernel,
+    Segment,
+    copy_over_bus,
+    has_sparse,
+    lacks_rule,
+    note,
+    touching,
+)
 from effgpu.predicting.rules import (
     TEMPORARY,
     attention,
@@ -53,11 +63,15 @@ _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
+CHOSEN = "of what it chooses from by value"
 UNTIMED = "how long"  # begins what is not known of the time alone
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 WORKERS_IDLE = "a DataLoader's workers do not run: batches are loaded by the step itself"
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
+
+_TOLERANCES = ("tolerance_grad", "tolerance_change")
+_MADE_ONCE = ("weights", "gradients", "optimizer state")  # for each weight, if not in the first step: no leak
 
 device_while_looked_up = FakeTensor.device.fget
 
@@ -100,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self.built: weakref.WeakSet = weakref.WeakSet()  # optimizers
         self.optimizers: weakref.WeakSet = weakref.WeakSet()  # that have made a step
         self.awaits_update = False  # whether a function is called until one has
+        self._tolerances: dict[torch.optim.Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
@@ -161,7 +176,7 @@ class Recorder(TorchDispatchMode):
             return ()
         kept, blocks = Counter(), Counter()
         for place, block in enumerate(self.blocks):
-            if self.is_on_gpu(block):
+            if self.is_on_gpu(block) and block.owner not in _MADE_ONCE:
                 more = (block.died == math.inf) - (block.born <= self._ends[-2] < block.died)
                 kept[key := (self._sites.get(place), block.owner)] += more * block.size
                 blocks[key] += more  # none, where a batch that is held makes room for a larger one
@@ -307,6 +322,12 @@ class Recorder(TorchDispatchMode):
         else:
             self.wait(read, own=True)
             self._add_kernels([kernel] * count, count * (1 + 3 * _VIEW))  # of two matrices and the result
+
+    def note_custom(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """A kernel of Triton's with these arguments."""
+        if self.segments and self.capability:
+            self.unknown[f"{UNTIMED} the Triton kernel {name} computes: only what it reads and writes"] = None
+            self._add_kernels([touching(name, tensors)], 1)
 
     def _quantized(self, func) -> Callable | None:
         """What an operation of bitsandbytes' is made of, if it is."""
@@ -569,6 +590,12 @@ class Recorder(TorchDispatchMode):
         self.answers[left[-1].site] = left[-1].other
         return True
 
+    def tell_guesses(self) -> str:
+        """The last things that were guessed of values, for an error that may come of them; empty if there are none."""
+        chosen = [line for line in self.assumptions if CHOSEN in line]
+        read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.guesses[-2:]]
+        return ", ".join(dict.fromkeys([*chosen[-2:], *read]))
+
     def again(self) -> None:
         """Forget all but what to answer, for another walk."""
         answers, taken, awaits = self.answers, self.taken, self.awaits_update
@@ -606,7 +633,7 @@ class Recorder(TorchDispatchMode):
         share = 0.5 if self.taken is None else self.taken
         if where := _reader():
             where = where.partition(" (in ")[0]  # one line for all that a library chooses below it
-            self.assumptions[f"{where} takes {share:.0%} of what it chooses from by value (taken={share:g})"] = None
+            self.assumptions[f"{where} takes {share:.0%} {CHOSEN} (taken={share:g})"] = None
         return round(share * number)
 
     def choose_rows(self, *_: object, **__: object) -> int:
@@ -629,6 +656,11 @@ class Recorder(TorchDispatchMode):
         """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
         self.optimizing += 1
         self.optimizers.add(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):  # whose losses would be equal, so that it stopped at the second
+            (group,) = optimizer.param_groups
+            self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
+            group.update(dict.fromkeys(_TOLERANCES, -1.0))
+            self.assumptions[f"LBFGS calls its closure as often as it may, {group['max_iter']} times"] = None
         by_default = self.capability and defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -652,6 +684,8 @@ class Recorder(TorchDispatchMode):
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A hook after every optimizer's step."""
         self.optimizing -= 1
+        for group in optimizer.param_groups:
+            group.update(self._tolerances.pop(optimizer, {}))
         self._name_state(optimizer)
 
     def name_owners(self) -> None:
@@ -669,7 +703,7 @@ class Recorder(TorchDispatchMode):
     def _name_state(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                self._name(state.values(), "optimizer state")
+                self._name(tensors_of(list(state.values())), "optimizer state")  # of LBFGS, lists of tensors, too
 
     def _name(self, tensors, owner: str) -> None:
         for tensor in tensors:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
-from effgpu.attaching.child import Refused
+from effgpu.attaching.child import NOTE, Refused
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
@@ -83,6 +83,8 @@ def _refusing(recorder: ScriptRecorder) -> Iterator[None]:
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, Refused) and cause and (why := explain(cause)):
             raise Refused(why) from error
+        if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.tell_guesses()):
+            error.add_note(f"{NOTE}values are not known: {guessed}")
         raise
     if recorder.trouble and (why := explain(recorder.trouble)):
         raise Refused(why) from recorder.trouble

@@ -23,7 +23,7 @@ from effgpu.measuring.torch_internals import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
-from effgpu.predicting import recurrent
+from effgpu.predicting import recurrent, tensor_types
 from effgpu.predicting.guesses import notice_statistics
 from effgpu.predicting.hardware import FIRST_GPU
 
@@ -55,6 +55,12 @@ class Translator(TorchFunctionMode):
             return args[0]
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             return self._to_gpu(args[0])
+        if name == "type" and (kind := tensor_types.read(kwargs.get("dtype", args[-1]))):
+            with self:
+                return args[0].to(device=kind[1], dtype=kind[0])
+        if name == "type" and len(args) == 1 and isinstance(args[0], FakeTensor) and not kwargs:
+            place = "torch.cuda." if self._recorder.device_of(args[0]) == FIRST_GPU else "torch."
+            return place + func(*args).rpartition(".")[2]
         if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
             return func(*args, **kwargs)
         if name == "is_pinned":

@@ -7,6 +7,7 @@ from constants, drawn as whole numbers, or come from outside of the variant, whi
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -14,8 +15,8 @@ from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes
 
 aten = torch.ops.aten
-# Elements of the largest tensor whose numbers are kept: 256 texts of 4,096 tokens, and 16 as floating-point numbers.
-MOST, MOST_FLOATING = 1 << 20, 1 << 16
+# Elements of the largest tensor whose numbers are kept: a mask of 2,000 x 2,000.
+MOST = 4_000_000
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2}  # which argument it is
 _MADE = ("arange", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices", "randint", "randperm")
@@ -47,7 +48,7 @@ class Values:
         """Do with the known numbers what an operation has done with the fake tensors."""
         name = func.overloadpacket.__name__
         if name == "lift_fresh" and isinstance(result, FakeTensor) and self._knows(args[0]):  # torch.tensor([1, 2])
-            self._keep(result, lambda: self.of(args[0]))
+            self.keep(result, lambda: self.of(args[0]))
         if func.namespace != "aten" or func.is_view or name in ("empty", "detach"):
             return
         written = _written(func)
@@ -66,7 +67,7 @@ class Values:
         elif isinstance(result, FakeTensor) and result.layout is torch.strided:
             if name in _FILLED or name in _FILLED_BY:
                 value = _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]]
-                self._keep(result, lambda: torch.full(result.shape, value, dtype=result.dtype))
+                self.keep(result, lambda: torch.full(result.shape, value, dtype=result.dtype))
             elif name in _MADE if not given else all(self._knows(tensor) for tensor in given) and _is_certain(func):
                 self._repeat(func, args, kwargs, result)
         elif isinstance(result, tuple) and given and all(map(self._knows, given)) and _is_certain(func):  # sort, topk
@@ -87,7 +88,7 @@ class Values:
         if source is None:
             return False
         self.forget(storage._cdata)
-        self._keep(tensor, lambda: torch.as_tensor(source).to(tensor.dtype).expand(tensor.shape))
+        self.keep(tensor, lambda: torch.as_tensor(source).to(tensor.dtype).expand(tensor.shape))
         return True
 
     def _repeat(self, func, args: tuple, kwargs: dict, *results: torch.Tensor) -> bool:
@@ -96,10 +97,11 @@ class Values:
         named = {key: real(value) for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
             made = tensors_of(func(*real(args), **named))
-            return all([self._keep(result, lambda each=each: each) for result, each in zip(results, made)])
+            return all([self.keep(result, lambda each=each: each) for result, each in zip(results, made)])
         return False
 
-    def _keep(self, tensor: torch.Tensor, make) -> bool:
+    def keep(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> bool:
+        """Remember what `make` gives as the numbers of a tensor, if these are few enough."""
         storage = tensor.untyped_storage()
         elements, rest = divmod(storage.nbytes(), tensor.element_size())
         if rest or elements > MOST or not tensor.numel() or not _is_small(tensor):
@@ -116,8 +118,7 @@ def _is_fake(value: object) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    is_exact = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-    return tensor.layout is torch.strided and tensor.numel() <= (MOST if is_exact else MOST_FLOATING)
+    return tensor.layout is torch.strided and tensor.numel() <= MOST
 
 
 @functools.cache
