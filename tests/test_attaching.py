@@ -190,6 +190,26 @@ for (batch,) in DataLoader(data, 64, num_workers=2, pin_memory=True, persistent_
     "types": PLAIN.replace('.to("cuda")', ".type(torch.cuda.FloatTensor)").replace(
         "optimizer =", "assert model[0].weight.type() == 'torch.cuda.FloatTensor'\noptimizer ="
     ),
+    "data": PLAIN.replace(
+        "optimizer =",
+        "for weight in model.parameters(): weight.data = torch.zeros(weight.shape, requires_grad=True).to('cuda')\n"
+        "optimizer =",
+    ),
+    "data on the CPU": PLAIN.replace(
+        '.to("cuda")', "; model[0].weight.data = torch.zeros(1024, 1024, requires_grad=True); model.to('cuda')", 1
+    ),
+    "class of a parameter": PLAIN.replace(
+        "optimizer =", "model[0].weight = type(model[0].weight)(torch.zeros(1024, 1024).to('cuda'))\noptimizer ="
+    ),
+    "keywords": PLAIN.replace(
+        "optimizer =",
+        "stream, event = torch.cuda.Stream(device=0), torch.cuda.Event(enable_timing=True)\n"
+        "with torch.cuda.stream(stream=stream): stream.wait_stream(stream=torch.cuda.current_stream(device=0))\n"
+        "event.record(stream=stream); stream.wait_event(event=event); event.elapsed_time(end_event=event)\n"
+        "assert torch.cuda.memory_stats(device=0)['allocated_bytes.all.peak'] == 0\n"
+        "torch.cuda.memory._record_memory_history(max_entries=1); torch.cuda.get_rng_state(device=0)\n"
+        "optimizer =",
+    ),
     "default type": "import torch\ntorch.set_default_tensor_type('torch.cuda.FloatTensor')\n"
     + PLAIN.replace('.to("cuda")', ""),
 }
@@ -594,6 +614,43 @@ def test_weights_without_values_are_not_written_and_all_else_is(run, here):
     }
     files = ("torch.save to checkpoint.pt", "torch.save to optimizer.pt", "safetensors' save_file to model.safetensors")
     assert told["notes"] == [f"not written, as its weights have no values: {file}" for file in files]
+
+
+ROTATES = """
+import os, pathlib, pickle, shutil
+os.replace("last.pt", "before.pt")
+torch.save(model.state_dict(), "last.pt")
+shutil.copyfile("last.pt", "best.pt")
+os.symlink("last.pt", "linked.pt")
+pathlib.Path("other.pth").unlink()
+shutil.rmtree("run")
+with open("whole.ckpt", "wb") as file: torch.save(model, file)
+with open("data.pkl", "wb") as file: pickle.dump([1], file)
+torch.save(optimizer, "new.pt.part")
+os.rename("new.pt.part", "new.pt")
+for name in ("best.pt", "linked.pt", "new.pt"): assert os.path.exists(name) and pathlib.Path(name).stat()
+assert torch.load("last.pt")["0.weight"].is_cuda and (number or torch.load("before.pt") == "before last.pt")
+os.remove("new.pt")
+assert not os.path.exists("new.pt")
+pathlib.Path("log.txt").write_text("a line")
+os.replace("log.txt", "log.old")
+"""
+
+
+def test_no_checkpoint_from_before_is_lost_and_what_is_not_written_is_there_for_the_script(run, here):
+    (here / "run").mkdir()
+    files = ["last.pt", "before.pt", "best.pt", "other.pth", "whole.ckpt", "run/model.safetensors", "log.old"]
+    for name in files:
+        torch.save(f"before {name}", here / name)
+        os.utime(here / name, (0, 0))
+    before = [(here / name).read_bytes() for name in files[:-1]]
+    code, told, errors = run(loop(step=STEP + ROTATES))
+    assert code == 0, errors
+    assert {path.name for path in here.iterdir()} == {"train.py", "data.pkl", "run", *files} - {"run/model.safetensors"}
+    assert (here / "log.old").read_text() == "a line"
+    assert [(here / name).read_bytes() for name in files[:-1]] == before
+    left = [note for note in told["notes"] if note.startswith("left as it is, a file from before: ")]
+    assert [note.rpartition(" ")[2] for note in left] == ["last.pt", "other.pth", "run", "whole.ckpt"]
 
 
 def test_weights_are_known_by_the_header_of_their_file(run, here):

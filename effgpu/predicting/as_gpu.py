@@ -13,7 +13,7 @@ from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import answering_as, replaced
-from effgpu.predicting.parameters import making_fakes
+from effgpu.predicting.parameters import making_fakes, making_parameters
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
 from effgpu.predicting.rules import kernels
 
@@ -181,6 +181,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),
         (FakeTensor, "device", property(recorder.device_of)),
+        (FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:

@@ -76,11 +76,16 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
             recorder.unwritten[f"torch.save to {_name(f)}"] = None
+            recorder.checkpoints.save(f, obj)
         else:
             save(obj, f, *args, **kwargs)
 
     @functools.wraps(load)
     def load_mapped(f, map_location=None, *args, mmap=None, **kwargs):
+        if saved := recorder.checkpoints.find(f):
+            if saved.source is None:
+                return saved.value
+            f = saved.source
         if mmap is None and isinstance(f, (str, os.PathLike)):
             with open(f, "rb") as file:
                 mmap = file.read(4) == b"PK\3\4" or None  # torch.save's format since PyTorch 1.6: a zip file
@@ -177,6 +182,7 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     def save_values(tensors, filename, *args, **kwargs):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             recorder.unwritten[f"safetensors' save_file to {_name(filename)}"] = None
+            recorder.checkpoints.save(filename, tensors)
         else:
             save(tensors, filename, *args, **kwargs)
 

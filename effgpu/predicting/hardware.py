@@ -5,6 +5,7 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ _NOTHING = """init _lazy_init set_device synchronize empty_cache ipc_collect set
 seed_all set_rng_state set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached
 reset_accumulated_memory_stats set_per_process_memory_fraction set_sync_debug_mode _sleep"""
 _ZERO = """current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved initial_seed
-get_sync_debug_mode utilization _exchange_device _maybe_exchange_device"""
+get_sync_debug_mode utilization memory_usage temperature power_draw clock_rate device_memory_used _exchange_device
+_maybe_exchange_device"""
 _ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache reset_peak_memory_stats
 reset_accumulated_memory_stats"""
 _ACCELERATOR_ZERO = """current_device_index current_device_idx memory_allocated max_memory_allocated memory_reserved
@@ -31,7 +33,7 @@ class Event:
 
     def __init__(self, *_: object, **__: object): ...
 
-    def record(self, *_: object) -> None:
+    def record(self, *_: object, **__: object) -> None:
         """Nothing to do."""
 
     wait = synchronize = record
@@ -40,7 +42,7 @@ class Event:
         """Whether it has happened."""
         return True
 
-    def elapsed_time(self, other: "Event") -> float:
+    def elapsed_time(self, end_event: "Event") -> float:
         """Milliseconds."""
         return 1.0
 
@@ -59,7 +61,7 @@ class Stream(contextlib.AbstractContextManager):
 
     __hash__ = None
 
-    def wait_stream(self, *_: object) -> None:
+    def wait_stream(self, *_: object, **__: object) -> None:
         """Nothing to do."""
 
     wait_event = synchronize = wait_stream
@@ -117,11 +119,13 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
         "get_device_properties": describe,
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
         "mem_get_info": _gives(memory),
-        "memory_stats": lambda *_, **__: {},
+        "memory_stats": lambda *_, **__: Counter(),
+        "host_memory_stats": lambda *_, **__: Counter(),
         "memory_summary": _gives(""),
         "memory_snapshot": lambda *_, **__: [],
+        "list_gpu_processes": _gives(""),
         "get_per_process_memory_fraction": _gives(1.0),
-        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "default_generators": (torch.default_generator,),
         "is_current_stream_capturing": _gives(False),
@@ -129,9 +133,9 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
         "can_device_access_peer": _gives(False),
         "Event": Event,
         "Stream": Stream,
-        "current_stream": lambda *_: Stream(),
-        "default_stream": lambda *_: Stream(),
-        "stream": lambda *_: contextlib.nullcontext(),
+        "current_stream": lambda *_, **__: Stream(),
+        "default_stream": lambda *_, **__: Stream(),
+        "stream": lambda *_, **__: contextlib.nullcontext(),
         **{name: _gives(None) for name in _NOTHING.split()},
         **{name: _gives(0) for name in _ZERO.split()},
     }
@@ -139,8 +143,8 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
         "is_available": _gives(True),
         "device_count": _gives(1),
         "current_accelerator": lambda *_, **__: FIRST_GPU,
-        "current_stream": lambda *_: Stream(),
-        "memory_stats": lambda *_, **__: {},
+        "current_stream": lambda *_, **__: Stream(),
+        "memory_stats": lambda *_, **__: Counter(),
         "get_memory_info": _gives(memory),
         **{name: _gives(None) for name in _ACCELERATOR_NOTHING.split()},
         **{name: _gives(0) for name in _ACCELERATOR_ZERO.split()},
@@ -153,6 +157,10 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
     yield torch.backends.cudnn, "is_available", _gives(True)
     yield torch.backends.cudnn, "is_acceptable", _gives(False)  # weights of an LSTM that would be laid out anew
     yield torch.Tensor, "record_stream", _gives(None)  # which takes no other stream than PyTorch's own
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        yield torch.cuda.memory, name, _gives(None)
+    for name in ("start", "stop"):
+        yield torch.cuda.profiler, name, _gives(None)
     yield torch.cuda.nvtx, "range_push", _gives(0)
     yield torch.cuda.nvtx, "range_pop", _gives(0)
     optimizer = torch.optim.Optimizer  # which looks whether a CUDA graph is being captured

@@ -1,7 +1,9 @@
-"""Parameters of a library's own class, such as bitsandbytes' Params4bit, whose data is fake."""
+"""Parameters whose data is fake: of a library's own class, such as bitsandbytes' Params4bit, and by their class."""
 
 import functools
 from collections.abc import Callable
+
+import torch
 
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
@@ -25,3 +27,16 @@ def making_fakes(find_mode: Callable[[], FakeTensorMode], make: Callable) -> Cal
         return FakeTensor.__new__(_fake_kind(kind), mode, outline, data.fake_device).requires_grad_(requires_grad)
 
     return make_subclass
+
+
+def making_parameters(make: Callable) -> Callable:
+    """FakeTensor.__new__, `make`, which is the class of a parameter here: `type(parameter)(data)` gives another one."""
+
+    @functools.wraps(make)
+    def make_either(kind, *given, **options):
+        if given and isinstance(given[0], torch.Tensor):
+            named = {"requires_grad": options["requires_grad"]} if "requires_grad" in options else {}
+            return torch.nn.Parameter(*given, **named)  # accelerate adds what else a parameter holds: here, our own
+        return make(kind, *given, **options)
+
+    return make_either

@@ -180,6 +180,8 @@ class _Placer(Translator):
         fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
+        if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
+            args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
         if name in ("tolist", "numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
             self._recorder.wait(fakes[0].numel() * fakes[0].element_size())
         if name == "tolist" and fakes:

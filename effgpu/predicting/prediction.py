@@ -436,7 +436,10 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         resting,
         recorder.holds_from,
         segments=tuple(recorder.segments),
-        notes=tuple(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
+        notes=(
+            *(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
+            *(f"left as it is, a file from before: {file}" for file in recorder.checkpoints.left_alone),
+        ),
         paged=paged,
         events=tuple(recorder.events),
         peak=recorder.owners_at_peak(),

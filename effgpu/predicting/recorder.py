@@ -26,6 +26,7 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
+from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, makes_a_statistic, passing
 from effgpu.predicting.hardware import FIRST_GPU
@@ -105,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
+        self.checkpoints = Checkpoints()
         self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
         self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from

@@ -43,6 +43,7 @@ def recording(
     with (
         _refusing(recorder),
         weights_without_values(recorder),
+        recorder.checkpoints.kept(),
         as_gpu(recorder),
         replaced([*fakes_in_place(recorder), *alone()]),
         warnings.catch_warnings(),
