@@ -282,7 +282,7 @@ def test_an_error_names_what_was_guessed_before_it(run):
     assert (code, told) == (1, None) and "Traceback" in errors
     last = errors.splitlines()[-1]
     assert "'[64, 100]' is invalid" in last and last.endswith(
-        "values are not known: train.py:8 takes 50% of what it chooses from by value (taken=0.5)"
+        "not known here: train.py:8 takes 50% of what it chooses from by value (taken=0.5)"
     )
 
 
@@ -336,6 +336,27 @@ def test_what_a_second_optimizer_does_is_in_the_step_of_the_first(run):
     assert kernels[0] == 3 * 8 - 1 and kernels[1] == kernels[2] == kernels[0] + 8 + 2
 
 
+def test_an_optimizer_that_made_no_step_in_those_that_were_looked_at_is_named(run):
+    build = "other = torch.nn.Linear(8, 8).cuda()\nsecond = torch.optim.SGD(other.parameters())\n"
+    sometimes = "if number == 4: second.step()\n"
+    (note,) = run(loop(BUILD + build, STEP + sometimes))[1]["notes"]
+    assert re.fullmatch(r"the SGD of train.py:\d+ made no step in those that were looked at: .* not known", note)
+
+
+def test_what_a_class_of_tensors_does_on_the_gpu_is_not_known(run):
+    build = "class Images(torch.Tensor): pass\n"
+    images = STEP.replace('torch.randn(64, 1024).to("cuda")', 'torch.randn(64, 1024).as_subclass(Images).to("cuda")')
+    assert run(loop(BUILD + build, images))[1]["unknown"] == [
+        "what Images does on the GPU that a plain tensor does not"
+    ]
+
+
+def test_a_script_that_trains_on_the_cpu_is_refused_after_its_first_step(run, here):
+    step = "open('steps', 'a').write('x')\n" + STEP.replace('.to("cuda")', "")
+    code, _, errors = run(loop(BUILD.replace('.to("cuda")', ""), step))
+    assert code == 2 and "trains on the CPU" in errors and (here / "steps").read_text() == "x"
+
+
 def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_the_next(run):
     by_hand = "with torch.no_grad():\n    for weight in model.parameters(): weight -= weight.grad; weight.grad = None"
     build = BUILD.replace("optimizer = torch.optim.AdamW(model.parameters())", "")
@@ -367,7 +388,14 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     assert seconds(run(loop(BUILD + EVALUATED, STEP + sometimes))[1]) == pytest.approx(expected[1], rel=0.01)
     slow = "import time, effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
     (note,) = run(slow + script)[1]["notes"]
-    assert re.fullmatch(r"forward passes without gradients .* took \d.* here: let the script .*", note)
+    assert re.fullmatch(
+        r"forward passes without gradients .* are not counted and took \d.* here: let the script .*", note
+    )
+    rollout = "for _ in range(20): evaluate()\nfor _ in range(4):\n" + textwrap.indent(STEP, "    ")
+    (note,) = run(loop(BUILD + EVALUATED, rollout))[1]["notes"]
+    assert note.endswith("such as of an evaluation or of a rollout, and are not counted")
+    within = EVALUATED.replace("with torch.no_grad(): float(evaluate())", "")
+    assert not run(loop(BUILD + within, "evaluate()\n" + STEP))[1]["notes"], "a part of each step"
 
 
 def test_a_checkpoint_without_gradients_is_no_evaluation(run):

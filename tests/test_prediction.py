@@ -405,6 +405,15 @@ def test_an_optimizer_that_makes_no_step_is_not_known():
     assert len(predicted.events) == len(usual.events)
 
 
+def test_older_gpus_that_take_as_much_are_not_said_to_take_other_kernels():
+    def variant():
+        torch.cuda.get_device_properties(0)
+        return linear()()
+
+    both = predict(variant, ["T4", "A100"])
+    assert both.older and "other kernels" not in str(both)
+
+
 def every_second_step():
     """Two networks, one of which is updated in every second step: what its optimizer keeps is no leak."""
     critic, actor = nn.Linear(512, 512), nn.Linear(512, 512)

@@ -544,6 +544,33 @@ def test_an_index_by_value_takes_the_share_that_is_said(name, options, share):
     assert any(f"takes {share:.0%} of what it chooses from by value" in told for told in predicted.assumptions)
 
 
+def test_counts_of_numbers_are_as_many_as_asked_for_or_as_the_largest_known_number_asks_for():
+    shapes = []
+
+    def count(out, labels):
+        known = torch.arange(10)
+        for numbers, least in ((labels, 7), (known, 7), (known, 12), (known, 0)):
+            shapes.append(torch.bincount(numbers, minlength=least).shape[0])
+        return out
+
+    predicted = predict(choosing(count), "T4", steps=1)
+    assert shapes == [7, 10, 12, 10] and not predicted.unknown
+    assert predicted.assumptions == ("the numbers that bincount gets are below its minlength",)
+
+
+def test_what_a_known_mask_reaches_is_a_known_size():
+    """sentence-transformers trims the padding of a batch so."""
+    shapes = []
+
+    def trim(out, labels):
+        mask = torch.zeros(4, 64, dtype=torch.bool)
+        mask[:, :48] = True
+        shapes.append(out[: int(mask.any(0).nonzero().max().item()) + 1].shape[0])
+        return out
+
+    assert not predict(choosing(trim), "T4", steps=1).unknown and shapes == [48]
+
+
 def test_rows_are_repeated_in_inference_mode_as_outside_of_it():
     shapes = []
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -28,8 +28,10 @@ from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import STEPS, Prediction
 from effgpu.predicting.recorder import WORKERS_IDLE
 from effgpu.predicting.scripts import recording, walk
+from effgpu.predicting.timeline import Event
 from effgpu.predicting.translator import on_real_tensors
 
+_OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
 
@@ -196,9 +198,14 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         yield 1
     with in_16_bits(gpu) if in_full else contextlib.nullcontext():
         yield 1  # it ends what the one before began: a GAN's forward pass of the other network
-        recorder.note_kernels()
-        yield 1
-    halved = tuple(recorder.events)
+        for _ in range(_OTHER_STEPS):
+            recorder.note_kernels()
+            yield 1
+            halved = tuple(recorder.events)
+            if _count_products(halved) == _count_products(predicted.events):
+                break
+        else:  # such as where every tenth step alone updates a second network
+            in_full = False
     with on_real_tensors(), as_it_is():
         took, loader = loading.time(taken)
         padding = padding_share(tokens)
@@ -216,6 +223,11 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         compiled=predicted.compiled,
         optimizers=tuple(map(describe_optimizer, recorder.optimizers)),
     )
+
+
+def _count_products(events: Iterable[Event]) -> int:
+    """By which to tell whether two steps do the same."""
+    return sum(kernel.product is not None for event in events for kernel in event.kernels)
 
 
 # --- both ---

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from effgpu.attaching.sites import find_site
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
@@ -69,6 +70,8 @@ def _observed_by(recorder: Recorder) -> Iterator[None]:
     def build_noted(built, *args, **kwargs):
         build(built, *args, **kwargs)
         recorder.built.add(built)
+        if site := find_site():
+            recorder.built_at[built] = site.where
 
     handles = [
         module.register_module_parameter_registration_hook(recorder.note_module),

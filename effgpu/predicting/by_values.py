@@ -74,6 +74,22 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
     return tuple(made[: len(func._schema.returns)])
 
 
+def _bincount(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """As many counts as the largest number asks for, or `minlength`, if that is larger, or the number not known."""
+    known, least, weights = recorder.values.of(given["self"]), given.get("minlength", 0), given.get("weights")
+    if known is None and not least:
+        return None
+    with _disable_current_modes():
+        count = least if known is None or not known.numel() else max(least, int(known.max()) + 1)
+    if known is None:
+        recorder.assumptions["the numbers that bincount gets are below its minlength"] = None
+    dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
+    made = _empty(recorder, (count,), dtype)
+    recorder.note_operation(func, (given["self"],), {}, made)
+    recorder.wait()  # for the largest number
+    return made
+
+
 def _repeat(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     """How often each row is taken, as indices; None where nobody knows how many these are."""
     if "repeats" not in given or "self" in given:
@@ -139,6 +155,7 @@ _RULES: dict[Any, Callable] = {
     aten.index: _index,
     aten.masked_select: _masked_select,
     aten.nonzero: _nonzero,
+    aten.bincount: _bincount,
     aten.repeat_interleave: _repeat,
     **dict.fromkeys((aten._unique, aten._unique2, aten.unique_consecutive), _unique),
     aten._ctc_loss: _ctc_loss,

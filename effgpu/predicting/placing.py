@@ -59,6 +59,7 @@ class ScriptRecorder(Recorder):
         self.on_host = False  # whether what is made now is in the host's memory
         self.trouble: Exception | None = None  # the last operation that has no fake result
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
+        self.passes_before = self.passes_within = 0  # products of such passes before that step, and in it
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
@@ -70,7 +71,7 @@ class ScriptRecorder(Recorder):
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, in place of those noted before."""
         super().note_kernels()
-        self.evaluated = False
+        self.evaluated, self.passes_within = False, 0
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""
@@ -106,6 +107,9 @@ class ScriptRecorder(Recorder):
         if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
             with on_real_tensors():
                 return func(*args, **kwargs)
+        if func.overloadpacket in _FORWARD and self._lacks_gradients():
+            self.passes_within += bool(self.segments)
+            self.passes_before += not self.segments
         if func.overloadpacket in _FORWARD and self._evaluates():
             now = time.perf_counter()
             self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
@@ -118,7 +122,10 @@ class ScriptRecorder(Recorder):
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
-        if self.segments or self.optimizing or torch.is_grad_enabled():
+        return not self.segments and self._lacks_gradients()
+
+    def _lacks_gradients(self) -> bool:
+        if self.optimizing or torch.is_grad_enabled():
             return False
         return _current_graph_task_id() == -1 and not _in_autograd_function()
 
@@ -237,6 +244,8 @@ class _Placer(Translator):
             return result
         fake = innermost(result)
         if not isinstance(fake, FakeTensor):
+            if (kind := type(result)) not in (torch.Tensor, torch.nn.Parameter):
+                self._recorder.unknown[f"what {kind.__name__} does on the GPU that a plain tensor does not"] = None
             if where != CPU:
                 self._recorder.note_copy(result, non_blocking)
             return self._recorder.imitate(result, where == CPU, _KEPT)

@@ -227,7 +227,8 @@ class Prediction:
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
         notes = join_places(notes)
-        if older := [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]:
+        older = [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]
+        if older and not (self.older and self.older.allocated == self.allocated):
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
@@ -344,7 +345,7 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
                 raise RuntimeError(f"predict: {why}") from error
             if not recorder.guesses and first is None:
                 if guessed := recorder.tell_guesses():
-                    error.add_note(f"values are not known: {guessed}")
+                    error.add_note(f"not known here: {guessed}")
                 raise
             first = first or (error, recorder.guesses)
             if not recorder.answer_otherwise():

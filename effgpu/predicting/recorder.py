@@ -114,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self.built: weakref.WeakSet = weakref.WeakSet()  # optimizers
+        self.built_at = weakref.WeakKeyDictionary()  # the line of each
         self.optimizers: weakref.WeakSet = weakref.WeakSet()  # that have made a step
         self.awaits_update = False  # whether a function is called until one has
         self._tolerances: dict[torch.optim.Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
@@ -593,10 +594,10 @@ class Recorder(TorchDispatchMode):
         return True
 
     def tell_guesses(self) -> str:
-        """The last things that were guessed of values, for an error that may come of them; empty if there are none."""
+        """The last things that were guessed, or are not known, for an error that may come of them; empty if none is."""
         chosen = [line for line in self.assumptions if CHOSEN in line]
         read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.guesses[-2:]]
-        return ", ".join(dict.fromkeys([*chosen[-2:], *read]))
+        return ", ".join(dict.fromkeys([*chosen[-2:], *read, *list(self.unknown)[-1:]]))
 
     def again(self) -> None:
         """Forget all but what to answer, for another walk."""

@@ -54,6 +54,7 @@ def recording(
 
 def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: int) -> Plan:
     """The plan whose result is the Prediction of a script's step."""
+    _check_on_gpu(recorder)  # the first step is done
     yield from count(recorder, steps)
     for _ in range(_MORE):
         if not recorder.evaluated:
@@ -61,19 +62,26 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         recorder.note_kernels()
         yield 1
         recorder.end_step()
-    if not recorder.on_gpu:
-        raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
     notes = []
     if marks.source is BACKWARD:
         notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
     if recorder.evaluated:
         notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
-    if recorder.without_gradients > _LONG:
+    if recorder.passes_before > steps * recorder.passes_within:  # as many steps came before
+        text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
         took = format_seconds(recorder.without_gradients)
-        text = "forward passes without gradients before the third step, such as an evaluation, took"
-        notes.append(f"{text} {took} here: let the script evaluate on one batch, or not at all, to leave them out")
+        slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
+        notes.append(f"{text} and are not counted{slow}")
+    for optimizer in recorder.built - recorder.optimizers:
+        what = f"the {type(optimizer).__name__} of {recorder.built_at.get(optimizer, 'the script')}"
+        notes.append(f"{what} made no step in those that were looked at: what its steps take is not known")
     concluded = conclude(recorder, gpus)
     return replace(concluded, notes=(*concluded.notes, *notes))
+
+
+def _check_on_gpu(recorder: ScriptRecorder) -> None:
+    if not recorder.on_gpu:
+        raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
 
 
 @contextlib.contextmanager
@@ -85,7 +93,7 @@ def _refusing(recorder: ScriptRecorder) -> Iterator[None]:
         if not isinstance(error, Refused) and cause and (why := explain(cause)):
             raise Refused(why) from error
         if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.tell_guesses()):
-            error.add_note(f"{NOTE}values are not known: {guessed}")
+            error.add_note(f"{NOTE}not known here: {guessed}")
         raise
     if recorder.trouble and (why := explain(recorder.trouble)):
         raise Refused(why) from recorder.trouble
