@@ -62,7 +62,7 @@ VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
 WAITING = "waiting for the CPU"
 PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN, WAITING: ORANGE}  # of a predicted time
 WIDTH, WIDTH_BESIDE = 6.4, 4.1  # inches of a panel, with the names of its rows; of one beside it, without
-FINE, MOST_PIXELS = 125, 2300  # dots per inch of a picture, which is shown at 100; its height
+FINE, MOST_PIXELS = 125, 1_600_000  # dots per inch of a picture, which is shown at 100; dots in all
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
 MOST_IN_COLUMN = 7  # names of a legend in a free panel
@@ -219,9 +219,9 @@ def _plot_sweep(
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as a PNG, a little finer than it is shown; a tall one has no more than MOST_PIXELS."""
+    """The figure as a PNG, a little finer than it is shown; a large one has no more than MOST_PIXELS."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=min(FINE, MOST_PIXELS / figure.get_figheight()))
+    figure.savefig(file, format="png", dpi=min(FINE, math.sqrt(MOST_PIXELS / math.prod(figure.get_size_inches()))))
     return file.getvalue()
 
 

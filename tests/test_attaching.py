@@ -725,6 +725,16 @@ def test_a_script_that_asks_its_terminal_for_a_width_gets_one_and_its_input_is_a
 
 
 @pytest.mark.usefixtures("here")
+def test_a_script_that_takes_long_is_said_to_be_where_it_is(here, monkeypatch, capfd):
+    monkeypatch.setattr(scripts, "_PATIENCE", 1.0)
+    slow = loop("import time" + BUILD, STEP + "if number == 0:\n    for _ in range(40): time.sleep(0.1)\n", steps=2)
+    (here / "train.py").write_text(slow)
+    with pytest.raises(RuntimeError, match="ended after 2 steps, and 3 are needed"):
+        predict("train.py", "T4")
+    assert re.search(r"^effgpu: train.py has run for \d+ s: 1 step, now in train.py:\d+$", capfd.readouterr().err, re.M)
+
+
+@pytest.mark.usefixtures("here")
 def test_an_interrupt_ends_the_script(here):
     Path("train.py").write_text("import time, os\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)")
     command = [sys.executable, "-m", "effgpu", "predict", "--", "python", "train.py"]

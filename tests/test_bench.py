@@ -396,6 +396,19 @@ def test_what_cannot_be_benched_is_refused_in_one_line(arguments, told, capsys):
     assert answer.startswith("effgpu: error: ") and answer.count("\n") == 1 and told in answer
 
 
+def test_the_words_of_one_command_need_no_quotes(monkeypatch):
+    asked = []
+
+    def note(commands, **options):
+        asked.append(commands)
+        raise ValueError("noted")
+
+    monkeypatch.setattr("effgpu.benching.bench.bench", note)
+    for words in (["python3", "train.py", "a b"], ["torchrun", "train.py"], ["a.sh", "b.sh"], ["python a.py", "b.sh"]):
+        assert main(["bench", "--", *words]) == 2
+    assert asked == [["python3 train.py 'a b'"], ["torchrun train.py"], ["a.sh", "b.sh"], ["python a.py", "b.sh"]]
+
+
 def test_labels_are_the_arguments_that_differ():
     def named(*lines):
         return commands.name_commands(list(map(processes.read_command, lines)))
@@ -403,7 +416,8 @@ def test_labels_are_the_arguments_that_differ():
     assert named("true train.py", "true train.py --bf16") == ["plain", "--bf16"]
     assert named("true t.py --batch 8 --lr 1", "true t.py --batch 16 --lr 1") == ["--batch 8", "--batch 16"]
     assert named("true x/a.py", "true y/a.py --fast") == ["x/a.py", "y/a.py --fast"]
-    assert named("true x/a.py") == ["x/a.py"]
+    assert named("true x/a.py") == ["x/a.py"] == named("true x/a.py --size 10")
+    assert named("python -m package.train --lr 1") == ["-m package.train"] and named("true") == ["true"]
     assert named("true a.py", "true a.py", "true a.py") == ["plain", "plain (2)", "plain (3)"]
     assert named("true a.py", "MODE=fast true a.py") == ["plain", "MODE=fast"]
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import effgpu
+from effgpu.attaching.sites import Site
 from effgpu.diagnosing import causes
 from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.causes import (
@@ -19,6 +20,7 @@ from effgpu.diagnosing.causes import (
     OPTIMIZER,
     PADDING,
     PRECISION,
+    WAITS,
     Observed,
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
@@ -92,6 +94,8 @@ def test_what_may_be_large_or_nothing_is_not_called_nothing():
     assert [one["name"] for one in found.to_dict()["perhaps"]] == [LAUNCHING]
 
 
+READS = Event(READ, Site("train.py", 3), waits=True)
+FILTERS = Event(READ, Site("/x/transformers/trainer.py", 9), waits=True)
 COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
 
 
@@ -107,6 +111,8 @@ COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
         (COPYING, {"events": (COPIED,)}, "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
+        (WAITS, {"events": (READS, FILTERS)}, "keep the value on the GPU"),
+        (WAITS, {"events": (FILTERS,)}, "TrainingArguments(logging_nan_inf_filter=False)"),
         (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),
     ],
 )

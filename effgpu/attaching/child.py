@@ -16,14 +16,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from effgpu.attaching.terminal import give_size
 
+if TYPE_CHECKING:
+    from effgpu.attaching.steps import Marks
+
 _OURS = str(Path(__file__).parents[1]) + os.sep
+WHERE, TOLD_EVERY = "where", 1.0  # the file, beside the answer, that says how far the script is; seconds
 NOTE = "effgpu: "  # begins what a plan adds to an error of the script's
 _LONGEST = 300  # characters of an error's line that are shown
 _STARTS_PYTHON = re.compile(r"\S*\b(python[\d.]*|torchrun|accelerate|deepspeed|[\w-]+\.py)\s")
@@ -65,6 +70,7 @@ def main(path: str) -> NoReturn:
     planned = getattr(importlib.import_module(module), name)
     started = _note_processes()
     give_size()
+    threading.Thread(target=_tell_where, args=(Path(order["answer"]).with_name(WHERE), marks), daemon=True).start()
     try:
         with planned(marks, **order["options"]) as plan, marks.pushing(guarded(plan)):
             _run(order)
@@ -146,6 +152,24 @@ def find_line(error: BaseException) -> str | None:
 
     lines = [f"{frame.filename}:{frame.lineno}" for frame in _frames(error) if whose(frame.filename) is READER]
     return lines[-1] if lines else None
+
+
+def _tell_where(path: Path, marks: "Marks") -> None:
+    """Keep writing how many steps are done, and which line of the reader's the script is at."""
+    from effgpu.attaching.sites import READER, name_file, whose
+
+    part = path.with_suffix(".part")
+    while True:
+        time.sleep(TOLD_EVERY)
+        frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident))
+        lines = (
+            f", now in {name_file(f.f_code.co_filename)}:{n}"
+            for f, n in frames
+            if whose(f.f_code.co_filename) is READER
+        )
+        with contextlib.suppress(OSError):
+            part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{next(lines, '')}")
+            part.replace(path)
 
 
 def _show(error: BaseException) -> None:

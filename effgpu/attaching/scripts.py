@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from effgpu.attaching.child import WHERE
 from effgpu.attaching.commands import Program
 from effgpu.attaching.terminal import empty_input
 
@@ -77,17 +78,18 @@ def _wait(program: Program, order: Path, log: Path) -> int:
         )
         if group:
             os.close(watched)
-        return _wait_for(process, program)
+        return _wait_for(process, program, order.with_name(WHERE))
 
 
-def _wait_for(process: subprocess.Popen, program: Program) -> int:
+def _wait_for(process: subprocess.Popen, program: Program, where: Path) -> int:
     began = time.monotonic()
     try:
         while True:
             try:
                 return process.wait(_PATIENCE)
             except subprocess.TimeoutExpired:
-                print(f"effgpu: {program} has run for {time.monotonic() - began:.0f} s", file=sys.stderr)
+                told = where.read_text() if where.exists() else ""
+                print(f"effgpu: {program} has run for {time.monotonic() - began:.0f} s{told}", file=sys.stderr)
     finally:
         if os.name == "posix":
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -129,9 +129,14 @@ def _read_commands(given: Sequence | Mapping) -> dict[str, Command]:
 
 
 def name_commands(commands: Sequence[Command]) -> list[str]:
-    """A label for each command: the arguments, options with their values, that not all commands have."""
+    """A label for each command: the arguments, options with their values, that not all commands have.
+
+    One command alone has the name of its script.
+    """
     parts = [_split(command) for command in commands]
-    shared = [part for part in parts[0] if all(part in other for other in parts)] if len(parts) > 1 else parts[0][:-1]
+    if len(parts) == 1:  # the script's name
+        return [next((part for part in parts[0] if part.endswith(".py") or part.startswith("-m ")), parts[0][-1])]
+    shared = [part for part in parts[0] if all(part in other for other in parts)]
     names = [" ".join(part for part in own if part not in shared) or "plain" for own in parts]
     return [name if name not in names[:at] else f"{name} ({at + 1})" for at, name in enumerate(names)]
 

@@ -104,6 +104,14 @@ def _update_faster(seen: Observed) -> str:
     return f"{plain[0]}(..., fused=True), or {fewer}" if plain else fewer
 
 
+def _read_less(seen: Observed) -> str:
+    sites = [event.site for event in seen.events if event.kind == READ and event.site]
+    files = [site.inside.rpartition(":")[0] or site.file for site in sites]
+    if files and all(file.endswith(_TRAINER) for file in files):
+        return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
+    return "keep the value on the GPU, loss.detach(), and read it every 100 steps"
+
+
 def _launch_less(seen: Observed) -> str:
     return 'a larger batch, or torch.compile(model, mode="reduce-overhead")' if seen.compiled else _COMPILE
 
@@ -124,6 +132,7 @@ def _formats(events: Iterable[Event]) -> set[str]:
     return {kernel.format for event in events for kernel in event.kernels if kernel.product}
 
 
+_TRAINER = os.path.join("transformers", "trainer.py")
 _COMPILE = "a larger batch, or torch.compile(model)"
 
 
@@ -234,7 +243,7 @@ CAUSES = {
         Cause(
             WAITS,
             "12",
-            lambda seen: "keep the value on the GPU, loss.detach(), and read it every 100 steps",
+            _read_less,
             lambda event, seen: event.kind == READ,
             note=lambda seen, events: f"the CPU waits {len(events)} times in a step",
         ),
