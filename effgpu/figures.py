@@ -334,11 +334,10 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    title += " on this GPU" if comparison.full_size else ""
     if quantity == "memory" and any(m.peak_reserved for m in comparison):
         title += " (dots: reserved)"
-    elif quantity == "time" and comparison.full_size:
-        title += " (measured)"
+    elif comparison.full_size:
+        title += " on this GPU" + " (measured)" * (quantity == "time")
     ax.set_title(title)
 
 
