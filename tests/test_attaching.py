@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import pytest
 import torch
 
 from effgpu.__main__ import main
-from effgpu.attaching import scripts
+from effgpu.attaching import child, scripts
 from effgpu.attaching.commands import read_program
 from effgpu.attaching.steps import Marks, drive
 from effgpu.predicting.prediction import predict
@@ -732,6 +734,31 @@ def test_a_script_that_takes_long_is_said_to_be_where_it_is(here, monkeypatch, c
     with pytest.raises(RuntimeError, match="ended after 2 steps, and 3 are needed"):
         predict("train.py", "T4")
     assert re.search(r"^effgpu: train.py has run for \d+ s: 1 step, now in train.py:\d+$", capfd.readouterr().err, re.M)
+
+
+def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch):
+    class Held: ...
+
+    class Marks:
+        asked = 0
+
+        @property
+        def count(self):
+            self.asked += 1
+            if self.asked > 4:
+                raise SystemExit  # which ends a thread
+            return 2
+
+    def hold():
+        held = Held()
+        while not (here / child.WHERE).exists():
+            time.sleep(0.01)
+        return weakref.ref(held)
+
+    monkeypatch.setattr(child, "TOLD_EVERY", 0.5)
+    threading.Thread(target=child._tell_where, args=(here / child.WHERE, Marks()), daemon=True).start()
+    assert hold()() is None
+    assert re.fullmatch(r": 2 steps, now in test_attaching.py:\d+", (here / child.WHERE).read_text())
 
 
 @pytest.mark.usefixtures("here")

@@ -156,20 +156,22 @@ def find_line(error: BaseException) -> str | None:
 
 def _tell_where(path: Path, marks: "Marks") -> None:
     """Keep writing how many steps are done, and which line of the reader's the script is at."""
-    from effgpu.attaching.sites import READER, name_file, whose
-
-    part = path.with_suffix(".part")
+    part, script = path.with_suffix(".part"), threading.main_thread().ident
     while True:
         time.sleep(TOLD_EVERY)
-        frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident))
-        lines = (
-            f", now in {name_file(f.f_code.co_filename)}:{n}"
-            for f, n in frames
-            if whose(f.f_code.co_filename) is READER
-        )
         with contextlib.suppress(OSError):
-            part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{next(lines, '')}")
+            part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{_find_place(script)}")
             part.replace(path)
+
+
+def _find_place(thread: int) -> str:
+    """The line of the reader's that a thread is at. It holds no frame for long: what a frame holds would live on."""
+    from effgpu.attaching.sites import READER, name_file, whose
+
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
+        if whose(frame.f_code.co_filename) is READER:
+            return f", now in {name_file(frame.f_code.co_filename)}:{line}"
+    return ""
 
 
 def _show(error: BaseException) -> None:
