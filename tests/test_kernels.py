@@ -45,11 +45,13 @@ def test_a_kernel_is_a_fork_with_its_own_folder_environment_and_process_group(tm
     found = []
     for said in ("one", "other"):
         monkeypatch.setenv("SAID", said)
-        told, picture = execute(TELLS, DRAWS, cwd=tmp_path)
+        (tmp_path / said / "lessons").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / said)
+        told, picture = execute(TELLS, DRAWS, cwd="lessons")
         pid, parent, *rest = json.loads(told.text)
-        assert (
-            rest == [pid, str(tmp_path), said, multiprocessing.get_start_method(), True] and "image/png" in picture.data
-        )
+        folder = str(tmp_path / said / "lessons")
+        assert rest == [pid, folder, said, multiprocessing.get_start_method(), True]
+        assert "image/png" in picture.data
         found.append((pid, parent))
     (first, server), (second, same_server) = found
     assert first != second

@@ -293,7 +293,7 @@ def test_predict_says_by_its_exit_code_whether_a_step_fits(width, options, code,
 )
 def test_predict_says_what_it_expected(asked, why, tmp_path, capsys):
     path = tmp_path / "train.py"
-    by_value = "lambda: lambda: torch.randint(3, (3,)).bincount()"
+    by_value = "lambda: lambda: torch.rand(3).long().bincount()"
     path.write_text(STEP.format(width=8) + f"\ndef nothing(): pass\nby_value = {by_value}\n")
     assert main(["predict", *(word.format(path=path) for word in asked)]) == 2
     printed = capsys.readouterr().err

@@ -39,7 +39,7 @@ class _Forking(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **options: Any) -> dict[str, Any]:
         if LAUNCHER not in cmd:  # not Python's kernel
             return await super().launch_kernel(cmd, **options)
-        folder, environment = str(options.get("cwd") or os.getcwd()), dict(options.get("env") or os.environ)
+        folder, environment = os.path.abspath(options.get("cwd") or "."), dict(options.get("env") or os.environ)
         self.process = _Fork(_ask(cmd, folder, environment))
         self.pid = self.pgid = self.process.pid
         return self.connection_info
