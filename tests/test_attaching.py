@@ -341,8 +341,8 @@ def test_what_a_second_optimizer_does_is_in_the_step_of_the_first(run):
 def test_an_optimizer_that_made_no_step_in_those_that_were_looked_at_is_named(run):
     build = "other = torch.nn.Linear(8, 8).cuda()\nsecond = torch.optim.SGD(other.parameters())\n"
     sometimes = "if number == 4: second.step()\n"
-    (note,) = run(loop(BUILD + build, STEP + sometimes))[1]["notes"]
-    assert re.fullmatch(r"the SGD of train.py:\d+ made no step in those that were looked at: .* not known", note)
+    (why,) = run(loop(BUILD + build, STEP + sometimes))[1]["unknown"]
+    assert re.fullmatch(r"what the SGD of train.py:\d+ takes, which made no step in those that were looked at", why)
 
 
 def test_what_a_class_of_tensors_does_on_the_gpu_is_not_known(run):
@@ -656,6 +656,8 @@ pathlib.Path("other.pth").unlink()
 shutil.rmtree("run")
 with open("whole.ckpt", "wb") as file: torch.save(model, file)
 with open("data.pkl", "wb") as file: pickle.dump([1], file)
+torch.save({"epoch": number}, "state.pt")
+assert torch.load("state.pt") == {"epoch": number}
 torch.save(optimizer, "new.pt.part")
 os.rename("new.pt.part", "new.pt")
 for name in ("best.pt", "linked.pt", "new.pt"): assert os.path.exists(name) and pathlib.Path(name).stat()
@@ -669,7 +671,16 @@ os.replace("log.txt", "log.old")
 
 def test_no_checkpoint_from_before_is_lost_and_what_is_not_written_is_there_for_the_script(run, here):
     (here / "run").mkdir()
-    files = ["last.pt", "before.pt", "best.pt", "other.pth", "whole.ckpt", "run/model.safetensors", "log.old"]
+    files = [
+        "last.pt",
+        "before.pt",
+        "best.pt",
+        "other.pth",
+        "whole.ckpt",
+        "state.pt",
+        "run/model.safetensors",
+        "log.old",
+    ]
     for name in files:
         torch.save(f"before {name}", here / name)
         os.utime(here / name, (0, 0))
@@ -680,7 +691,7 @@ def test_no_checkpoint_from_before_is_lost_and_what_is_not_written_is_there_for_
     assert (here / "log.old").read_text() == "a line"
     assert [(here / name).read_bytes() for name in files[:-1]] == before
     left = [note for note in told["notes"] if note.startswith("left as it is, a file from before: ")]
-    assert [note.rpartition(" ")[2] for note in left] == ["last.pt", "other.pth", "run", "whole.ckpt"]
+    assert [note.rpartition(" ")[2] for note in left] == ["last.pt", "other.pth", "run", "whole.ckpt", "state.pt"]
 
 
 def test_weights_are_known_by_the_header_of_their_file(run, here):

@@ -73,6 +73,27 @@ def test_16_bits_save_as_much_of_a_step_that_two_networks_share_as_writing_them_
     assert "validation" not in [each["name"] for each in told["findings"]], "the next step uses what this one built"
 
 
+EACH_FOURTH = """
+import torch
+networks = [torch.nn.Linear(1024, 1024).cuda() for _ in "ab"]
+ours, theirs = (torch.optim.Adam(network.parameters()) for network in networks)
+for number in range(40):
+    for network, optimizer in list(zip(networks, (ours, theirs)))[: 2 if number in (0, 1, 2) else 1]:
+        network(torch.randn(64, 1024).cuda()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_what_precision_saves_is_not_known_where_no_step_in_16_bits_does_the_same_work(run):
+    code, told, errors = run(EACH_FOURTH)
+    assert code == 0, errors
+    assert any(note.endswith("what precision saves is not known") for note in told["notes"])
+    assert PRECISION not in [
+        each["name"] for kind in ("findings", "perhaps", "examined") for each in told.get(kind, [])
+    ]
+
+
 ENDLESS = """
 
 open("built", "a").write("once ")

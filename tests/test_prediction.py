@@ -1,3 +1,4 @@
+import copy
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -414,6 +415,27 @@ def test_older_gpus_that_take_as_much_are_not_said_to_take_other_kernels():
     assert both.older and "other kernels" not in str(both)
 
 
+def copying():
+    model, copies = nn.Linear(1024, 1024), []
+
+    def step():
+        model(torch.rand(8, 1024)).mean().backward()
+        copies.append(copy.deepcopy(model).requires_grad_(False))
+
+    return step
+
+
+def test_one_of_several_optimizers_that_makes_no_step_is_not_known():
+    def training(second):
+        model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer, idle = torch.optim.SGD(model.parameters()), second and torch.optim.AdamW(other.parameters())
+        return lambda: (idle, model(torch.ones(8, 8)).sum().backward(), optimizer.step())
+
+    with_idle, alone = (predict(partial(training, second), "T4").unknown for second in (True, False))
+    assert not alone and len(with_idle) == 1
+    assert re.fullmatch(r"what the AdamW of test_prediction.py:\d+ takes, which made no step in .*", *with_idle)
+
+
 def every_second_step():
     """Two networks, one of which is updated in every second step: what its optimizer keeps is no leak."""
     critic, actor = nn.Linear(512, 512), nn.Linear(512, 512)
@@ -453,6 +475,7 @@ def test_what_a_step_leaves_behind_is_found_and_garbage_is_not():
     losses, outputs = [], []
     assert kept(lambda output: None).kept == () == kept(in_a_cycle).kept
     assert predict(every_second_step, "T4").kept == ()
+    assert sum(size for *_, size in predict(copying, "T4").kept) == 1024 * 1024 * 4 + 1024 * 4, "copies of the weights"
     growing = kept(outputs.append)
     assert sum(size for *_, size in growing.kept) == 2**20 and growing.kept[0][0].file == __file__
     assert "memory grows by 1.00 MiB in each step" in str(growing)

@@ -48,6 +48,16 @@ def test_an_image_classifier_is_a_resnet_on_glyphs():
     assert labels.tolist() == list(expected)
 
 
+def test_distilbert_has_the_shape_of_the_published_model_and_is_small_where_asked_for():
+    small, whole = workloads.distilbert(3, 100), workloads.distilbert(3, 30_522, small=False)
+    assert sum(weight.numel() for weight in whole.distilbert.parameters()) == 66_362_880  # as published
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    assert (
+        small(ids, labels=torch.tensor([0, 2])).logits.shape == (2, 3) and len(small.distilbert.transformer.layer) == 1
+    )
+    assert small.training and torch.equal(small(ids).logits, small(ids).logits), "no dropout"
+
+
 def test_qwen_has_the_shape_of_the_published_model_and_recomputes_its_blocks():
     with torch.device("meta"):  # which the device that is asked for overrides
         model, texts = workloads.qwen(batch=2, length=9, layers=2, width=128, vocabulary=50, device="cpu")

@@ -22,9 +22,7 @@ from jupyter_client.provisioning import LocalProvisioner
 LAUNCHER = "ipykernel_launcher"
 IMPORTED = ["ipykernel.kernelapp", "datasets", "torch._dynamo", "torchvision", "transformers.trainer"]
 IMPORTED += ["effgpu.comparison", "effgpu.figures", "effgpu.course.hub", "effgpu.course.workloads"]
-INLINE = {
-    "MPLBACKEND": "module://matplotlib_inline.backend_inline"
-}  # as in a kernel: matplotlib reads it when imported
+INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # which matplotlib reads when it is imported
 OPEN_FILES = "/proc/self/fd/*"
 DRIVER = "nvidia-uvm"  # the file that the CUDA driver opens, which does not work in a fork
 
@@ -111,8 +109,6 @@ def _serve() -> None:
 
 def _become_kernel(command: list[str], folder: str, environment: dict[str, str]) -> None:
     """Run the kernel that this command starts, in a process group of its own."""
-    from ipykernel.kernelapp import IPKernelApp
-
     os.setsid()
     if sys.path[0] == os.getcwd():  # by -m: a kernel has its own folder there
         del sys.path[0]
@@ -121,8 +117,11 @@ def _become_kernel(command: list[str], folder: str, environment: dict[str, str])
     os.environ.update(environment)
     if any(DRIVER in os.readlink(each) for each in glob(OPEN_FILES) if os.path.islink(each)):
         os.execve(command[0], command, environment)
-    IPKernelApp.parent_handle = os.getppid()  # else it says how to stop it in a terminal
-    IPKernelApp.launch_instance(command[command.index(LAUNCHER) + 1 :])
+
+    from ipykernel.kernelapp import IPKernelApp
+
+    parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # with which it ends
+    IPKernelApp.launch_instance([*command[command.index(LAUNCHER) + 1 :], parent])
 
 
 if __name__ == "__main__":

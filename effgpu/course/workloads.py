@@ -258,9 +258,7 @@ def qwen(
     return model, texts
 
 
-def distilbert(
-    classes: int, vocabulary: int, small: bool | None = None, device: torch.device | str | None = None
-) -> "DistilBertForSequenceClassification":
+def distilbert(classes: int, vocabulary: int, small: bool | None = None) -> "DistilBertForSequenceClassification":
     """Return transformers' DistilBERT with random weights, ready to train; by default a small one on a CPU.
 
     A small one has one layer, and no dropout. The model takes input_ids and attention_mask, int64 [batch, length], and
@@ -268,7 +266,7 @@ def distilbert(
     """
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
-    device = torch.device(device or find_device())
+    device = find_device()
     sizes: dict[str, float] = {"vocab_size": vocabulary, "num_labels": classes}
     if small or (small is None and device.type == "cpu"):
         sizes |= {"n_layers": 1, "dim": 64, "hidden_dim": 256, "n_heads": 2, "initializer_range": 0.1}

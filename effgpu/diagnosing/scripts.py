@@ -193,7 +193,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     predicted: Prediction = yield from walk(marks, recorder, (gpu,), STEPS)
     tokens, taken = recorder.looked_up, loading.taken
     in_full = not torch.is_autocast_enabled("cuda")  # else the script's own would end in the middle of ours
-    graphs = Graphs(recorder.loop)
+    graphs, notes = Graphs(recorder.loop), ()
     with graphs.looking():
         yield 1
     with in_16_bits(gpu) if in_full else contextlib.nullcontext():
@@ -205,7 +205,10 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             if _count_products(halved) == _count_products(predicted.events):
                 break
         else:  # such as where every tenth step alone updates a second network
-            in_full = False
+            halved, notes = (
+                (),
+                ("the steps in 16 bits did other work than the one before: what precision saves is not known",),
+            )
     with on_real_tensors(), as_it_is():
         took, loader = loading.time(taken)
         padding = padding_share(tokens)
@@ -222,6 +225,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         unused=graphs.unused(),
         compiled=predicted.compiled,
         optimizers=tuple(map(describe_optimizer, recorder.optimizers)),
+        notes=notes,
     )
 
 

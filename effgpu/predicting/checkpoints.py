@@ -43,6 +43,12 @@ class Checkpoints:
         if path := _path(file):
             self._saved[path] = Saved(value)
 
+    def keep(self, file: object, value: object) -> bool:
+        """Whether a file is a checkpoint from before, which is left alone: then the value is saved for the script."""
+        if left := self._leave(file):
+            self.save(file, value)
+        return left
+
     def find(self, file: object) -> Saved | None:
         """What a file would hold; None where it holds that."""
         return self._saved.get(_path(file))

@@ -77,7 +77,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         if _holds_fake(obj):
             recorder.unwritten[f"torch.save to {_name(f)}"] = None
             recorder.checkpoints.save(f, obj)
-        else:
+        elif not recorder.checkpoints.keep(f, obj):
             save(obj, f, *args, **kwargs)
 
     @functools.wraps(load)
@@ -183,7 +183,7 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             recorder.unwritten[f"safetensors' save_file to {_name(filename)}"] = None
             recorder.checkpoints.save(filename, tensors)
-        else:
+        elif not recorder.checkpoints.keep(filename, tensors):
             save(tensors, filename, *args, **kwargs)
 
     yield safetensors, "safe_open", Opened

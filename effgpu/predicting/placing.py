@@ -108,12 +108,13 @@ class ScriptRecorder(Recorder):
             with on_real_tensors():
                 return func(*args, **kwargs)
         if func.overloadpacket in _FORWARD and self._lacks_gradients():
-            self.passes_within += bool(self.segments)
-            self.passes_before += not self.segments
-        if func.overloadpacket in _FORWARD and self._evaluates():
-            now = time.perf_counter()
-            self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
-            self._last_without = now
+            if self.segments:
+                self.passes_within += 1
+            else:
+                self.passes_before += 1
+                now = time.perf_counter()
+                self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
+                self._last_without = now
         try:
             return super()._dispatch(func, args, kwargs)
         except _UNDONE as error:

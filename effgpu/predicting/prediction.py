@@ -411,6 +411,8 @@ def count(recorder: Recorder, steps: int) -> Plan:
 
 def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
     """What was recorded, as the prediction for these GPUs."""
+    for idle in recorder.idle:
+        recorder.unknown[f"what {idle} takes, which made no step in those that were looked at"] = None
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None

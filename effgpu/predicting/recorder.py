@@ -72,7 +72,7 @@ OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader ca
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 _TOLERANCES = ("tolerance_grad", "tolerance_change")
-_MADE_ONCE = ("weights", "gradients", "optimizer state")  # for each weight, if not in the first step: no leak
+_MADE_ONCE = ("gradients", "optimizer state")  # for each weight, if not in the first step: no leak
 
 device_while_looked_up = FakeTensor.device.fget
 
@@ -115,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self.built: weakref.WeakSet = weakref.WeakSet()  # optimizers
         self.built_at = weakref.WeakKeyDictionary()  # the line of each
+        self.idle: list[str] = []  # those that have made no step where others have, at the end of the last one
         self.optimizers: weakref.WeakSet = weakref.WeakSet()  # that have made a step
         self.awaits_update = False  # whether a function is called until one has
         self._tolerances: dict[torch.optim.Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
@@ -168,6 +169,8 @@ class Recorder(TorchDispatchMode):
     def end_step(self) -> None:
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
         self.name_owners()
+        idle = self.built - self.optimizers if self.optimizers else ()
+        self.idle = [f"the {type(one).__name__} of {self.built_at.get(one, 'the step')}" for one in idle]
         self._ends.append(self._events)
         self.kept = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it

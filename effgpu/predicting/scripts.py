@@ -72,9 +72,6 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         took = format_seconds(recorder.without_gradients)
         slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
         notes.append(f"{text} and are not counted{slow}")
-    for optimizer in recorder.built - recorder.optimizers:
-        what = f"the {type(optimizer).__name__} of {recorder.built_at.get(optimizer, 'the script')}"
-        notes.append(f"{what} made no step in those that were looked at: what its steps take is not known")
     concluded = conclude(recorder, gpus)
     return replace(concluded, notes=(*concluded.notes, *notes))
 

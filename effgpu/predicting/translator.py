@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 FACTORIES = frozenset(_device_constructors())  # what makes tensors
-CPU = torch.device("cpu")
+CPU = tensor_types.CPU
 _PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
 
 
