@@ -345,12 +345,47 @@ def test_an_optimizer_that_made_no_step_in_those_that_were_looked_at_is_named(ru
     assert re.fullmatch(r"what the SGD of train.py:\d+ takes, which made no step in those that were looked at", why)
 
 
-def test_what_a_class_of_tensors_does_on_the_gpu_is_not_known(run):
-    build = "class Images(torch.Tensor): pass\n"
-    images = STEP.replace('torch.randn(64, 1024).to("cuda")', 'torch.randn(64, 1024).as_subclass(Images).to("cuda")')
-    assert run(loop(BUILD + build, images))[1]["unknown"] == [
-        "what Images does on the GPU that a plain tensor does not"
-    ]
+NAMED = """
+class Named(torch.Tensor):
+    def double(self):
+        assert self.source == "camera"
+        return 2 * self
+batch = torch.ones(64, 1024).as_subclass(Named)
+batch.source = "camera"
+"""
+DISPATCHED = """
+class Named(torch.Tensor):
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+        made.inner = inner
+        return made
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(each.inner if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+batch = Named(torch.ones(64, 1024))
+"""
+
+
+NAMED_STEP = """
+moved = batch.to("cuda")
+output = model(moved.double())
+assert type(output).__name__ == "Named" and output.is_cuda
+assert type(moved.as_subclass(torch.Tensor)) is not type(moved)
+output.square().mean().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+def test_a_tensor_keeps_its_class_and_what_it_holds_on_the_gpu(run):
+    code, told, errors = run(loop(BUILD + NAMED, NAMED_STEP))
+    assert code == 0 and not told["unknown"], errors
+
+
+def test_what_a_class_does_with_operations_on_the_gpu_is_not_known(run):
+    code, told, errors = run(loop(BUILD + DISPATCHED, STEP.replace("torch.randn(64, 1024)", "batch")))
+    assert code == 0, errors
+    assert told["unknown"] == ["what Named does on the GPU that a plain tensor does not"]
 
 
 def test_a_script_that_trains_on_the_cpu_is_refused_after_its_first_step(run, here):
@@ -367,6 +402,17 @@ def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_
         "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
     ], errors
     assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 3 * 8 - 1
+
+
+def test_what_another_librarys_optimizer_keeps_is_no_activation_and_no_step_of_another_size(run):
+    momentum = "weight.data -= state[weight].add_(weight.grad); weight.grad = None"
+    build = BUILD.replace("optimizer = torch.optim.AdamW(model.parameters())", "state = {}")
+    made = "if not state: state = {weight: torch.zeros_like(weight) for weight in model.parameters()}"
+    by_hand = f"{made}\nfor weight in model.parameters(): {momentum}"
+    code, told, errors = run(loop(build, STEP.replace("optimizer.step()\noptimizer.zero_grad()", by_hand)))
+    assert code == 0 and not told["assumptions"], errors
+    weights = 8 * 4 * 1024 * 1025
+    assert told["owners"]["other"] >= weights and told["owners"]["activations"] < 16 * 64 * 1024 * 4
 
 
 EVALUATED = """

@@ -101,6 +101,33 @@ def test_a_fused_attention_saves_no_more_than_its_ceiling():
     assert CAUSES[ATTENTION].change(fused, Observed()) == fused
 
 
+@pytest.mark.parametrize("goes_on", ["", "to the next layer", "into the loss"])
+@pytest.mark.parametrize("layer", [nn.Linear, nn.MultiheadAttention])
+def test_attention_whose_scores_go_on_cannot_be_fused(layer, goes_on):
+    def training():
+        layers = [layer(64, 64, batch_first=True) if layer is nn.MultiheadAttention else layer(64, 64) for _ in "12"]
+
+        def step():
+            x, before, total = torch.randn(4, 256, 64, requires_grad=True), 0.0, 0.0
+            for each in layers:
+                if layer is nn.MultiheadAttention:  # which averages its weights, whether anybody reads them or not
+                    out, weights = each(x + before, x, x)
+                    before = weights.mean() if goes_on == "to the next layer" else 0.0
+                else:
+                    scores = x @ x.mT + before
+                    weights = scores.softmax(-1)
+                    out, before = each(weights @ x), scores if goes_on == "to the next layer" else 0.0
+                x = x + out
+                total = total + (weights.square().mean() if goes_on == "into the loss" else 0.0)
+            (x.square().mean() + total).backward()
+
+        return step
+
+    events = predict(training, "A100").events
+    softmaxes = sum(CAUSES[ATTENTION].concerns(event, Observed(events=list(events))) for event in events)
+    assert softmaxes == (0 if goes_on else 2 * len("12"))
+
+
 @pytest.mark.parametrize("loss", [nn.BCELoss, nn.BCEWithLogitsLoss])
 def test_a_loss_that_autocast_refuses_is_no_obstacle_and_named(loss):
     """On a GPU, PyTorch raises an error where a step with nn.BCELoss runs under autocast."""

@@ -165,8 +165,11 @@ def _find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
     """The places of what attention as a formula does to its scores in memory, and those of its batched products.
 
     It is what lies between a batched product and the next, without another product, where a softmax reads as many
-    numbers as the first of them made: a backward pass has as many. Linear attention's softmaxes read other ones.
+    numbers as the first of them made: a backward pass has as many. Linear attention's softmaxes read other ones. There
+    is none where scores go on, to the next layer or into a loss: a fused kernel does not give them.
     """
+    if any(event.reads_on for event in events):
+        return set(), set()
     scores: set[int] = set()
     products: set[int] = set()
     sizes: set[int] = set()  # how many scores the softmaxes of forward passes read

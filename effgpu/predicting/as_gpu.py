@@ -14,7 +14,7 @@ from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import answering_as, replaced
-from effgpu.predicting.parameters import making_fakes, making_parameters
+from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
 from effgpu.predicting.rules import kernels
 
@@ -180,6 +180,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (eval_frame, "_callback_from_stance", run_uncompiled),
         (torch.nn.Module, "_apply", _apply),
         (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))),
+        (torch.Tensor, "as_subclass", changing_classes(torch.Tensor.as_subclass)),
         (DataLoader, "_get_iterator", load_here),
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),

@@ -1,17 +1,27 @@
-"""Parameters whose data is fake: of a library's own class, such as bitsandbytes' Params4bit, and by their class."""
+"""Fake tensors of other classes: a library's, such as Params4bit or tv_tensors.Image, and parameters by their class."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
 
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from effgpu.measuring.torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 
 @functools.cache
 def _fake_kind(kind: type) -> type:
     """A class whose tensors are of the library's class and fake."""
-    return kind if issubclass(kind, FakeTensor) else type(kind.__name__, (kind, FakeTensor), {})
+    if issubclass(kind, FakeTensor):
+        return kind
+    made = type(kind.__name__, (kind, FakeTensor), {})
+    made.__torch_function__ = inspect.getattr_static(kind, "__torch_function__")  # PyTorch has put FakeTensor's there
+    return made
 
 
 def making_fakes(find_mode: Callable[[], FakeTensorMode], make: Callable) -> Callable:
@@ -27,6 +37,26 @@ def making_fakes(find_mode: Callable[[], FakeTensorMode], make: Callable) -> Cal
         return FakeTensor.__new__(_fake_kind(kind), mode, outline, data.fake_device).requires_grad_(requires_grad)
 
     return make_subclass
+
+
+def is_plain(kind: type) -> bool:
+    """Whether a class adds to tensors only what it does in Python, before PyTorch gets a call: fastai's, tv_tensors."""
+    return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def changing_classes(change: Callable) -> Callable:
+    """torch.Tensor.as_subclass, `change`, also for fake tensors, which stay fake."""
+
+    @functools.wraps(change)
+    def as_subclass(tensor, kind):
+        if not isinstance(tensor, FakeTensor) or not is_plain(kind):
+            return change(tensor, kind)
+        with DisableTorchFunction():
+            other = tensor.view_as(tensor)
+        other.__class__ = FakeTensor if kind is torch.Tensor else _fake_kind(kind)
+        return other
+
+    return as_subclass
 
 
 def making_parameters(make: Callable) -> Callable:

@@ -25,6 +25,7 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.parameters import is_plain
 from effgpu.predicting.recorder import LARGE, UNTIMED, Recorder, device_while_looked_up
 from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 from effgpu.predicting.translator import (
@@ -245,11 +246,9 @@ class _Placer(Translator):
             return result
         fake = innermost(result)
         if not isinstance(fake, FakeTensor):
-            if (kind := type(result)) not in (torch.Tensor, torch.nn.Parameter):
-                self._recorder.unknown[f"what {kind.__name__} does on the GPU that a plain tensor does not"] = None
             if where != CPU:
                 self._recorder.note_copy(result, non_blocking)
-            return self._recorder.imitate(result, where == CPU, _KEPT)
+            return self._of_its_class(self._recorder.imitate(result, where == CPU, _KEPT), result)
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
         if where == CPU and not non_blocking:
@@ -258,6 +257,17 @@ class _Placer(Translator):
             self._recorder._note_copy(fake, pinned=where != CPU)
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True):
             return result.clone()
+
+    def _of_its_class(self, fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
+        """The fake tensor, with the class of the real one and what it holds."""
+        if (kind := type(real)) in (torch.Tensor, torch.nn.Parameter):
+            return fake
+        if not is_plain(kind):
+            self._recorder.unknown[f"what {kind.__name__} does on the GPU that a plain tensor does not"] = None
+            return fake
+        made = fake.as_subclass(kind)
+        vars(made).update(vars(real))
+        return made
 
 
 def _outline(fake: FakeTensor, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -423,7 +423,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
     if paged := recorder.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.assumptions[f"{text}: the time that it takes to move is not counted"] = None
-    if len(made := recorder.made[-3:-1]) > 1 and max(made) > _VARIES * min(made) + MiB:
+    if len(made := recorder.made[-2:]) > 1 and max(made) > _VARIES * min(made) + MiB:
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
         recorder.assumptions[f"{differ}: the time is the last one's, and the peak that of the larger"] = None

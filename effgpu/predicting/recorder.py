@@ -49,6 +49,7 @@ from effgpu.predicting.rules import (
     dropout,
     recurrent_layers,
 )
+from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.values import Values
@@ -125,12 +126,13 @@ class Recorder(TorchDispatchMode):
         self.cudnn_attends = False  # on a GPU that prefers its kernel
         self.segments: list[Segment] = []  # of the last step
         self.events: list[Event] = []  # of the last step, in their order
+        self._scores = Scores()  # of attention in the last step
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
         self.compiled = 0  # how deep in code that would be compiled
         self._ends: list[int] = []  # of steps
-        self.made = [0]  # bytes, by the forward pass of each step, and of the one that has begun
+        self._made: list[list[Block]] = [[]]  # by the forward pass of each step, and of the one that has begun
         self.kept: tuple[tuple[Site | None, str, int], ...] = ()  # by the last step more than by the one before
 
     @classmethod
@@ -164,7 +166,7 @@ class Recorder(TorchDispatchMode):
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
-        self.segments, self.events, self.looked_up = [Segment()], [], []
+        self.segments, self.events, self.looked_up, self._scores = [Segment()], [], [], Scores()
 
     def end_step(self) -> None:
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
@@ -172,10 +174,22 @@ class Recorder(TorchDispatchMode):
         idle = self.built - self.optimizers if self.optimizers else ()
         self.idle = [f"the {type(one).__name__} of {self.built_at.get(one, 'the step')}" for one in idle]
         self._ends.append(self._events)
+        self._name_what_stays()
         self.kept = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it
             self.kept = self._find_kept()
-        self.made.append(0)
+        self._made.append([])
+
+    @property
+    def made(self) -> list[int]:
+        """Bytes of activations that the forward pass of each step has made."""
+        return [sum(block.size for block in blocks if block.owner == "activations") for blocks in self._made[:-1]]
+
+    def _name_what_stays(self) -> None:
+        """What a step has made, and a whole one after it leaves there, is no activation: another library's state."""
+        for block in self.blocks if len(self._ends) > 1 else ():
+            if block.owner == "activations" and block.died == math.inf and block.born <= self._ends[-2]:
+                block.owner = "other"
 
     def _find_kept(self) -> tuple[tuple[Site | None, str, int], ...]:
         if len(self._ends) < 2:
@@ -301,13 +315,14 @@ class Recorder(TorchDispatchMode):
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
-        self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)))
+        reads_on = self._phase() == FORWARD and self._scores.read_on(func, args, kwargs, result)
+        self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)), reads_on)
 
-    def _add_kernels(self, kernels: list[Kernel], calls: float) -> None:
+    def _add_kernels(self, kernels: list[Kernel], calls: float, reads_on: bool = False) -> None:
         self.segments[-1].kernels.update(kernels)
         self.segments[-1].calls += calls
         site = sites.find_site(outermost=True, until=self.loop) if kernels else None
-        self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase()))
+        self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase(), reads_on=reads_on))
 
     def _phase(self) -> str:
         return UPDATE if self.optimizing else FORWARD if _current_graph_task_id() == -1 else BACKWARD
@@ -392,7 +407,7 @@ class Recorder(TorchDispatchMode):
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         block.place = self._placing
         if is_forward and torch.is_grad_enabled() and self.is_on_gpu(block):
-            self.made[-1] += block.size
+            self._made[-1].append(block)
         self._sites[len(self.blocks)] = sites.find_site()
         self.blocks.append(block)
         self._blocks[storage._cdata] = block

@@ -33,7 +33,8 @@ class Event(NamedTuple):
 
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
     has done it. `scale` is the share of the GPU's work that is left. `site` is, of a kernel, the line of the step
-    itself; of a read or a copy, the line that asks for it.
+    itself; of a read or a copy, the line that asks for it. `reads_on` says that kernels read scores of attention
+    that is over.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Event(NamedTuple):
     pinned: bool = False
     scale: float = 1.0
     phase: str = FORWARD
+    reads_on: bool = False
 
     @property
     def optimizing(self) -> bool:
