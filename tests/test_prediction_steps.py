@@ -13,6 +13,7 @@ from functools import partial
 from types import ModuleType
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -490,6 +491,23 @@ def test_a_check_of_what_is_known_is_decided():
 
     with pytest.raises(AssertionError, match="known to be wrong"):
         predict(partial(checking, fails), "T4")
+
+
+def test_what_all_numbers_of_a_tensor_are_takes_no_memory():
+    took = []
+
+    def training():
+        weights = [torch.ones(1000, 1000) for _ in range(100)]
+
+        def step():
+            states = [torch.zeros_like(weight) for weight in weights]
+            took.append(psutil.Process().memory_info().rss - before)
+            assert all(weight[0, 0] == 1 for weight in weights) and not states[0].any()
+
+        return step
+
+    before = psutil.Process().memory_info().rss
+    assert not predict(training, "T4").unknown and max(took) < 100 * MiB  # of 800 million bytes
 
 
 def test_an_error_after_a_guess_says_which_line_read_what():

@@ -75,10 +75,13 @@ def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: objec
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
     """The tensors among arguments or results, in lists, tuples and dictionaries; of a sparse one, its two parts."""
-    if isinstance(tree, torch.Tensor):
-        return [tree._indices(), tree._values()] if tree.layout is torch.sparse_coo else [tree]
-    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for branch in branches for tensor in tensors_of(branch)]
+    found = []
+    for branch in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,):
+        if isinstance(branch, torch.Tensor):
+            found += [branch._indices(), branch._values()] if branch.layout is torch.sparse_coo else [branch]
+        elif isinstance(branch, (list, tuple, dict)):
+            found += tensors_of(branch)
+    return found
 
 
 def _size(tensor: torch.Tensor) -> int:

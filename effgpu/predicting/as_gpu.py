@@ -185,6 +185,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),
         (FakeTensor, "device", property(recorder.device_of)),
+        (FakeTensor, "layout", torch.Tensor.layout),  # its own asks first whether it is of oneDNN, which none is
         (FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))),
     ]
     with contextlib.ExitStack() as stack:

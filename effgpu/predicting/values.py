@@ -26,7 +26,7 @@ class Values:
     """The numbers of storages, as real tensors on the CPU that follow what happens to the fake ones."""
 
     def __init__(self):
-        self._known: dict[int, torch.Tensor] = {}  # by storage: all its elements
+        self._known: dict[int, torch.Tensor] = {}  # by storage: all its elements, or one, where all are equal
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor; None if they are not known."""
@@ -38,6 +38,8 @@ class Values:
         if whole is None or whole.dtype is not tensor.dtype or not _is_small(tensor):
             return None
         with _disable_current_modes():
+            if not whole.dim():
+                return whole.expand(tensor.shape)
             return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def forget(self, storage: int) -> None:
@@ -61,13 +63,14 @@ class Values:
             if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(name, changed[0], args):
                 return
             known = _is_certain(func) and all(self._knows(tensor) for tensor in given)
+            if known:
+                self._spread(changed)
             if not known or not self._repeat(func, args, kwargs):
                 for tensor in changed:
                     self.forget(tensor.untyped_storage()._cdata)
         elif isinstance(result, FakeTensor) and result.layout is torch.strided:
             if name in _FILLED or name in _FILLED_BY:
-                value = _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]]
-                self.keep(result, lambda: torch.full(result.shape, value, dtype=result.dtype))
+                self._fill(result, _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]])
             elif name in _MADE if not given else all(self._knows(tensor) for tensor in given) and _is_certain(func):
                 self._repeat(func, args, kwargs, result)
         elif isinstance(result, tuple) and given and all(map(self._knows, given)) and _is_certain(func):  # sort, topk
@@ -88,8 +91,24 @@ class Values:
         if source is None:
             return False
         self.forget(storage._cdata)
-        self.keep(tensor, lambda: torch.as_tensor(source).to(tensor.dtype).expand(tensor.shape))
+        if isinstance(source, torch.Tensor) and source.dim():
+            self.keep(tensor, lambda: source.to(tensor.dtype).expand(tensor.shape))
+        else:
+            self._fill(tensor, source)
         return True
+
+    def _fill(self, tensor: torch.Tensor, value: object) -> None:
+        """All of a storage's numbers are this one, which takes no memory for each."""
+        if tensor.numel() and _is_small(tensor) and tensor.untyped_storage().nbytes() <= MOST * tensor.element_size():
+            with _disable_current_modes(), torch.no_grad():
+                self._known[tensor.untyped_storage()._cdata] = torch.as_tensor(value).to(tensor.dtype)
+
+    def _spread(self, tensors: list[torch.Tensor]) -> None:
+        """Give each element a number of its own, before some of them change."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if (whole := self._known.get(storage._cdata)) is not None and not whole.dim():
+                with _disable_current_modes():
+                    self._known[storage._cdata] = whole.repeat(storage.nbytes() // whole.element_size())
 
     def _repeat(self, func, args: tuple, kwargs: dict, *results: torch.Tensor) -> bool:
         """Run the operation on the known numbers, and keep what it gives. Returns False if it cannot be."""
