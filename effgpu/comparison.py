@@ -18,6 +18,7 @@ FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
 CONTROL = "control (the baseline again)"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
+BESIDE_PREDICTION = 0.5  # seconds that a CPU times a variant that is predicted for a GPU
 QUANTITIES = ("time", "memory", "energy")
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 _STEADY = 1.02  # of a clock: it may change by so much without a word
@@ -387,8 +388,8 @@ def compare(
 
     `items` (a number, or one for each label), named by `unit`, are the samples, tokens, ... of a step. A comparison
     aims at an interval of ±`precision` (0.03 on a CPU, 0.01 on a GPU) and times each variant for at most `seconds` (2
-    and 5), but for 15 blocks at least and 80 at most. `warmup` is the fewest steps of a warm-up. `energy` adds a
-    window of a second on a GPU.
+    and 5; 0.5 on a CPU beside a prediction for a GPU, where its time is a line of the caption), but for 15 blocks at
+    least and 80 at most. `warmup` is the fewest steps of a warm-up. `energy` adds a window of a second on a GPU.
 
     A ratio of times within `min_effect` of 1 counts as the same. `predicted` gives ratios to the baseline, by label and
     quantity ("time", "memory", "energy"; any of them), as numbers or in the words of a result:
@@ -410,8 +411,10 @@ def compare(
     units.check_positive(min_effect=min_effect)
     if min_effect >= 1:
         raise ValueError(f"min_effect: expected a share below 1, such as 0.01 for 1 %, got {min_effect}")
-    large = predict_full_size(variants, full_size, gpus)
-    here = predict_here(variants, describe().name) if large and find_device().type == "cuda" else {}
+    large, on_gpu = predict_full_size(variants, full_size, gpus), find_device().type == "cuda"
+    here = predict_here(variants, describe().name) if large and on_gpu else {}
+    if large and not on_gpu and seconds is None:
+        seconds = BESIDE_PREDICTION
     if control:
         variants = add_control(variants)
         items = {**items, CONTROL: items[labels[0]]} if isinstance(items, Mapping) and labels[0] in items else items

@@ -381,6 +381,18 @@ def test_full_size_by_label_is_predicted_without_running_it(tiny, not_measured):
     assert 2 * 4 <= second.allocated / GiB <= 6 * 4  # two to six vectors of 4 GiB
 
 
+def test_a_cpu_measures_for_less_long_beside_a_prediction(tiny, monkeypatch, make_measurement, simulate_gpu):
+    seconds = []
+    measured = lambda variants, **options: seconds.append(options["seconds"]) or list(map(make_measurement, variants))
+    monkeypatch.setattr(comparison, "measure_all", measured)
+    large = {"full_size": {"a": squaring, "b": squaring}}
+    for options in ({}, large, large | {"seconds": 3.0}):
+        compare({"a": tiny, "b": tiny}, gpus="T4", **options)
+    simulate_gpu("NVIDIA Unknown", (9, 9), 15 * GiB)
+    compare({"a": tiny, "b": tiny}, gpus="T4", **large)
+    assert seconds == [None, comparison.BESIDE_PREDICTION, 3.0, None]
+
+
 def test_full_size_as_keywords_holds_for_all_variants_on_each_gpu(not_measured):
     variants = {"fp32": squaring, "again": squaring, "fp16": lambda width: squaring(width, half=True)}
     variants["compiled"] = lambda width: torch.compile(squaring(width))
