@@ -345,6 +345,88 @@ def test_an_optimizer_that_made_no_step_in_those_that_were_looked_at_is_named(ru
     assert re.fullmatch(r"what the SGD of train.py:\d+ takes, which made no step in those that were looked at", why)
 
 
+# --- what a script reads of its batch, and loops that end by values ---
+
+
+def test_views_of_a_batch_take_no_memory_of_their_own(run):
+    batch = STEP.replace("loss = model(torch.randn(64, 1024).to", "batch = torch.randn(64, 1024).to", 1)
+    batch = batch.replace(
+        ").square().mean()", "\nviews = [batch.view(-1), batch.t(), batch[:32], batch.detach()]\nX", 1
+    )
+    batch = batch.replace("X", "loss = model(batch).square().mean()")
+    plain, viewed = (run(loop(BUILD, step)) for step in (batch.replace("views =", "0 and"), batch))
+    assert plain[0] == viewed[0] == 0 and plain[1]["allocated"] == viewed[1]["allocated"], viewed[2]
+
+
+def test_what_is_made_by_its_size_on_the_cpu_is_real(run):
+    numbers = "ids = torch.LongTensor(5)\nfor place in range(5): ids[place] = place\nassert ids.sum().item() == 10\n"
+    pinned = 'assert torch.empty(3, pin_memory=True).is_pinned() and torch.ByteTensor(2).device.type == "cpu"\n'
+    code, told, errors = run(loop(BUILD + numbers + pinned))
+    assert code == 0 and not told["unknown"], errors
+
+
+def test_labels_that_come_back_from_the_gpu_are_known(run):
+    labels = """
+    labels = (torch.arange(64) % 4).cuda()
+    assert labels.cpu().numpy().max() == 3 and labels.tolist()[:5] == [0, 1, 2, 3, 0] and len(labels.unique()) == 4
+    guessed = model(torch.randn(64, 1024).cuda())[:, :10].argmax(1)
+    assert len(torch.unique(guessed.flatten())) <= 10 and len(torch.unique(guessed > 3)) <= 2
+    """
+    code, told, errors = run(loop(BUILD, textwrap.dedent(labels) + STEP))
+    assert code == 0 and not told["unknown"], errors
+
+
+def test_an_error_after_an_array_was_taken_as_zeros_says_so(run):
+    code, _, errors = run(
+        loop(BUILD, "found = model(torch.randn(2, 1024).cuda()).cpu().detach().numpy()\n1 // int(found[0, 0])")
+    )
+    assert code == 1 and re.search(
+        r"ZeroDivisionError.*; not known here: train.py:\d+ reads an array, taken as zeros", errors
+    )
+
+
+def test_a_model_built_without_memory_gets_its_weights_on_the_gpu(run, expected):
+    layers = "torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))"
+    build = f'import torch\nwith torch.device("meta"): model = {layers}\nmodel.to_empty(device="cuda")\n'
+    code, told, errors = run(loop(f"{build}optimizer = torch.optim.AdamW(model.parameters())"))
+    assert code == 0 and told["allocated"] == pytest.approx(expected[0], rel=0.01), errors
+
+
+def test_a_decoder_that_stops_at_a_token_goes_on(run):
+    stops = "for _ in range(5):\n    if model(torch.randn(64, 1024).cuda()).argmax().item() == 1: break\n"
+    code, told, errors = run(loop(BUILD, stops + STEP))
+    assert code == 0 and told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 5 * 8 + 3 * 8 - 1, errors
+    assert [re.sub(r"\d+", "", why) for why in told["unknown"]] == ["train.py: decides by a value, taken as False"]
+
+
+def test_an_optimizer_that_shares_its_groups_with_another_is_not_idle(run):
+    sharing = "outer = torch.optim.SGD(model.parameters(), 0.1)\nouter.param_groups = optimizer.param_groups\n"
+    assert run(loop(BUILD + sharing))[1]["unknown"] == []
+
+
+def test_how_long_sparse_gradients_take_is_not_known(run):
+    build = (
+        BUILD
+        + "rows = torch.nn.Embedding(1000, 8, sparse=True).cuda()\nown = torch.optim.SparseAdam(rows.parameters())\n"
+    )
+    step = STEP + "rows(torch.arange(9).cuda()).sum().backward()\nown.step()\nown.zero_grad()\n"
+    assert run(loop(build, step))[1]["unknown"] == ["how long the SparseAdam takes for sparse gradients"]
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_leaves_nothing(run):
+    build = """
+    import torch
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to("cuda")
+    optimizers = {weight: torch.optim.Adam([weight], foreach=False) for weight in model.parameters()}
+    def hook(weight):
+        optimizers[weight].step()
+        optimizers[weight].zero_grad()
+    for weight in model.parameters(): weight.register_post_accumulate_grad_hook(hook)
+    """
+    code, told, errors = run(loop(textwrap.dedent(build), STEP.split("optimizer")[0]))
+    assert code == 0 and not told["unknown"] and "grows" not in str(told), errors
+
+
 NAMED = """
 class Named(torch.Tensor):
     def double(self):
@@ -464,7 +546,12 @@ def test_lbfgs_calls_its_closure_within_a_step(run):
     script = KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=5)")
     _, told, errors = run(script + "    assert optimizer.param_groups[0]['tolerance_change'] == 1e-9")
     assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 5 * (3 * 8 - 1), errors
-    assert told["assumptions"] == ["LBFGS calls its closure as often as it may, 5 times"]
+    assert told["assumptions"] == [
+        "LBFGS calls its closure as often as it may, 5 times",
+        "LBFGS keeps as many of its directions as it may, 100",
+    ]
+    most = 2 * 100 * 8 * 4 * 1024 * 1025  # two vectors for each direction, and some for the step itself
+    assert most < told["owners"]["optimizer state"] < 1.05 * most and "grows" not in errors + str(told)
 
 
 BUILT_ON_THE_CPU = """
@@ -797,7 +884,7 @@ def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch
     class Held: ...
 
     class Marks:
-        asked = 0
+        asked, doing = 0, ""
 
         @property
         def count(self):

@@ -22,7 +22,7 @@ import effgpu
 from effgpu.__main__ import main
 from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import turns
-from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION
+from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, VALIDATION
 from effgpu.diagnosing.scripts import measuring
 from effgpu.measuring import power
 from effgpu.predicting.gpus import find_gpu
@@ -137,6 +137,75 @@ def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # n
     lines = [each["args"].get("line", "") for each in json.loads(Path("step.json").read_text())["traceEvents"]]
     assert any(line.startswith("train.py:") and "cross_entropy(model(texts)" in line for line in lines)
     assert not any("step(batch)" in line for line in lines), "which is the line of all of them"
+
+
+ATTENDING = """
+import torch
+from torch import nn
+attention, out = nn.MultiheadAttention(256, 4, batch_first=True).cuda(), nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD([*attention.parameters(), *out.parameters()], 0.1)
+for number in range(20):
+    x = torch.randn(4, 2048, 256).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = out(attention(x, x, x, need_weights=False)[0]).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_on_an_older_gpu_16_bits_are_looked_at_where_they_bring_another_attention(run):
+    code, told, errors = run(ATTENDING)
+    assert code == 0 and told["findings"][0]["name"] == PRECISION and "fp16" in told["findings"][0]["advice"], errors
+
+
+IN_BACKWARD = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).cuda()
+optimizers = {weight: torch.optim.Adam([weight]) for weight in model.parameters()}
+for weight in model.parameters(): weight.register_post_accumulate_grad_hook(lambda w: optimizers[w].step())
+for number in range(20):
+    model(torch.randn(64, 512).cuda()).mean().backward()
+    model.zero_grad()
+"""
+
+
+def test_a_script_that_steps_in_its_backward_pass_is_diagnosed_but_for_16_bits(run):
+    code, told, errors = run(IN_BACKWARD)
+    assert code == 0 and "the optimizer steps in the backward pass" in str(told), errors
+
+
+SPARSE = """
+import torch
+links = torch.sparse_coo_tensor(torch.randint(0, 300, (2, 900)), torch.ones(900), (300, 300)).cuda()
+x, layer = torch.rand(300, 32).cuda(), torch.nn.Linear(32, 4).cuda()
+optimizer = torch.optim.Adam(layer.parameters())
+for number in range(20):
+    torch.spmm(links, layer(x)).mean().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_of_sparse_tensors_and_of_batches_that_are_known_nothing_is_kept_in_vain(run):
+    code, told, errors = run(SPARSE)
+    assert code == 0 and VALIDATION not in [finding["name"] for finding in told["findings"]], errors
+
+
+def test_a_data_set_that_holds_a_module_is_no_error_of_the_script(run):
+    build = """
+    import torch
+    class Data(torch.utils.data.Dataset):
+        def __init__(self): self.blur = torch.nn.Conv2d(3, 3, 5, padding=2)
+        def __len__(self): return 400
+        @torch.no_grad()
+        def __getitem__(self, place): return self.blur(torch.rand(1, 3, 8, 8))[0].numpy()
+    model = torch.nn.Conv2d(3, 8, 3).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(9):
+        for images in torch.utils.data.DataLoader(Data(), 16):
+            model(images.cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+    """
+    code, told, errors = run(build)
+    assert code == 0 and "what loading takes is not known" in str(told), errors
 
 
 def test_one_that_ends_early_is_refused(run):

@@ -478,7 +478,7 @@ def test_what_a_step_leaves_behind_is_found_and_garbage_is_not():
     assert sum(size for *_, size in predict(copying, "T4").kept) == 1024 * 1024 * 4 + 1024 * 4, "copies of the weights"
     growing = kept(outputs.append)
     assert sum(size for *_, size in growing.kept) == 2**20 and growing.kept[0][0].file == __file__
-    assert "memory grows by 1.00 MiB in each step" in str(growing)
+    assert "memory grows by 1.00 MiB in the step" in str(growing)
     few = kept(lambda output: losses.append(output.sum().detach()))
     assert sum(size for *_, size in few.kept) == 512 and "grows" not in str(few), "a GPU is full after 30 million steps"
 

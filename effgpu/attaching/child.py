@@ -160,7 +160,8 @@ def _tell_where(path: Path, marks: "Marks") -> None:
     while True:
         time.sleep(TOLD_EVERY)
         with contextlib.suppress(OSError):
-            part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{_find_place(script)}")
+            doing = f", {marks.doing}" if marks.doing else _find_place(script)
+            part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{doing}")
             part.replace(path)
 
 

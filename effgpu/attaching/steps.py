@@ -99,6 +99,7 @@ class Marks:
 
     def __init__(self, done: Callable[[Any], None]):
         self.count, self.source = 0, None
+        self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
         self._plan: Plan | None = None

@@ -152,7 +152,7 @@ def _as_tf32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
-_SOFTMAX, _BATCHED = ("_softmax", "_softmax_backward_data"), ("bmm", "baddbmm")
+_SOFTMAX, BATCHED = ("_softmax", "_softmax_backward_data"), ("bmm", "baddbmm")
 _OTHER_PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")
 _BYTES = {"_softmax": (4, 16), "_softmax_backward_data": (6, 20)}  # for each score: 16 bits, and 32 in long rows
 
@@ -177,7 +177,7 @@ def _find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
     for place, event in enumerate(events):
         if _names(event, _OTHER_PRODUCTS):
             run = []
-        elif _names(event, _BATCHED):
+        elif _names(event, BATCHED):
             between = range(run[-1] + 1, place) if run else ()
             softmaxes = [kernel for number in between for kernel in events[number].kernels if kernel.name in _SOFTMAX]
             made = {prod(kernel.product[:3]) for at in run for kernel in events[at].kernels if kernel.product}
@@ -211,7 +211,7 @@ def _as_fused(event: Event) -> Event:
         layout = "efficient" if kernel.format in ("fp32", "tf32") else "flash" + " backward" * (event.phase == BACKWARD)
         return kernel._replace(kind=kernels.ATTENTION, product=None, layout=layout, bytes=0)
 
-    changed = (fuse(kernel) if kernel.name in _BATCHED else kernel for kernel in event.kernels)
+    changed = (fuse(kernel) if kernel.name in BATCHED else kernel for kernel in event.kernels)
     return event._replace(kernels=tuple(changed))
 
 

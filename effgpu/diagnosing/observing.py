@@ -104,6 +104,8 @@ class Graphs:
         return {site: size for site, size in sizes.items() if size > 0.5 * sum(self._kept[site].values())}
 
     def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Site | None]:
+        if tensor.layout is not torch.strided:  # it has several storages
+            return tensor.detach(), None
         site, storage = self._find(), tensor.untyped_storage()
         root = tensor if tensor._base is None else tensor._base
         if site and not (root.is_leaf and root.requires_grad):
@@ -113,7 +115,8 @@ class Graphs:
 
     def _use(self, kept: tuple[torch.Tensor, Site | None]) -> torch.Tensor:
         tensor, site = kept
-        self._unused.get(site, {}).pop(tensor.untyped_storage()._cdata, None)
+        if site:
+            self._unused[site].pop(tensor.untyped_storage()._cdata, None)
         return tensor
 
 

@@ -16,12 +16,12 @@ from effgpu.attaching.commands import Program
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
 from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_loading
-from effgpu.diagnosing.causes import PRECISION, TF32, Observed
+from effgpu.diagnosing.causes import BATCHED, PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
-from effgpu.measuring.torch_internals import _BaseDataLoaderIter
+from effgpu.measuring.torch_internals import _BaseDataLoaderIter, _current_graph_task_id
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import as_it_is, replaced
 from effgpu.predicting.placing import ScriptRecorder
@@ -32,6 +32,8 @@ from effgpu.predicting.timeline import Event
 from effgpu.predicting.translator import on_real_tensors
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
+_WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
+_OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
 WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
 
@@ -192,9 +194,10 @@ def predicting(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
 def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:
     predicted: Prediction = yield from walk(marks, recorder, (gpu,), STEPS)
     tokens, taken = recorder.looked_up, loading.taken
-    in_full = not torch.is_autocast_enabled("cuda")  # else the script's own would end in the middle of ours
-    graphs, notes = Graphs(recorder.loop), ()
-    with graphs.looking():
+    within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
+    in_full = not within and not torch.is_autocast_enabled("cuda")  # else its own would end in the middle of ours
+    graphs, notes = Graphs(recorder.loop), (_WITHIN,) * within
+    with contextlib.nullcontext() if within else graphs.looking():
         yield 1
     with in_16_bits(gpu) if in_full else contextlib.nullcontext():
         yield 1  # it ends what the one before began: a GAN's forward pass of the other network
@@ -205,12 +208,15 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             if _count_products(halved) == _count_products(predicted.events):
                 break
         else:  # such as where every tenth step alone updates a second network
-            halved, notes = (
-                (),
-                ("the steps in 16 bits did other work than the one before: what precision saves is not known",),
-            )
+            halved, notes = (), (*notes, _OTHER_WORK)
+    marks.doing = "now its loader is measured"
     with on_real_tensors(), as_it_is():
-        took, loader = loading.time(taken)
+        try:
+            took, loader = loading.time(taken)
+        except Exception as error:  # such as of a data set that holds a module, whose weights are fake
+            took, loader = (0.0, 0.0, 0.0), None
+            why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
+            notes += (f"what loading takes is not known, as it failed outside of the script: {why}",)
         padding = padding_share(tokens)
     assumed = tuple(what for what in predicted.assumptions if what != WORKERS_IDLE)  # they did run, for the loader
     return replace(predicted, assumptions=assumed), Observed(
@@ -230,8 +236,9 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
 
 
 def _count_products(events: Iterable[Event]) -> int:
-    """By which to tell whether two steps do the same."""
-    return sum(kernel.product is not None for event in events for kernel in event.kernels)
+    """By which to tell whether two steps do the same, whether attention runs in one kernel in both or not."""
+    products = (kernel.name for event in events for kernel in event.kernels if kernel.product is not None)
+    return sum(name not in BATCHED for name in products)
 
 
 # --- both ---

@@ -229,15 +229,19 @@ def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextli
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """nn.Module._apply, by which a module changes its device or dtype: the parameters stay, their data change."""
+    """nn.Module._apply, by which a module changes its device or dtype: parameters stay if they can."""
     if recurse:
         for child in module.children():
             child._apply(function)
     with torch.no_grad():
-        for parameter in module._parameters.values():
+        for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if (applied := function(parameter)) is not parameter:
+            applied = function(parameter)
+            if isinstance(applied, FakeTensor) and not isinstance(parameter, FakeTensor):  # which was on "meta"
+                module._parameters[key] = torch.nn.Parameter(applied.detach(), parameter.requires_grad)
+                continue
+            if applied is not parameter:
                 parameter.data = applied.detach()
             if parameter.grad is not None:
                 parameter.grad = function(parameter.grad)

@@ -67,7 +67,16 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
     if given.get("dim") is not None:
         return None
     recorder.wait()
-    tensor, count = given["self"], recorder.choose_from(given["self"].numel())
+    tensor, known = given["self"], recorder.values.of(given["self"])
+    if known is not None and recorder.taken is None:
+        with _disable_current_modes():
+            found = func(*(known if value is tensor else value for value in given.values()))
+        made = [_empty(recorder, tuple(each.shape), each.dtype) for each in found]
+        for fake, each in zip(made, found):
+            recorder.values.keep(fake, lambda each=each: each)
+        return tuple(made)
+    most = 2 if tensor.dtype is torch.bool else recorder.ranges.get(tensor, math.inf)
+    count = recorder.choose_from(min(tensor.numel(), most))
     made = [_empty(recorder, (count,), tensor.dtype)]
     for name, shape in {"return_inverse": tensor.shape, "return_counts": (count,)}.items():
         made.append(_empty(recorder, shape if given.get(name) else (0,), torch.int64))

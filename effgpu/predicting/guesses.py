@@ -164,6 +164,19 @@ def _fails(last: ast.stmt) -> bool:
     return isinstance(last, ast.Raise) or name in ("_assert", "fail", "exit") or isinstance(last, ast.Assert)
 
 
+def is_compared(frame: FrameType) -> bool:
+    """Whether a frame is at a test by `==` alone, such as `if token.item() == end:`."""
+    return frame.f_lineno in _equalities(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=64)
+def _equalities(file: str) -> frozenset[int]:
+    """The lines of such tests."""
+    tests = [node.test for node in ast.walk(_parse(file)) if isinstance(node, (ast.If, ast.While))]
+    equal = [test for test in tests if isinstance(test, ast.Compare) and [*map(type, test.ops)] == [ast.Eq]]
+    return frozenset(line for test in equal for line in range(test.lineno, test.end_lineno + 1))
+
+
 def _asked(test: ast.expr, wanted: bool) -> bool | None:
     """What each part of a test has to be; None where parts differ, or numbers are compared."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

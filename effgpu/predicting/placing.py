@@ -63,6 +63,7 @@ class ScriptRecorder(Recorder):
         self.passes_before = self.passes_within = 0  # products of such passes before that step, and in it
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
+        self._placing_at = 0  # how deep in what says where new fake tensors are
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
 
     def translator(self) -> "_Placer":
@@ -91,10 +92,12 @@ class ScriptRecorder(Recorder):
     def placed(self, on_host: bool) -> Iterator[None]:
         """Inside, new fake tensors are in the host's memory, or on the GPU."""
         before, self.on_host = self.on_host, on_host
+        self._placing_at += 1
         try:
             yield
         finally:
             self.on_host = before
+            self._placing_at -= 1
 
     def placing_on_gpu(self) -> contextlib.AbstractContextManager:
         """Inside, new tensors lie on the GPU."""
@@ -105,7 +108,8 @@ class ScriptRecorder(Recorder):
         return real
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
-        if not _has_fake((*args, *kwargs.values())) and _has_tensor((*args, *kwargs.values())):
+        given = (*args, *kwargs.values())
+        if not _has_fake(given) and (_has_tensor(given) or self._is_made_by_hand()):
             with on_real_tensors():
                 return func(*args, **kwargs)
         if func.overloadpacket in _FORWARD and self._lacks_gradients():
@@ -122,6 +126,12 @@ class ScriptRecorder(Recorder):
             self.trouble = error
             raise
 
+    def _is_made_by_hand(self) -> bool:
+        """Whether it is `torch.LongTensor(20)` or its like, which no function mode sees, on the CPU."""
+        if self._depth > 1 or self._placing_at or _current_graph_task_id() != -1:
+            return False
+        return name_device(default_device()) != FIRST_GPU and not _builds_module()
+
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
         return not self.segments and self._lacks_gradients()
@@ -132,8 +142,6 @@ class ScriptRecorder(Recorder):
         return _current_graph_task_id() == -1 and not _in_autograd_function()
 
     def _read(self, func, args, kwargs):
-        if args[0].constant is not None and not self.optimizing and not self.is_on_host(args[0]):
-            self.wait()  # its value is known here, and a script has to wait for it all the same
         before = dict(self.assumptions), dict(self.unknown)
         try:
             return super()._read(func, args, kwargs)
@@ -237,8 +245,12 @@ class _Placer(Translator):
                 made = super().__torch_function__(func, types, args, kwargs)
             if made.numel() > LARGE:
                 return made
+        pinned = kwargs.get("pin_memory")
         with on_real_tensors():
-            return func(*args, **kwargs)
+            made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        if pinned:
+            self._recorder.pinned[made] = True
+        return made
 
     def _move(self, result: object, where: torch.device, non_blocking: bool) -> object:
         """The tensor on this device, copied if it is elsewhere."""
@@ -349,4 +361,3 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
     yield torch.nn.Module, "eval", note_evaluation
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
     yield torch.Tensor, "_make_subclass", staticmethod(make_fake)
-    yield fake_tensor, "CONSTANT_NUMEL_LIMIT", _KEPT

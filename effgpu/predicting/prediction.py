@@ -96,7 +96,7 @@ class Prediction:
     paged: int = 0
     events: tuple[Event, ...] = ()
     peak: tuple[tuple[Site | None, str, int], ...] = ()
-    kept: tuple[tuple[Site | None, str, int], ...] = ()
+    kept: tuple[tuple[Site | None, int], ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -220,9 +220,10 @@ class Prediction:
         growth, room = sum(size for *_, size in one.kept), gpu.memory - one.total(gpu).high
         if not growth or room > _LONG_RUN * growth:
             return ""
-        full = f", and the {gpu.name} is full after {room // growth:,} steps" if room > 0 else ""
+        after = f"; unless that ends, as a buffer is full, the {gpu.name} is after {room // growth:,} steps"
         lines = [f": {site}" for site, *_ in one.kept if site][:1]
-        return "".join([f"memory grows by {format_bytes(growth)} in each step (predicted){full}", *lines])
+        text = f"memory grows by {format_bytes(growth)} in the step that was counted (predicted)"
+        return "".join([text, after * (room > 0), *lines])
 
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
@@ -427,6 +428,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
         recorder.assumptions[f"{differ}: the time is the last one's, and the peak that of the larger"] = None
+    recorder.fill_histories()
     peak, owners, resting = _divide(recorder)
     return Prediction(
         peak,

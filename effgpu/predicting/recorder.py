@@ -6,9 +6,11 @@ import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from time import monotonic
 
 import torch
+from torch.optim import LBFGS
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
@@ -28,7 +30,7 @@ from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, makes_a_statistic, passing
+from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, is_compared, makes_a_statistic, passing
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import (
     CONVOLUTION,
@@ -57,6 +59,8 @@ from effgpu.units import MiB
 
 aten = torch.ops.aten
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
+_KEEPS_RANGE = ("view", "_unsafe_view", "clone", "_to_copy", "detach", "alias", "squeeze", "unsqueeze", "slice")
+_KEEPS_RANGE += ("select", "permute", "t", "transpose", "expand", "index", "masked_select")
 _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
@@ -66,6 +70,7 @@ _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy} 
 
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
 CHOSEN = "of what it chooses from by value"
+ZEROS = "an array, taken as zeros"
 UNTIMED = "how long"  # begins what is not known of the time alone
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 WORKERS_IDLE = "a DataLoader's workers do not run: batches are loaded by the step itself"
@@ -73,6 +78,8 @@ OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader ca
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 _TOLERANCES = ("tolerance_grad", "tolerance_change")
+_MOST_GUESSES, _LONGEST = 200, 20.0  # at one place in a step, after so many seconds of it
+_CURVED = 1e-10  # above it, LBFGS keeps a direction
 _MADE_ONCE = ("gradients", "optimizer state")  # for each weight, if not in the first step: no leak
 
 device_while_looked_up = FakeTensor.device.fget
@@ -99,8 +106,11 @@ class Recorder(TorchDispatchMode):
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
+        self.ranges = WeakTensorKeyDictionary()  # how many whole numbers there can be in what argmax and its like gave
         self.values = Values()
         self.guesses: list[Guess] = []
+        self._asked: Counter[Hashable] = Counter()  # how often a place in the code has decided by a guess in this step
+        self._began = monotonic()  # this step
         self.statistics = False  # whether a guess is one, such as that of right answers
         self._counting: str | None = None  # inside of `tensor.item()`: why what is read is not known, if it is one
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
@@ -133,7 +143,8 @@ class Recorder(TorchDispatchMode):
         self.compiled = 0  # how deep in code that would be compiled
         self._ends: list[int] = []  # of steps
         self._made: list[list[Block]] = [[]]  # by the forward pass of each step, and of the one that has begun
-        self.kept: tuple[tuple[Site | None, str, int], ...] = ()  # by the last step more than by the one before
+        self.kept: tuple[tuple[Site | None, int], ...] = ()  # bytes by the last step more than by the one before
+        self._alive: dict[Site | None, list[int]] | None = None  # sizes of what was there at the end of the last step
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -171,14 +182,22 @@ class Recorder(TorchDispatchMode):
     def end_step(self) -> None:
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
         self.name_owners()
-        idle = self.built - self.optimizers if self.optimizers else ()
-        self.idle = [f"the {type(one).__name__} of {self.built_at.get(one, 'the step')}" for one in idle]
+        self.idle = [f"the {type(one).__name__} of {self.built_at.get(one, 'the step')}" for one in self._find_idle()]
         self._ends.append(self._events)
+        self._asked.clear()
+        self._began = monotonic()
         self._name_what_stays()
-        self.kept = self._find_kept()
+        self.kept, alive = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it
-            self.kept = self._find_kept()
+            self.kept, alive = self._find_kept()
+        self._alive = alive
         self._made.append([])
+
+    def _find_idle(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that have made no step, where others have. One that shares its groups, as SAM's, is none."""
+        stepped = {id(group) for one in self.optimizers for group in one.param_groups}
+        idle = self.built - self.optimizers if self.optimizers else ()
+        return [one for one in idle if not stepped.issuperset(map(id, one.param_groups))]
 
     @property
     def made(self) -> list[int]:
@@ -191,17 +210,20 @@ class Recorder(TorchDispatchMode):
             if block.owner == "activations" and block.died == math.inf and block.born <= self._ends[-2]:
                 block.owner = "other"
 
-    def _find_kept(self) -> tuple[tuple[Site | None, str, int], ...]:
-        if len(self._ends) < 2:
-            return ()
-        kept, blocks = Counter(), Counter()
+    def _find_kept(self) -> tuple[tuple[tuple[Site | None, int], ...], dict[Site | None, list[int]]]:
+        """What is alive at the end of this step more than at the end of the one before, and the sizes of what is."""
+        alive: dict[Site | None, list[int]] = {}
         for place, block in enumerate(self.blocks):
-            if self.is_on_gpu(block) and block.owner not in _MADE_ONCE:
-                more = (block.died == math.inf) - (block.born <= self._ends[-2] < block.died)
-                kept[key := (self._sites.get(place), block.owner)] += more * block.size
-                blocks[key] += more  # none, where a batch that is held makes room for a larger one
-        grown = tuple((*key, size) for key, size in kept.most_common() if size > 0 and blocks[key] > 0)
-        return grown if kept.total() > 0 else ()
+            if block.died == math.inf and self.is_on_gpu(block) and block.owner not in _MADE_ONCE:
+                alive.setdefault(self._sites.get(place), []).append(block.size)
+        if self._alive is None:
+            return (), alive
+        sites = dict.fromkeys([*alive, *self._alive])
+        now, before = ({site: sizes.get(site, []) for site in sites} for sizes in (alive, self._alive))
+        more = Counter({site: sum(now[site]) - sum(before[site]) for site in sites})
+        added = (site for site in more if len(now[site]) > len(before[site]))  # not: a larger batch in place of one
+        grown = tuple((site, more[site]) for site in sorted(added, key=more.get, reverse=True) if more[site] > 0)
+        return grown if more.total() > 0 else (), alive
 
     def owners_at_peak(self) -> tuple[tuple[Site | None, str, int], ...]:
         """The bytes at the peak by line and owner, the most first."""
@@ -277,7 +299,10 @@ class Recorder(TorchDispatchMode):
             elsewhere = self.names_gpu and self._is_not_the_gpus(func, args, kwargs)
             if not elsewhere:
                 self.note_operation(func, args, kwargs, result)
-        if (name := name.removeprefix("aten::")) in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
+        self._note_range(name := name.removeprefix("aten::"), args, result)
+        if name == "gt" and self._tolerances and args[1] == _CURVED:
+            self.truths[result] = True
+        elif name in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
             if truths:
                 self.truths[result] = truths[0]
@@ -292,6 +317,16 @@ class Recorder(TorchDispatchMode):
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
+
+    def _note_range(self, name: str, args: tuple, result: object) -> None:
+        """Note how many whole numbers the results can be: those of argmax are as many as what it chooses from."""
+        if name in ("argmax", "argmin", "max", "min"):
+            dim = args[1] if len(args) > 1 else None
+            for made in tensors_of(result):
+                if made.dtype is torch.int64 and (dim is None or isinstance(dim, int)):
+                    self.ranges[made] = args[0].numel() if dim is None else args[0].shape[dim]
+        elif name in _KEEPS_RANGE and isinstance(args[0], torch.Tensor) and args[0] in self.ranges:
+            self.ranges.update((made, self.ranges[args[0]]) for made in tensors_of(result))
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the kernels of an operation, if it is in the step that counts, on a GPU."""
@@ -446,6 +481,10 @@ class Recorder(TorchDispatchMode):
         """Whether a block takes memory of the GPU."""
         return block.place == "gpu" or (not block.place and not self.names_gpu)
 
+    def is_on_host(self, fake: FakeTensor) -> bool:
+        """Whether a script has made a fake tensor in the host's memory, or moved it there."""
+        return False
+
     @property
     def paged(self) -> int:
         """The most bytes of what lies on the GPU only as far as there is room."""
@@ -541,7 +580,7 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
-        if not self.optimizing:  # an optimizer reads its count of steps, which is on the CPU
+        if not self.optimizing and not self.is_on_host(tensor):  # an optimizer's count of steps is on the CPU
             self.wait()
         if (known := self.values.of(tensor)) is not None:
             with _disable_current_modes():
@@ -577,8 +616,13 @@ class Recorder(TorchDispatchMode):
             self.assumptions[f"{where} {text}"] = None
             self.guesses.append(Guess(site, where, value))
             return value
+        decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame))
+        if decides and type(value) is int:
+            value = -1  # which equals nothing that is counted
         self.guesses.append(Guess(site, where, value))
-        if isinstance(value, bool):
+        if decides:
+            self._asked[site] += 1
+            self._check_ends(site, where)
             self.unknown[f"{where} decides by a value, taken as False"] = None
         elif isinstance(value, float):
             self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
@@ -590,6 +634,12 @@ class Recorder(TorchDispatchMode):
             else:
                 self.unknown[why] = None
         return value
+
+    def _check_ends(self, site: Hashable, where: str) -> None:
+        """Raise RuntimeError where a guess that is always the same does not let a loop end."""
+        if (times := self._asked[site]) > _MOST_GUESSES and monotonic() - self._began > _LONGEST:
+            text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
+            raise RuntimeError(f"predict: {text}: no loop ends by it, so give that one a number of rounds")
 
     def read_item(self, read: Callable[[], object]) -> object:
         """What `tensor.item()` gives: a guess that is a statistic says itself who depends on it."""
@@ -613,7 +663,7 @@ class Recorder(TorchDispatchMode):
 
     def tell_guesses(self) -> str:
         """The last things that were guessed, or are not known, for an error that may come of them; empty if none is."""
-        chosen = [line for line in self.assumptions if CHOSEN in line]
+        chosen = [line for line in self.assumptions if CHOSEN in line or ZEROS in line]
         read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.guesses[-2:]]
         return ", ".join(dict.fromkeys([*chosen[-2:], *read, *list(self.unknown)[-1:]]))
 
@@ -639,8 +689,7 @@ class Recorder(TorchDispatchMode):
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CPU)
         if real.numel() <= kept and not real.requires_grad:
             with on_real_tensors():
-                fake.constant = real.detach().clone()
-            self.fakes.fake_tensor_converter.add_constant_storage_mapping(fake)
+                self.values.keep(fake, real.detach)
         return fake.requires_grad_(real.requires_grad)
 
     def take_in(self, real: torch.Tensor) -> torch.Tensor:
@@ -662,11 +711,14 @@ class Recorder(TorchDispatchMode):
         return self.choose_from(self._chosen_from)
 
     def read_array(self, tensor: torch.Tensor):
-        """The NumPy array that a tensor is read as: zeros."""
+        """The NumPy array that a tensor is read as: its numbers where they are known, else zeros."""
         import numpy
 
+        if (known := self.values.of(tensor)) is not None:
+            with on_real_tensors():
+                return known.numpy(force=True).copy()
         if where := _reader():
-            self.assumptions[f"{where} reads an array, taken as zeros"] = None
+            self.assumptions[f"{where} reads {ZEROS}"] = None
         return numpy.zeros(tuple(tensor.shape), numpy.dtype(str(tensor.dtype).removeprefix("torch.")))
 
     def note_module(self, module: torch.nn.Module, *_: object) -> None:
@@ -677,16 +729,20 @@ class Recorder(TorchDispatchMode):
         """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
         self.optimizing += 1
         self.optimizers.add(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS):  # whose losses would be equal, so that it stopped at the second
+        if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
             (group,) = optimizer.param_groups
             self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
             group.update(dict.fromkeys(_TOLERANCES, -1.0))
             self.assumptions[f"LBFGS calls its closure as often as it may, {group['max_iter']} times"] = None
+            self.assumptions[f"LBFGS keeps as many of its directions as it may, {group['history_size']}"] = None
         by_default = self.capability and defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
-            self._name((parameter.grad for parameter in group["params"]), "gradients")
+            gradients = [parameter.grad for parameter in group["params"]]
+            if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+                self.unknown[f"{UNTIMED} the {type(optimizer).__name__} takes for sparse gradients"] = None
+            self._name(gradients, "gradients")
             self._name(group["params"], "weights")
         wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
         return tuple(map(wrap, args)), {name: wrap(value) for name, value in kwargs.items()}
@@ -708,6 +764,15 @@ class Recorder(TorchDispatchMode):
         for group in optimizer.param_groups:
             group.update(self._tolerances.pop(optimizer, {}))
         self._name_state(optimizer)
+
+    def fill_histories(self) -> None:
+        """Count what LBFGS has yet to keep: two vectors for each direction, as large as its weights."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS):
+                (group,) = optimizer.param_groups
+                size = round_size(sum(each.numel() * each.element_size() for each in group["params"]))
+                left = group["history_size"] - len(optimizer.state[group["params"][0]].get("old_dirs", ()))
+                self.blocks += [Block(size, 0, "optimizer state", place="gpu") for _ in range(2 * left)]
 
     def name_owners(self) -> None:
         """Say of all storages alive whose they are."""
