@@ -361,7 +361,15 @@ def test_views_of_a_batch_take_no_memory_of_their_own(run):
 def test_what_is_made_by_its_size_on_the_cpu_is_real(run):
     numbers = "ids = torch.LongTensor(5)\nfor place in range(5): ids[place] = place\nassert ids.sum().item() == 10\n"
     pinned = 'assert torch.empty(3, pin_memory=True).is_pinned() and torch.ByteTensor(2).device.type == "cpu"\n'
-    code, told, errors = run(loop(BUILD + numbers + pinned))
+    layer = """
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.Tensor(1024, 1024).uniform_())
+            assert self.weight.device.type == torch.FloatTensor(2).device.type == "cpu"
+    assert Layer().cuda().weight.is_cuda
+    """
+    code, told, errors = run(loop(BUILD + numbers + pinned + textwrap.dedent(layer)))
     assert code == 0 and not told["unknown"], errors
 
 
@@ -552,6 +560,13 @@ def test_lbfgs_calls_its_closure_within_a_step(run):
     ]
     most = 2 * 100 * 8 * 4 * 1024 * 1025  # two vectors for each direction, and some for the step itself
     assert most < told["owners"]["optimizer state"] < 1.05 * most and "grows" not in errors + str(told)
+
+
+def test_a_whole_training_in_one_step_of_lbfgs_is_refused(run):
+    code, _, errors = run(
+        KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=5000)")
+    )
+    assert code == 2 and "LBFGS calls its closure up to 5,000 times in a step: give it a smaller max_iter" in errors
 
 
 BUILT_ON_THE_CPU = """

@@ -186,7 +186,7 @@ def test_memory_that_grows_is_told_above_all():
 
     found = effgpu.doctor(partial(training, []), gpu="T4")
     (told,) = found.warnings
-    assert re.fullmatch(r"memory grows by 1.00 MiB in the step .*, the T4 is after 14,\d\d\d steps: .*", told)
+    assert re.fullmatch(r"memory grows by 1.00 MiB in the step .*, the T4 is full after 14,\d\d\d steps: .*", told)
     assert told.endswith("kept.append(model(torch.ones(1024, 256)))") and found.to_dict()["warnings"] == [told]
     assert str(found).splitlines()[1] == told and told[:40] in found._repr_html_()
 

@@ -108,8 +108,12 @@ class ScriptRecorder(Recorder):
         return real
 
     def _dispatch(self, func, args: tuple, kwargs: dict):
-        given = (*args, *kwargs.values())
-        if not _has_fake(given) and (_has_tensor(given) or self._is_made_by_hand()):
+        given = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
+        by_hand = not given and self._is_made_by_hand()
+        if by_hand and _is_large(args) and _builds_module():
+            with self.placed(True):
+                return super()._dispatch(func, args, kwargs)
+        if by_hand or (given and not any(isinstance(each, FakeTensor) for each in given)):
             with on_real_tensors():
                 return func(*args, **kwargs)
         if func.overloadpacket in _FORWARD and self._lacks_gradients():
@@ -130,7 +134,7 @@ class ScriptRecorder(Recorder):
         """Whether it is `torch.LongTensor(20)` or its like, which no function mode sees, on the CPU."""
         if self._depth > 1 or self._placing_at or _current_graph_task_id() != -1:
             return False
-        return name_device(default_device()) != FIRST_GPU and not _builds_module()
+        return name_device(default_device()) != FIRST_GPU
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
@@ -299,12 +303,13 @@ def _flat(values: tuple) -> Iterator[object]:
             yield value
 
 
+def _is_large(args: tuple) -> bool:
+    """Whether the first argument is the shape of a large tensor."""
+    return bool(args) and isinstance(args[0], (list, tuple)) and math.prod(args[0]) > LARGE
+
+
 def _has_fake(values: tuple) -> bool:
     return any(isinstance(value, FakeTensor) for value in _flat(values))
-
-
-def _has_tensor(values: tuple) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in _flat(values))
 
 
 def _builds_module() -> bool:

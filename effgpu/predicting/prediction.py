@@ -220,7 +220,7 @@ class Prediction:
         growth, room = sum(size for *_, size in one.kept), gpu.memory - one.total(gpu).high
         if not growth or room > _LONG_RUN * growth:
             return ""
-        after = f"; unless that ends, as a buffer is full, the {gpu.name} is after {room // growth:,} steps"
+        after = f"; if it is no buffer that fills up, the {gpu.name} is full after {room // growth:,} steps"
         lines = [f": {site}" for site, *_ in one.kept if site][:1]
         text = f"memory grows by {format_bytes(growth)} in the step that was counted (predicted)"
         return "".join([text, after * (room > 0), *lines])

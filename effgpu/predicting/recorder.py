@@ -79,6 +79,7 @@ _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/
 
 _TOLERANCES = ("tolerance_grad", "tolerance_change")
 _MOST_GUESSES, _LONGEST = 200, 20.0  # at one place in a step, after so many seconds of it
+_MOST_CLOSURES = 1000
 _CURVED = 1e-10  # above it, LBFGS keeps a direction
 _MADE_ONCE = ("gradients", "optimizer state")  # for each weight, if not in the first step: no leak
 
@@ -731,6 +732,9 @@ class Recorder(TorchDispatchMode):
         self.optimizers.add(optimizer)
         if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
             (group,) = optimizer.param_groups
+            if group["max_iter"] > _MOST_CLOSURES:
+                text = f"LBFGS calls its closure up to {group['max_iter']:,} times in a step"
+                raise RuntimeError(f"predict: {text}: give it a smaller max_iter, such as 20, and three steps")
             self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
             group.update(dict.fromkeys(_TOLERANCES, -1.0))
             self.assumptions[f"LBFGS calls its closure as often as it may, {group['max_iter']} times"] = None
