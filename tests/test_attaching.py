@@ -421,6 +421,25 @@ def test_how_long_sparse_gradients_take_is_not_known(run):
     assert run(loop(build, step))[1]["unknown"] == ["how long the SparseAdam takes for sparse gradients"]
 
 
+MAKES_ITS_STEP = """
+class Learner(torch.nn.Module):
+    def forward(self, x):
+        made = x * 2
+        with torch.no_grad(): model(x)
+        made = None
+        with torch.no_grad(): print(model[0].weight.sum().item())
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+learner = Learner()
+"""
+
+
+def test_what_a_method_lets_go_is_not_kept_by_looking_at_it(run):
+    code, told, errors = run(loop(BUILD + MAKES_ITS_STEP, "learner(torch.randn(4096, 1024).cuda())"))
+    assert code == 0 and not told["warnings"], errors
+
+
 def test_an_optimizer_that_steps_in_the_backward_pass_leaves_nothing(run):
     build = """
     import torch
@@ -432,7 +451,7 @@ def test_an_optimizer_that_steps_in_the_backward_pass_leaves_nothing(run):
     for weight in model.parameters(): weight.register_post_accumulate_grad_hook(hook)
     """
     code, told, errors = run(loop(textwrap.dedent(build), STEP.split("optimizer")[0]))
-    assert code == 0 and not told["unknown"] and "grows" not in str(told), errors
+    assert code == 0 and not told["unknown"] and not told["warnings"], errors
 
 
 NAMED = """
@@ -559,7 +578,7 @@ def test_lbfgs_calls_its_closure_within_a_step(run):
         "LBFGS keeps as many of its directions as it may, 100",
     ]
     most = 2 * 100 * 8 * 4 * 1024 * 1025  # two vectors for each direction, and some for the step itself
-    assert most < told["owners"]["optimizer state"] < 1.05 * most and "grows" not in errors + str(told)
+    assert most < told["owners"]["optimizer state"] < 1.05 * most and not told["warnings"]
 
 
 def test_a_whole_training_in_one_step_of_lbfgs_is_refused(run):

@@ -323,12 +323,14 @@ def _builds_module() -> bool:
 
 
 def _in_autograd_function() -> bool:
-    """Whether an autograd.Function's forward pass is running, such as that of a checkpoint: it has no gradients."""
+    """Whether an autograd.Function's forward pass is running, such as that of a checkpoint: it has no gradients.
+
+    It is known by its first argument's name. A frame that is asked for its variables would keep those that it drops.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
-        if isinstance(first, torch.autograd.function.FunctionCtx):
+        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] == "ctx":
             return True
         frame = frame.f_back
     return False

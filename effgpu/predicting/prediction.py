@@ -184,6 +184,7 @@ class Prediction:
         ]
         fields = {"allocated": self.allocated, "owners": dict(self.owners), "reserved": vars(self.reserved_range)}
         fields |= {"workspaces": vars(self.workspaces), "paged": self.paged, "gpus": gpus}
+        fields["warnings"] = self._warnings()
         return fields | {name: list(getattr(self, name)) for name in ("unknown", "assumptions", "notes")}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -225,6 +226,10 @@ class Prediction:
         text = f"memory grows by {format_bytes(growth)} in the step that was counted (predicted)"
         return "".join([text, after * (room > 0), *lines])
 
+    def _warnings(self) -> list[str]:
+        """What no change of the GPU mends: memory that grows, as the first GPU sees it."""
+        return [*filter(None, map(self.grows, self.gpus[:1]))]
+
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
         notes = join_places(notes)
@@ -233,8 +238,7 @@ class Prediction:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
-        growing = dict.fromkeys(filter(None, map(self.grows, self.gpus[:1])))
-        return [*growing, *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
+        return [*self._warnings(), *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
 
     def _unchecked(self) -> list[str]:
         """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
