@@ -440,6 +440,18 @@ def test_what_a_method_lets_go_is_not_kept_by_looking_at_it(run):
     assert code == 0 and not told["warnings"], errors
 
 
+def test_memory_that_grows_is_a_warning_for_programs_too(run):
+    code, told, _ = run(loop(BUILD + "kept = []\n", STEP + "kept.append(model(torch.randn(64, 1024).cuda()))\n"))
+    (warning,) = told["warnings"]
+    assert code == 0 and re.search(r"^memory grows by .*; if it is no buffer that fills up, the T4 is full", warning)
+
+
+def test_two_numbers_that_nobody_knows_are_not_equal(run):
+    first, second = (f"model[{place}].weight.argmax().item()" for place in (0, 1))
+    told = run(loop(BUILD, f"if {first} == {second}: model(torch.randn(9, 1024).cuda())\n" + STEP))[1]
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 3 * 8 - 1
+
+
 def test_an_optimizer_that_steps_in_the_backward_pass_leaves_nothing(run):
     build = """
     import torch

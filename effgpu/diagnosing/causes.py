@@ -11,7 +11,17 @@ from math import prod
 from effgpu.attaching.sites import Site
 from effgpu.predicting import kernels
 from effgpu.predicting.kernels import PRODUCT, Kernel
-from effgpu.predicting.timeline import BACKWARD, COPY, KERNEL, READ, Event, Range, Timeline
+from effgpu.predicting.timeline import (
+    BACKWARD,
+    BATCHED,
+    COPY,
+    KERNEL,
+    OUTSIDE_ATTENTION,
+    READ,
+    Event,
+    Range,
+    Timeline,
+)
 from effgpu.units import format_bytes, format_seconds
 
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
@@ -152,8 +162,8 @@ def _as_tf32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
-_SOFTMAX, BATCHED = ("_softmax", "_softmax_backward_data"), ("bmm", "baddbmm")
-_OTHER_PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")
+_SOFTMAX = ("_softmax", "_softmax_backward_data")
+_OTHER_PRODUCTS = (*OUTSIDE_ATTENTION, "convolution_backward")
 _BYTES = {"_softmax": (4, 16), "_softmax_backward_data": (6, 20)}  # for each score: 16 bits, and 32 in long rows
 
 

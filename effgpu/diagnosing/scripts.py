@@ -16,7 +16,7 @@ from effgpu.attaching.commands import Program
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
 from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_loading
-from effgpu.diagnosing.causes import BATCHED, PRECISION, TF32, Observed
+from effgpu.diagnosing.causes import PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
@@ -28,7 +28,7 @@ from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import STEPS, Prediction
 from effgpu.predicting.recorder import WORKERS_IDLE
 from effgpu.predicting.scripts import recording, walk
-from effgpu.predicting.timeline import Event
+from effgpu.predicting.timeline import OUTSIDE_ATTENTION, Event
 from effgpu.predicting.translator import on_real_tensors
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
@@ -237,8 +237,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
 
 def _count_products(events: Iterable[Event]) -> int:
     """By which to tell whether two steps do the same, whether attention runs in one kernel in both or not."""
-    products = (kernel.name for event in events for kernel in event.kernels if kernel.product is not None)
-    return sum(name not in BATCHED for name in products)
+    return sum(kernel.name in OUTSIDE_ATTENTION for event in events for kernel in event.kernels)
 
 
 # --- both ---

@@ -39,9 +39,9 @@ from effgpu.predicting.translator import (
     name_device,
     on_real_tensors,
 )
+from effgpu.predicting.values import MOST
 
 HOST = "host"
-_KEPT = 4_000_000  # elements of a batch whose values are kept when it moves to the GPU: a script may check them
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
 _UNDONE = (
@@ -264,7 +264,7 @@ class _Placer(Translator):
         if not isinstance(fake, FakeTensor):
             if where != CPU:
                 self._recorder.note_copy(result, non_blocking)
-            return self._of_its_class(self._recorder.imitate(result, where == CPU, _KEPT), result)
+            return self._of_its_class(self._recorder.imitate(result, where == CPU, MOST), result)
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
         if where == CPU and not non_blocking:

@@ -78,7 +78,7 @@ OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader ca
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
 _TOLERANCES = ("tolerance_grad", "tolerance_change")
-_MOST_GUESSES, _LONGEST = 200, 20.0  # at one place in a step, after so many seconds of it
+_MOST_GUESSES, _LONGEST = 200, 60.0  # at one place in a step, in so many seconds
 _MOST_CLOSURES = 1000
 _CURVED = 1e-10  # above it, LBFGS keeps a direction
 _MADE_ONCE = ("gradients", "optimizer state")  # for each weight, if not in the first step: no leak
@@ -110,8 +110,7 @@ class Recorder(TorchDispatchMode):
         self.ranges = WeakTensorKeyDictionary()  # how many whole numbers there can be in what argmax and its like gave
         self.values = Values()
         self.guesses: list[Guess] = []
-        self._asked: Counter[Hashable] = Counter()  # how often a place in the code has decided by a guess in this step
-        self._began = monotonic()  # this step
+        self._asked: dict[Hashable, tuple[int, float]] = {}  # how often a place has decided by a guess, and since when
         self.statistics = False  # whether a guess is one, such as that of right answers
         self._counting: str | None = None  # inside of `tensor.item()`: why what is read is not known, if it is one
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
@@ -186,7 +185,6 @@ class Recorder(TorchDispatchMode):
         self.idle = [f"the {type(one).__name__} of {self.built_at.get(one, 'the step')}" for one in self._find_idle()]
         self._ends.append(self._events)
         self._asked.clear()
-        self._began = monotonic()
         self._name_what_stays()
         self.kept, alive = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it
@@ -301,7 +299,7 @@ class Recorder(TorchDispatchMode):
             if not elsewhere:
                 self.note_operation(func, args, kwargs, result)
         self._note_range(name := name.removeprefix("aten::"), args, result)
-        if name == "gt" and self._tolerances and args[1] == _CURVED:
+        if func is aten.gt.Scalar and self._tolerances and args[1] == _CURVED:
             self.truths[result] = True
         elif name in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
@@ -326,8 +324,10 @@ class Recorder(TorchDispatchMode):
             for made in tensors_of(result):
                 if made.dtype is torch.int64 and (dim is None or isinstance(dim, int)):
                     self.ranges[made] = args[0].numel() if dim is None else args[0].shape[dim]
-        elif name in _KEEPS_RANGE and isinstance(args[0], torch.Tensor) and args[0] in self.ranges:
-            self.ranges.update((made, self.ranges[args[0]]) for made in tensors_of(result))
+        elif name in _KEEPS_RANGE:
+            for known in tensors_of(args[:1]):
+                if known in self.ranges:
+                    self.ranges.update((made, self.ranges[known]) for made in tensors_of(result))
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the kernels of an operation, if it is in the step that counts, on a GPU."""
@@ -619,10 +619,9 @@ class Recorder(TorchDispatchMode):
             return value
         decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame))
         if decides and type(value) is int:
-            value = -1  # which equals nothing that is counted
+            value = -1 - len(self.guesses)  # which equals nothing that is counted, nor another guess
         self.guesses.append(Guess(site, where, value))
         if decides:
-            self._asked[site] += 1
             self._check_ends(site, where)
             self.unknown[f"{where} decides by a value, taken as False"] = None
         elif isinstance(value, float):
@@ -638,7 +637,9 @@ class Recorder(TorchDispatchMode):
 
     def _check_ends(self, site: Hashable, where: str) -> None:
         """Raise RuntimeError where a guess that is always the same does not let a loop end."""
-        if (times := self._asked[site]) > _MOST_GUESSES and monotonic() - self._began > _LONGEST:
+        times, began = self._asked.get(site, (0, monotonic()))
+        self._asked[site] = times + 1, began
+        if times > _MOST_GUESSES and monotonic() - began > _LONGEST:
             text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
             raise RuntimeError(f"predict: {text}: no loop ends by it, so give that one a number of rounds")
 

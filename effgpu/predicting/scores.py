@@ -3,15 +3,12 @@
 Where scores go on to the next layer, as in RealFormer or PatchTST, or into a loss, a fused kernel cannot give them.
 """
 
-import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
 from effgpu.measuring.ops import tensors_of
+from effgpu.predicting.timeline import BATCHED, OUTSIDE_ATTENTION
 
-aten = torch.ops.aten
-_PRODUCTS = {aten.mm, aten.addmm, aten.convolution}
-_BATCHED = {aten.bmm, aten.baddbmm}
 _OWN_READS = ("/nn/functional.py",)  # where nn.MultiheadAttention averages its weights, which nobody may read
 
 
@@ -25,14 +22,14 @@ class Scores:
 
     def read_on(self, func, args: tuple, kwargs: dict, result: object) -> bool:
         """Follow an operation. Whether it reads scores of attention that is over."""
-        packet = func.overloadpacket
-        self._products += packet in _PRODUCTS
+        name = func.overloadpacket.__name__
+        self._products += name in OUTSIDE_ATTENTION
         made = {self._made_after[each] for each in tensors_of((args, kwargs)) if each in self._made_after}
-        if packet is aten._softmax:
+        if name == "_softmax":
             self._attended |= made
-        if not made and packet in _BATCHED:
+        if not made and name in BATCHED:
             self._made_after[result] = self._products
-        elif made and packet not in _BATCHED | _PRODUCTS:
+        elif made and name not in BATCHED + OUTSIDE_ATTENTION:
             for each in tensors_of(result):
                 self._made_after[each] = max(made)
         over = {after for after in made & self._attended if after < self._products}

@@ -54,12 +54,13 @@ class Event(NamedTuple):
         return self.phase == UPDATE
 
 
-_OUTSIDE_ATTENTION = ("mm", "addmm", "convolution")  # a fused kernel has products that other devices run one by one
+# A fused kernel of attention has batched products, which other devices run one by one.
+OUTSIDE_ATTENTION, BATCHED = ("mm", "addmm", "convolution"), ("bmm", "baddbmm")
 
 
 def count_products(kernels: Iterable[Kernel]) -> int:
     """FLOPs of matrix products and convolutions, but for batched ones, which attention may hold or not."""
-    return sum(kernel.flops for kernel in kernels if kernel.name in _OUTSIDE_ATTENTION)
+    return sum(kernel.flops for kernel in kernels if kernel.name in OUTSIDE_ATTENTION)
 
 
 def copy_waits(size: int, *, pinned: bool, non_blocking: bool) -> bool:
