@@ -3,6 +3,7 @@
 Most run in forks of a process that has PyTorch loaded; how a process of their own is started is tested with a few.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -936,7 +937,7 @@ def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch
         def count(self):
             self.asked += 1
             if self.asked > 4:
-                raise SystemExit  # which ends a thread
+                raise SystemExit
             return 2
 
     def hold():
@@ -945,8 +946,12 @@ def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch
             time.sleep(0.01)
         return weakref.ref(held)
 
+    def tell():
+        with contextlib.suppress(SystemExit):
+            child._tell_where(here / child.WHERE, Marks())
+
     monkeypatch.setattr(child, "TOLD_EVERY", 0.5)
-    threading.Thread(target=child._tell_where, args=(here / child.WHERE, Marks()), daemon=True).start()
+    threading.Thread(target=tell, daemon=True).start()
     assert hold()() is None
     assert re.fullmatch(r": 2 steps, now in test_attaching.py:\d+", (here / child.WHERE).read_text())
 
