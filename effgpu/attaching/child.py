@@ -39,6 +39,14 @@ class Refused(Exception):
     """Why a plan cannot go on, in one line, for whoever started it."""
 
 
+class Again(Exception):
+    """The script has to run again from its beginning, with these options of the plan."""
+
+    def __init__(self, options: dict[str, object]):
+        super().__init__()
+        self.options = options
+
+
 def main(path: str) -> NoReturn:
     """Run the script of an order, a file that `scripts.run` writes, and leave the answer in the file that it names."""
     order = pickle.loads(Path(path).read_bytes())
@@ -79,6 +87,8 @@ def main(path: str) -> NoReturn:
         code = end.code
         if isinstance(code, str):
             print(code, file=sys.stderr)
+    except Again as wish:
+        leave(again=wish.options)
     except Refused as why:
         leave(refused=str(why), line=find_line(why.__cause__ or why))
     except BaseException as error:

@@ -35,6 +35,13 @@ def run(program: Program, plan: str, *, needs: int | str = 3, **options: object)
     for an error of the script's, and RuntimeError where the plan cannot be followed: one line that says why, and what
     to do.
     """
+    while "again" in (found := _run(program, plan, needs, options)):
+        options |= found["again"]
+    return found["result"]
+
+
+def _run(program: Program, plan: str, needs: int | str, options: dict[str, object]) -> dict[str, object]:
+    """The answer of the script's process: {"result": ...}, or {"again": options}. Raises as `run`."""
     with tempfile.TemporaryDirectory(prefix="effgpu-", ignore_cleanup_errors=True) as folder:
         order, answer, log = (Path(folder) / name for name in ("order", "answer", "log"))
         asked = {name: getattr(program, name) for name in ("name", "is_module", "arguments")}
@@ -46,8 +53,8 @@ def run(program: Program, plan: str, *, needs: int | str = 3, **options: object)
         if not answer.exists():
             raise ScriptFailed(f"{program} {_tell_end(code, output)}", _shorten(output))
         found = pickle.loads(answer.read_bytes())
-    if "result" in found:
-        return found["result"]
+    if "result" in found or "again" in found:
+        return found
     if "failed" in found:
         at = f"after step {found['steps']}" if found["steps"] else "before its first step"
         raise ScriptFailed(f"{program} failed {at}: {found['failed']}", _shorten(output))

@@ -180,14 +180,14 @@ class Disturbances:
 
 
 @contextlib.contextmanager
-def predicting(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
+def predicting(marks: Marks, gpu: Gpu, runs_out: bool = True) -> Iterator[Plan]:
     """The plan whose result is the Prediction for this GPU, and what was seen of the step.
 
-    Nothing but the loader is measured. Raises Refused for what cannot be predicted.
+    Nothing but the loader is measured. `runs_out`, and what is raised, are as in `predicting.scripts.planned`.
     """
     loading = Loading()
     marks.listeners.append(loading.next_step)
-    with replaced(loading.replacing()), recording(marks, (gpu,), gpu.capability) as recorder:
+    with replaced(loading.replacing()), recording(marks, (gpu,), gpu.capability, runs_out=runs_out) as recorder:
         yield _predict(marks, gpu, recorder, loading)
 
 

@@ -13,7 +13,7 @@ from effgpu.attaching.sites import find_site
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
-from effgpu.predicting.hardware import answering_as, replaced
+from effgpu.predicting.hardware import InUse, answering_as, replaced
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
 from effgpu.predicting.rules import kernels
@@ -44,7 +44,11 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
         disguised(),
         _observed_by(recorder),
-        answering_as(recorder.gpu, recorder.note_capability),
+        answering_as(
+            recorder.gpu,
+            recorder.note_capability,
+            InUse(recorder.in_use, recorder.most_in_use, recorder.forget_most),
+        ),
         imports.changed(
             {
                 quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page),

@@ -8,6 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -17,15 +18,21 @@ from effgpu.predicting.gpus import Gpu
 FIRST_GPU = tensor_types.GPU
 _CUDA = "12.8"  # where PyTorch was built without
 _NOTHING = """init _lazy_init set_device synchronize empty_cache ipc_collect set_stream manual_seed manual_seed_all seed
-seed_all set_rng_state set_rng_state_all reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached
-reset_accumulated_memory_stats set_per_process_memory_fraction set_sync_debug_mode _sleep"""
-_ZERO = """current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved initial_seed
-get_sync_debug_mode utilization memory_usage temperature power_draw clock_rate device_memory_used _exchange_device
-_maybe_exchange_device"""
-_ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache reset_peak_memory_stats
+seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats set_per_process_memory_fraction
+set_sync_debug_mode _sleep"""
+_ZERO = """current_device initial_seed get_sync_debug_mode utilization memory_usage temperature power_draw clock_rate
+device_memory_used _exchange_device _maybe_exchange_device"""
+_ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache
 reset_accumulated_memory_stats"""
-_ACCELERATOR_ZERO = """current_device_index current_device_idx memory_allocated max_memory_allocated memory_reserved
-max_memory_reserved"""
+_ACCELERATOR_ZERO = "current_device_index current_device_idx"
+
+
+class InUse(NamedTuple):
+    """The bytes of tensors on the GPU: `now`, the `most` so far, and what `forget`s the most."""
+
+    now: Callable[[], int]
+    most: Callable[[], int]
+    forget: Callable[[], None]
 
 
 class Event:
@@ -80,7 +87,25 @@ def _gives(answer: object) -> Callable:
     return lambda *_, **__: answer
 
 
-def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, object]]:
+def _tell_memory(in_use: InUse) -> dict[str, Callable]:
+    """What torch.cuda and torch.accelerator say of memory. PyTorch reserves what it once had, and a little more."""
+    now, most, forget = (lambda *_, asked=asked, **__: asked() for asked in in_use)
+
+    def stats(*_: object, **__: object) -> Counter:
+        sizes = {"allocated_bytes.all.current": now(), "reserved_bytes.all.current": most()}
+        return Counter(sizes | {"allocated_bytes.all.peak": most(), "reserved_bytes.all.peak": most()})
+
+    return {
+        "memory_allocated": now,
+        "max_memory_allocated": most,
+        "memory_reserved": most,
+        "max_memory_reserved": most,
+        "memory_stats": stats,
+        "reset_peak_memory_stats": forget,
+    }
+
+
+def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tuple[object, str, object]]:
     """(module, name, what stands there inside). `note` is called where an answer is the named GPU's own."""
     major, minor = gpu.capability
     properties = SimpleNamespace(
@@ -100,7 +125,10 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
         gcnArchName="",
         uuid="00000000-0000-0000-0000-000000000000",
     )
-    memory = gpu.memory - gpu.context[1], gpu.memory
+    memory = _tell_memory(in_use)
+
+    def left(*_: object, **__: object) -> tuple[int, int]:
+        return max(0, gpu.memory - gpu.context[1] - in_use.most()), gpu.memory
 
     def capability(device=None):
         note()
@@ -118,8 +146,10 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
         "get_device_capability": capability,
         "get_device_properties": describe,
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "mem_get_info": _gives(memory),
-        "memory_stats": lambda *_, **__: Counter(),
+        "mem_get_info": left,
+        **memory,
+        "reset_max_memory_allocated": memory["reset_peak_memory_stats"],
+        "reset_max_memory_cached": memory["reset_peak_memory_stats"],
         "host_memory_stats": lambda *_, **__: Counter(),
         "memory_summary": _gives(""),
         "memory_snapshot": lambda *_, **__: [],
@@ -144,12 +174,13 @@ def _answers(gpu: Gpu, note: Callable[[], None]) -> Iterator[tuple[object, str, 
         "device_count": _gives(1),
         "current_accelerator": lambda *_, **__: FIRST_GPU,
         "current_stream": lambda *_, **__: Stream(),
-        "memory_stats": lambda *_, **__: Counter(),
-        "get_memory_info": _gives(memory),
+        "get_memory_info": left,
+        **memory,
         **{name: _gives(None) for name in _ACCELERATOR_NOTHING.split()},
         **{name: _gives(0) for name in _ACCELERATOR_ZERO.split()},
     }
     yield from ((torch.cuda, name, answer) for name, answer in cuda.items())
+    yield from ((torch.cuda.memory, name, answer) for name, answer in (memory | {"mem_get_info": left}).items())
     yield from ((torch.accelerator, name, answer) for name, answer in accelerator.items())
     yield from tensor_types.on_gpu()
     yield torch.version, "cuda", torch.version.cuda or _CUDA
@@ -183,9 +214,12 @@ _true: list[tuple[object, str, object]] = []  # what stands behind the answers t
 
 
 @contextlib.contextmanager
-def answering_as(gpu: Gpu | None, note: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, PyTorch says that this GPU is the only one here; with None, it says what is true."""
-    answers = [each for each in _answers(gpu, note) if hasattr(*each[:2])] if gpu else []
+def answering_as(gpu: Gpu | None, note: Callable[[], None], in_use: InUse) -> Iterator[None]:
+    """Inside, PyTorch says that this GPU is the only one here, so much of it `in_use`; with None, what is true.
+
+    `note` is called where it says what another GPU may have otherwise.
+    """
+    answers = [each for each in _answers(gpu, note, in_use) if hasattr(*each[:2])] if gpu else []
     behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name, _ in answers]
     before, _true[:] = list(_true), [*_true, *behind]
     try:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from effgpu.attaching.sites import find_site
+from effgpu.attaching.sites import Site, find_site
 from effgpu.measuring.torch_internals import (
     FakeTensor,
     _current_graph_task_id,
@@ -24,9 +24,10 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block
+from effgpu.predicting.full import find_catcher
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.parameters import is_plain
-from effgpu.predicting.recorder import LARGE, UNTIMED, Recorder, device_while_looked_up
+from effgpu.predicting.recorder import COMPILED, LARGE, UNTIMED, Recorder, device_while_looked_up
 from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
@@ -40,6 +41,7 @@ from effgpu.predicting.translator import (
     on_real_tensors,
 )
 from effgpu.predicting.values import MOST
+from effgpu.units import format_bytes
 
 HOST = "host"
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
@@ -65,6 +67,10 @@ class ScriptRecorder(Recorder):
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
+        self.room = math.inf  # bytes: what surely does not fit the GPU, or the smallest of several
+        self.runs_out = False  # whether what does not fit raises an error where the script catches it
+        self.caught: dict[Site, Site] = {}  # where it would catch running out of memory, and where it runs out first
+        self._live = 0  # bytes on the GPU now
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -155,11 +161,32 @@ class ScriptRecorder(Recorder):
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self.on_host:
-            return super()._add(tensor)
+            before = len(self.blocks)
+            super()._add(tensor)
+            for block in self.blocks[before:]:
+                self._live += block.size
+                if self._live > self.room:
+                    self._find_full(block.size)
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._blocks and storage.nbytes():
             block = self._blocks[storage._cdata] = Block(0, self._events, HOST)
             weakref.finalize(storage, self._drop, storage._cdata, block)
+
+    def _drop(self, key: int, block: Block) -> None:
+        super()._drop(key, block)
+        self._live -= block.size
+
+    def _find_full(self, size: int) -> None:
+        """The GPU is full: raise what PyTorch raises, if the script catches it there, and nothing may need less."""
+        if COMPILED in self.assumptions or any(not why.startswith(UNTIMED) for why in self.unknown):
+            return
+        if (catcher := find_catcher()) is None:
+            return
+        self.caught.setdefault(catcher, find_site() or catcher)
+        if self.runs_out:
+            self.emptied = self._events
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {format_bytes(size)} (predicted).")
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if not self.on_host:

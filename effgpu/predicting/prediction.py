@@ -437,7 +437,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
     return Prediction(
         peak,
         owners,
-        count_reserved(recorder.on_gpu),
+        count_reserved([block for block in recorder.on_gpu if block.died > recorder.emptied]),
         Range(*recorder.workspaces()),
         gpus,
         tuple(recorder.assumptions),

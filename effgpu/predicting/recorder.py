@@ -102,6 +102,8 @@ class Recorder(TorchDispatchMode):
         self.assumptions: dict[str, None] = {}  # in the order of their appearance
         self.unknown: dict[str, None] = {}
         self.holds_from = (0, 0)  # the lowest capability that behaves the same
+        self._most_from = 0  # the event from which on the most in use is asked for
+        self.emptied = 0  # the event after which the allocator holds no more than what is in use: all was full
         self.optimizing = 0
         self._events = 0
         self._started = False
@@ -472,6 +474,18 @@ class Recorder(TorchDispatchMode):
             if value.dim() and value.numel() and not self._moving:
                 self._add(value)
                 self.assumptions["tensors that were made outside of the function are on the GPU, too"] = None
+
+    def in_use(self) -> int:
+        """Bytes on the GPU now."""
+        return sum(block.size for block in self._blocks.values() if self.is_on_gpu(block))
+
+    def most_in_use(self) -> int:
+        """The most bytes on the GPU since `forget_most`."""
+        return find_peak(self.on_gpu, self._most_from)[0]
+
+    def forget_most(self) -> None:
+        """What torch.cuda.reset_peak_memory_stats does."""
+        self._most_from = self._events
 
     @property
     def on_gpu(self) -> list[Block]:

@@ -5,16 +5,17 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
-from effgpu.attaching.child import NOTE, Refused
+from effgpu.attaching.child import NOTE, Again, Refused
+from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import replaced
 from effgpu.predicting.placing import ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import conclude, count, explain, walking_as
+from effgpu.predicting.prediction import LESS, conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
-from effgpu.units import format_seconds
+from effgpu.units import format_seconds, with_article
 
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _LONG = 5.0  # seconds of forward passes that are worth a line
@@ -22,23 +23,36 @@ _LONG = 5.0  # seconds of forward passes that are worth a line
 
 @contextlib.contextmanager
 def planned(
-    marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], steps: int, taken: float | None
+    marks: Marks,
+    gpus: tuple[Gpu, ...],
+    capability: tuple[int, int],
+    steps: int,
+    taken: float | None,
+    runs_out: bool = True,
 ) -> Iterator[Plan]:
     """The plan whose result is the Prediction for these GPUs; inside, the script's GPU has this capability.
 
-    Raises Refused for what cannot be walked.
+    With `runs_out`, a script that catches running out of memory does so where one GPU, the only one, is full. Raises
+    Refused for what cannot be walked, and Again, without `runs_out`, for a script that then makes no more steps.
     """
-    with recording(marks, gpus, capability, taken) as recorder:
+    with recording(marks, gpus, capability, taken, runs_out=runs_out) as recorder:
         yield walk(marks, recorder, gpus, steps)
 
 
 @contextlib.contextmanager
 def recording(
-    marks: Marks, gpus: tuple[Gpu, ...], capability: tuple[int, int], taken: float | None = None
+    marks: Marks,
+    gpus: tuple[Gpu, ...],
+    capability: tuple[int, int],
+    taken: float | None = None,
+    *,
+    runs_out: bool = True,
 ) -> Iterator[ScriptRecorder]:
     """Inside, a script has the first of these GPUs with this capability: what it does is recorded, and not done."""
     recorder = walking_as(ScriptRecorder(capability), gpus)
     recorder.taken = taken
+    recorder.room = min(gpu.memory - gpu.context[0] for gpu in gpus) / (1 - LESS)
+    recorder.runs_out = runs_out and len(gpus) == 1
     marks.listeners.append(lambda: setattr(recorder, "loop", marks.loop or recorder.loop))
     with (
         _refusing(recorder),
@@ -62,7 +76,7 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         recorder.note_kernels()
         yield 1
         recorder.end_step()
-    notes = []
+    notes = [_tell_caught(recorder, gpus, *places) for places in recorder.caught.items()]
     if marks.source is BACKWARD:
         notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
     if recorder.evaluated:
@@ -76,6 +90,14 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
     return replace(concluded, notes=(*concluded.notes, *notes))
 
 
+def _tell_caught(recorder: ScriptRecorder, gpus: tuple[Gpu, ...], catcher: Site, full: Site) -> str:
+    smallest = min(gpus, key=lambda gpu: gpu.memory - gpu.context[0]).name
+    text = f"{full.where} runs out of memory on {with_article(smallest)} (predicted), and {catcher.where} catches that"
+    if len(gpus) > 1:
+        return f'{text}: predict for "{smallest}" alone to see what follows'
+    return f"{text}: what follows is predicted" if recorder.runs_out else f"{text}, and ends: predicted as if it fitted"
+
+
 def _check_on_gpu(recorder: ScriptRecorder) -> None:
     if not recorder.on_gpu:
         raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
@@ -86,11 +108,19 @@ def _refusing(recorder: ScriptRecorder) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
+        _ask_again(recorder)
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, Refused) and cause and (why := explain(cause)):
             raise Refused(why) from error
         if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.tell_guesses()):
             error.add_note(f"{NOTE}not known here: {guessed}")
         raise
+    _ask_again(recorder)
     if recorder.trouble and (why := explain(recorder.trouble)):
         raise Refused(why) from recorder.trouble
+
+
+def _ask_again(recorder: ScriptRecorder) -> None:
+    """A script that has run out of memory, and ends, is walked as if it all fitted: its size is what one asks for."""
+    if recorder.caught and recorder.runs_out:
+        raise Again({"runs_out": False})
