@@ -1317,3 +1317,56 @@ assert torch.cuda.memory.mem_get_info() == (free + 2**22, total)
 def test_what_a_script_asks_of_the_gpus_memory_is_what_it_has_there(run):
     code, told, errors = run(ASKS_FOR_MEMORY + PLAIN)
     assert code == 0 and told, errors
+
+
+# Work that comes only in some steps
+
+LAZY = """
+inputs = torch.randn(64, 1024, device="cuda", requires_grad=True)
+loss = model(inputs).square().mean()
+if number % 16 == 0:
+    (gradients,) = torch.autograd.grad(model(inputs.repeat(256, 1)).sum(), inputs, create_graph=True)
+    loss = loss + gradients.square().sum()
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+NOW_AND_THEN = """
+import torch
+
+class Orthogonal(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        for weight in self.param_groups[0]["params"]:
+            self.update(weight)
+
+    def update(self, weight):
+        if self.calls % 10 == 0:
+            torch.linalg.qr(weight)
+        weight.sub_(weight.grad)
+"""
+
+
+def test_a_larger_step_before_the_one_that_counts_is_named_and_counts_for_the_memory(run):
+    (_, told, errors), (_, alone, _) = run(loop(step=LAZY)), run(loop(step=LAZY.replace("== 0", "< 0")))
+    (needed, without) = (each["gpus"][0]["needed"] for each in (told, alone))
+    assert told["allocated"] == alone["allocated"] + 2**18, "the first step's `gradients`"
+    assert told["gpus"][0]["time"] == alone["gpus"][0]["time"], errors
+    assert needed["low"] > without["low"] + 2**29 and needed["high"] > without["high"] + 2**29
+    took = r"before the step that was counted, the script took more, 1\.0\d GiB \(predicted\): train.py:\d+: .*"
+    assert re.fullmatch(took, *told["notes"])
+    assert not alone["notes"] and not alone["unknown"]
+    (why,) = told["unknown"]
+    assert why.endswith("one before had 39 matrix products in its backward pass, and 16 in the one that was counted")
+
+
+def test_what_an_optimizer_does_only_in_some_steps_is_named(run):
+    own = loop(
+        NOW_AND_THEN + BUILD.replace("torch.optim.AdamW", "Orthogonal"), f"{STEP}if number % 3 == 0: print(loss)"
+    )
+    _, told, errors = run(own)
+    asked = "train.py:12: if self.calls % 10 == 0:"
+    assert told["unknown"] == [f"how long an optimizer takes for what it does only in some steps: {asked}"], errors
+    _, told, _ = run(own.replace("if self.calls % 10 == 0:", "if self.calls > 10:"))
+    assert told["unknown"] == []

@@ -1,5 +1,6 @@
 """Whose code is running: the line of the reader's own files, not one of PyTorch's, a library's or effgpu's."""
 
+import ast
 import functools
 import linecache
 import os
@@ -104,3 +105,11 @@ def name_file(path: str) -> str:
     if installed is not None:
         return "/".join(parts[installed + 1 :])
     return "cell" if "ipykernel" in path else Path(path).name
+
+
+def parse(file: str) -> ast.Module:
+    """The code of a file; nothing where it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])

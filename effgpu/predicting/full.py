@@ -6,43 +6,28 @@ import linecache
 import re
 import sys
 
-from effgpu.attaching.sites import LIBRARY, READER, Site, whose
+from effgpu.attaching.sites import LIBRARY, READER, Site, parse, whose
 
 _NAMES_MEMORY = re.compile(r"memory|reduce_batch_size|\boom|_oom", re.IGNORECASE)  # in what handles the error
-_FUNCTION = ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def find_catcher() -> Site | None:
-    """The `try` that would catch running out of memory now: the innermost whose handlers speak of memory."""
+    """The innermost `try` whose handlers speak of memory: it would catch running out of it now."""
     frame = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if whose(code.co_filename) in (READER, LIBRARY):
-            for function, lines, start in _catchers(code.co_filename):
-                if function in (code.co_firstlineno, code.co_name) and frame.f_lineno in lines:
-                    return Site(code.co_filename, start)
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if whose(file) in (READER, LIBRARY):
+            starts = [lines.start for lines in _guarded(file) if line in lines]
+            if starts:
+                return Site(file, max(starts))
         frame = frame.f_back
     return None
 
 
-@functools.cache
-def _catchers(file: str) -> list[tuple[int | str, range, int]]:
-    """For each such `try`: where its function begins, or "<module>"; the lines that it guards; its own line."""
+@functools.lru_cache(maxsize=64)
+def _guarded(file: str) -> list[range]:
+    """The lines of each such `try`, up to its handlers."""
     source = "".join(linecache.getlines(file))
-    found: list[tuple[int | str, range, int]] = []
-
-    def look(node: ast.AST, function: int | str) -> None:
-        if isinstance(node, _FUNCTION):
-            function = min(each.lineno for each in (node, *node.decorator_list))
-        if isinstance(node, ast.Try):
-            handlers = (ast.get_source_segment(source, handler) or "" for handler in node.handlers)
-            if any(map(_NAMES_MEMORY.search, handlers)):
-                found.append((function, range(node.lineno, node.body[-1].end_lineno + 1), node.lineno))
-        for child in ast.iter_child_nodes(node):
-            look(child, function)
-
-    try:
-        look(ast.parse(source), "<module>")
-    except (SyntaxError, ValueError):
-        return []
-    return found[::-1]  # the innermost first
+    tries = (node for node in ast.walk(parse(file)) if isinstance(node, ast.Try))
+    handled = lambda node: "".join(ast.get_source_segment(source, each) for each in node.handlers)
+    return [range(node.lineno, node.body[-1].end_lineno + 1) for node in tries if _NAMES_MEMORY.search(handled(node))]

@@ -3,7 +3,6 @@
 import ast
 import functools
 import itertools
-import linecache
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
@@ -11,6 +10,8 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+
+from effgpu.attaching.sites import parse
 
 _TORCH = Path(torch.__file__).parent
 # between the line that reads and the operation that is called for it
@@ -105,7 +106,7 @@ def makes_a_statistic(frame: FrameType) -> bool:
 @functools.lru_cache(maxsize=64)
 def _statistics(file: str) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
     """Where such expressions begin and end. What is added to a name that is a size elsewhere, of a range, is none."""
-    nodes, sizes = list(ast.walk(_parse(file))), set()
+    nodes, sizes = list(ast.walk(parse(file))), set()
     for node in nodes:
         if isinstance(node, ast.Slice) or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "range"):
             sizes |= {ast.unparse(part) for part in ast.walk(node) if isinstance(part, _NAMES)}
@@ -121,13 +122,6 @@ def _is_statistic(node: ast.AST) -> bool:
     divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
     shows = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     return adds or divides or shows or isinstance(node, ast.JoinedStr)
-
-
-def _parse(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
 
 
 def find_reader() -> tuple[Hashable, FrameType]:
@@ -151,7 +145,7 @@ def passing(frame: FrameType) -> bool | None:
 def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
     """By line: the test of the innermost check that has it, and whether it passes if the test is true."""
     found = {}
-    for node in ast.walk(_parse(file)):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _fails(node.body[-1])):
             for line in range(node.test.lineno, node.test.end_lineno + 1):
                 found[line] = node.test, isinstance(node, ast.Assert)
@@ -172,7 +166,7 @@ def is_compared(frame: FrameType) -> bool:
 @functools.lru_cache(maxsize=64)
 def _equalities(file: str) -> frozenset[int]:
     """The lines of such tests."""
-    tests = [node.test for node in ast.walk(_parse(file)) if isinstance(node, (ast.If, ast.While))]
+    tests = [node.test for node in ast.walk(parse(file)) if isinstance(node, (ast.If, ast.While))]
     equal = [test for test in tests if isinstance(test, ast.Compare) and [*map(type, test.ops)] == [ast.Eq]]
     return frozenset(line for test in equal for line in range(test.lineno, test.end_lineno + 1))
 

@@ -23,7 +23,7 @@ from effgpu.measuring.torch_internals import (
     fake_tensor,
 )
 from effgpu.predicting import tensor_types
-from effgpu.predicting.allocator import Block
+from effgpu.predicting.allocator import Block, find_peak
 from effgpu.predicting.full import find_catcher
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.parameters import is_plain
@@ -71,6 +71,8 @@ class ScriptRecorder(Recorder):
         self.runs_out = False  # whether what does not fit raises an error where the script catches it
         self.caught: dict[Site, Site] = {}  # where it would catch running out of memory, and where it runs out first
         self._live = 0  # bytes on the GPU now
+        self._ran_out = False  # since the last tensor that fitted
+        self.products = [0]  # of the backward pass of each step, and of the one that has begun
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -80,6 +82,17 @@ class ScriptRecorder(Recorder):
         """Note the kernels of the step that follows, in place of those noted before."""
         super().note_kernels()
         self.evaluated, self.passes_within = False, 0
+
+    def next_step(self) -> None:
+        """A step is over."""
+        self.products.append(0)
+
+    def peak_before(self) -> tuple[int, Site | None]:
+        """The most bytes on the GPU before the steps that are counted, and the line that took the last of them."""
+        blocks = [block for block in self.on_gpu if self.emptied < block.died and block.born <= self.first]
+        peak, at = find_peak(blocks, self.emptied)
+        taken = (place for place, block in enumerate(self.blocks) if block.born == at)
+        return peak, self._sites.get(next(taken, -1))
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""
@@ -122,7 +135,9 @@ class ScriptRecorder(Recorder):
         if by_hand or (given and not any(isinstance(each, FakeTensor) for each in given)):
             with on_real_tensors():
                 return func(*args, **kwargs)
-        if func.overloadpacket in _FORWARD and self._lacks_gradients():
+        if func.overloadpacket in _FORWARD and _current_graph_task_id() != -1:
+            self.products[-1] += 1
+        elif func.overloadpacket in _FORWARD and self._lacks_gradients():
             if self.segments:
                 self.passes_within += 1
             else:
@@ -161,6 +176,8 @@ class ScriptRecorder(Recorder):
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self.on_host:
+            if self._ran_out:  # by now the script has let go of what it gave up
+                self.emptied, self._ran_out = self._events, False
             before = len(self.blocks)
             super()._add(tensor)
             for block in self.blocks[before:]:
@@ -185,7 +202,7 @@ class ScriptRecorder(Recorder):
             return
         self.caught.setdefault(catcher, find_site() or catcher)
         if self.runs_out:
-            self.emptied = self._events
+            self._ran_out = True
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {format_bytes(size)} (predicted).")
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:

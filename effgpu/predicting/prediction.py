@@ -79,6 +79,7 @@ class Prediction:
     the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of
     the peak. `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns
     the peak: (line, owner, bytes); `kept` what each step leaves behind, so that memory grows from step to step.
+    `before` is the peak of a script before the steps that are counted, where that is the higher one; else 0.
     """
 
     allocated: int
@@ -97,6 +98,7 @@ class Prediction:
     events: tuple[Event, ...] = ()
     peak: tuple[tuple[Site | None, str, int], ...] = ()
     kept: tuple[tuple[Site | None, int], ...] = ()
+    before: int = 0
 
     @property
     def compiled(self) -> bool:
@@ -122,12 +124,13 @@ class Prediction:
         is_known = not one._may_need_more and gpu.capability >= one.holds_from
         passing = 0 if not is_known else (one.allocated - one.resting) * (1 - COMPILED_LESS * one.compiled)
         low = int((one.resting + passing) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
-        return Range(low, one._most(gpu) + one.paged)
+        return Range(max(low, int(one.before * (1 - LESS)) + gpu.context[0]), one._most(gpu) + one.paged)
 
     def _most(self, gpu: Gpu) -> int:
         """The most bytes that cannot leave the GPU."""
         more = MORE + COMPILED_MORE * self.compiled
-        return int(self.reserved_range.high * (1 + more)) + self.workspaces.high + gpu.context[1]
+        reserved = max(self.reserved_range.high, self.before)
+        return int(reserved * (1 + more)) + self.workspaces.high + gpu.context[1]
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
         """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
@@ -433,6 +436,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
         recorder.assumptions[f"{differ}: the time is the last one's, and the peak that of the larger"] = None
     recorder.fill_histories()
+    recorder.name_rare_updates()
     peak, owners, resting = _divide(recorder)
     return Prediction(
         peak,

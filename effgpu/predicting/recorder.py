@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from time import monotonic
+from types import CodeType
 
 import torch
 from torch.optim import LBFGS
@@ -52,6 +53,7 @@ from effgpu.predicting.rules import (
     recurrent_layers,
 )
 from effgpu.predicting.scores import Scores
+from effgpu.predicting.sometimes import find_conditions, updating
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.values import Values
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self.unknown: dict[str, None] = {}
         self.holds_from = (0, 0)  # the lowest capability that behaves the same
         self._most_from = 0  # the event from which on the most in use is asked for
-        self.emptied = 0  # the event after which the allocator holds no more than what is in use: all was full
+        self.emptied = 0  # the event at which the allocator last held no more than what was in use, as all was full
         self.optimizing = 0
         self._events = 0
         self._started = False
@@ -139,6 +141,7 @@ class Recorder(TorchDispatchMode):
         self.segments: list[Segment] = []  # of the last step
         self.events: list[Event] = []  # of the last step, in their order
         self._scores = Scores()  # of attention in the last step
+        self._updating: set[CodeType] = set()  # what computes in the optimizers' steps
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
@@ -352,6 +355,8 @@ class Recorder(TorchDispatchMode):
             if kernel.product and kernel.format not in TIMED:
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+        if kernels and self.optimizing:
+            self._updating.update(updating())
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         reads_on = self._phase() == FORWARD and self._scores.read_on(func, args, kwargs, result)
         self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)), reads_on)
@@ -783,6 +788,11 @@ class Recorder(TorchDispatchMode):
         for group in optimizer.param_groups:
             group.update(self._tolerances.pop(optimizer, {}))
         self._name_state(optimizer)
+
+    def name_rare_updates(self) -> None:
+        """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known."""
+        for site in sorted({site for code in self._updating for site in find_conditions(code)}):
+            self.unknown[f"{UNTIMED} an optimizer takes for what it does only in some steps: {site}"] = None
 
     def fill_histories(self) -> None:
         """Count what LBFGS has yet to keep: two vectors for each direction, as large as its weights."""

@@ -15,9 +15,11 @@ from effgpu.predicting.hardware import replaced
 from effgpu.predicting.placing import ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import LESS, conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
-from effgpu.units import format_seconds, with_article
+from effgpu.predicting.recorder import UNTIMED
+from effgpu.units import format_bytes, format_seconds, with_article
 
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
+_MORE_WORK, _HIGHER = 1.1, 1.02  # by these factors, a step before the one that is counted was another one
 _LONG = 5.0  # seconds of forward passes that are worth a line
 
 
@@ -53,7 +55,7 @@ def recording(
     recorder.taken = taken
     recorder.room = min(gpu.memory - gpu.context[0] for gpu in gpus) / (1 - LESS)
     recorder.runs_out = runs_out and len(gpus) == 1
-    marks.listeners.append(lambda: setattr(recorder, "loop", marks.loop or recorder.loop))
+    marks.listeners += [lambda: setattr(recorder, "loop", marks.loop or recorder.loop), recorder.next_step]
     with (
         _refusing(recorder),
         weights_without_values(recorder),
@@ -86,7 +88,17 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         took = format_seconds(recorder.without_gradients)
         slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
         notes.append(f"{text} and are not counted{slow}")
+    *earlier, counted, _ = recorder.products
+    if max(earlier) > _MORE_WORK * counted:
+        most = f"{max(earlier)} matrix products in its backward pass, and {counted} in the one that was counted"
+        recorder.unknown[f"{UNTIMED} work takes that comes only in some steps: one before had {most}"] = None
     concluded = conclude(recorder, gpus)
+    before, site = recorder.peak_before()
+    if before > _HIGHER * concluded.allocated:
+        notes.append(
+            f"before the step that was counted, the script took more, {format_bytes(before)} (predicted): {site}"
+        )
+        concluded = replace(concluded, before=before)
     return replace(concluded, notes=(*concluded.notes, *notes))
 
 
