@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu.__main__ import main
 from effgpu.measuring.torch_internals import FakeTensor
-from effgpu.predicting import recorder
+from effgpu.predicting import guesses
 from effgpu.predicting.guesses import Statistic
 from effgpu.predicting.kernels import ATTENTION
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
@@ -499,7 +499,7 @@ def test_a_loop_that_ends_by_a_value_is_refused(monkeypatch):
         while not out.max() > 1:
             pass
 
-    monkeypatch.setattr(recorder, "_LONGEST", 0.1)
+    monkeypatch.setattr(guesses, "_LONGEST", 0.1)
     told = r"test_prediction_steps.py:\d+ decides by a value .* times in a step: no loop ends by it"
     with pytest.raises(RuntimeError, match=told):
         predict(partial(checking, goes_on), "T4")

@@ -230,7 +230,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         padding=padding,
         unused=graphs.unused(),
         compiled=predicted.compiled,
-        optimizers=tuple(map(describe_optimizer, recorder.optimizers)),
+        optimizers=tuple(map(describe_optimizer, recorder.optimizers.stepped)),
         notes=notes,
     )
 

@@ -9,7 +9,6 @@ from types import ModuleType
 
 import torch
 
-from effgpu.attaching.sites import find_site
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
@@ -73,14 +72,12 @@ def _observed_by(recorder: Recorder) -> Iterator[None]:
     @functools.wraps(build)
     def build_noted(built, *args, **kwargs):
         build(built, *args, **kwargs)
-        recorder.built.add(built)
-        if site := find_site():
-            recorder.built_at[built] = site.where
+        recorder.optimizers.note_built(built)
 
     handles = [
         module.register_module_parameter_registration_hook(recorder.note_module),
-        optimizer.register_optimizer_step_pre_hook(recorder.before_step),
-        optimizer.register_optimizer_step_post_hook(recorder.after_step),
+        optimizer.register_optimizer_step_pre_hook(recorder.optimizers.before_step),
+        optimizer.register_optimizer_step_post_hook(recorder.optimizers.after_step),
     ]
     try:
         with replaced([(optimizer.Optimizer, "__init__", build_noted)]), recorder:

@@ -7,7 +7,8 @@ from types import ModuleType
 import torch
 
 from effgpu.predicting.hardware import replaced
-from effgpu.predicting.recorder import UNTIMED, Recorder
+from effgpu.predicting.kernels import UNTIMED
+from effgpu.predicting.recorder import Recorder
 
 MODULE = "torch.nn.attention.flex_attention"
 _HALF = (torch.float16, torch.bfloat16)

@@ -6,18 +6,25 @@ import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
+from time import monotonic
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from effgpu.attaching.sites import parse
 
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
 _TORCH = Path(torch.__file__).parent
 # between the line that reads and the operation that is called for it
 _INTERNAL = "_tensor.py", "_ops.py", "overrides.py", "utils"
 _BETWEEN = str(Path(__file__).parent), *(str(_TORCH / name) for name in _INTERNAL)
-MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
+CHOSEN = "of what it chooses from by value"
+ZEROS = "an array, taken as zeros"
+_MOST_GUESSES, _LONGEST = 200, 60.0  # at one place in a step, in so many seconds
+_MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
 
 
 class Guess(NamedTuple):
@@ -179,3 +186,86 @@ def _asked(test: ast.expr, wanted: bool) -> bool | None:
         parts = {_asked(part, wanted) for part in test.values}
         return parts.pop() if len(parts) == 1 else None
     return wanted
+
+
+class Guesses:
+    """What a step has read of values that nobody knows, and what was taken for them. The recorder says which."""
+
+    def __init__(self, recorder: "Recorder"):
+        self.made: list[Guess] = []
+        self.answers: dict[Hashable, bool | int | float] = {}  # what to take in place of a guess, by the place in code
+        self.statistics = False  # whether a guess is one, such as that of right answers
+        self._recorder = recorder
+        self._asked: dict[Hashable, tuple[int, float]] = {}  # how often a place has decided by a guess, and since when
+        self._counting: str | None = None  # inside of `tensor.item()`: why what is read is not known, if it is one
+
+    def end_step(self) -> None:
+        """A step is over: no loop of it goes on."""
+        self._asked.clear()
+
+    def take(self, value: bool | int | float, where: str | None) -> bool | int | float:
+        """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
+        site, frame = find_reader()
+        if (
+            where is None or self._recorder.optimizers.working
+        ):  # whose learning rate may depend on it, not what it keeps
+            return value
+        passes = passing(frame) if isinstance(value, bool) else None
+        if site in self.answers or passes is not None:
+            value = self.answers.get(site, passes)
+            checked = "checks a value, taken as passed"
+            text = checked if isinstance(value, bool) else f"reads a number, taken as {value:g}"
+            self._recorder.assumptions[f"{where} {text}"] = None
+            self.made.append(Guess(site, where, value))
+            return value
+        decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame))
+        if decides and type(value) is int:
+            value = -1 - len(self.made)  # which equals nothing that is counted, nor another guess
+        self.made.append(Guess(site, where, value))
+        if decides:
+            self._check_ends(site, where)
+            self._recorder.unknown[f"{where} decides by a value, taken as False"] = None
+        elif isinstance(value, float):
+            self._recorder.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+        else:
+            why = f"{where} reads a whole number, taken as 1: no size may depend on it"
+            if self._counting is not None and makes_a_statistic(frame):
+                self._recorder.assumptions[f"{where} reads a number, taken as {value}"] = None
+                self._counting = why
+            else:
+                self._recorder.unknown[why] = None
+        return value
+
+    def _check_ends(self, site: Hashable, where: str) -> None:
+        """Raise RuntimeError where a guess that is always the same does not let a loop end."""
+        times, began = self._asked.get(site, (0, monotonic()))
+        self._asked[site] = times + 1, began
+        if times > _MOST_GUESSES and monotonic() - began > _LONGEST:
+            text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
+            raise RuntimeError(f"predict: {text}: no loop ends by it, so give that one a number of rounds")
+
+    def read_item(self, read: Callable[[], object]) -> object:
+        """What `tensor.item()` gives: a guess that is a statistic says itself who depends on it."""
+        self._counting = ""
+        try:
+            value, why = read(), self._counting
+        finally:
+            self._counting = None
+        if not why:
+            return value
+        self.statistics = True
+        return Statistic(value, lambda: self._recorder.unknown.setdefault(why))
+
+    def answer_otherwise(self) -> bool:
+        """After an error: take the last guess the other way round in the next walk. False if all have been."""
+        left = [guess for guess in self.made if guess.site not in self.answers and guess.value != guess.other]
+        if not left or len(self.answers) == _MOST_TRIES:
+            return False
+        self.answers[left[-1].site] = left[-1].other
+        return True
+
+    def tell(self) -> str:
+        """The last things that were guessed, or are not known, for an error that may come of them; empty if none is."""
+        chosen = [line for line in self._recorder.assumptions if CHOSEN in line or ZEROS in line]
+        read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.made[-2:]]
+        return ", ".join(dict.fromkeys([*chosen[-2:], *read, *list(self._recorder.unknown)[-1:]]))

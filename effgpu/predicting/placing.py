@@ -26,8 +26,9 @@ from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block, find_peak
 from effgpu.predicting.full import find_catcher
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.parameters import is_plain
-from effgpu.predicting.recorder import COMPILED, LARGE, UNTIMED, Recorder, device_while_looked_up
+from effgpu.predicting.recorder import COMPILED, LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
@@ -162,7 +163,7 @@ class ScriptRecorder(Recorder):
         return not self.segments and self._lacks_gradients()
 
     def _lacks_gradients(self) -> bool:
-        if self.optimizing or torch.is_grad_enabled():
+        if self.optimizers.working or torch.is_grad_enabled():
             return False
         return _current_graph_task_id() == -1 and not _in_autograd_function()
 
@@ -208,7 +209,7 @@ class ScriptRecorder(Recorder):
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if not self.on_host:
             super()._note(func, args, kwargs, result)
-        elif self.optimizing:
+        elif self.optimizers.working:
             self.unknown[f"{UNTIMED} the optimizer takes on the CPU, where its weights are"] = None
 
     def _see_real(self, value: object) -> None:

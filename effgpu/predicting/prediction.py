@@ -30,9 +30,9 @@ from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.hardware import replaced
-from effgpu.predicting.kernels import Segment
+from effgpu.predicting.kernels import UNTIMED, Segment
 from effgpu.predicting.ranks import alone
-from effgpu.predicting.recorder import COMPILED, UNTIMED, Recorder
+from effgpu.predicting.recorder import COMPILED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline
 from effgpu.units import NOT_MEASURED, MiB, align, check_positive, format_bytes, html_table, join_places, with_article
@@ -351,12 +351,12 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
         except Exception as error:
             if why := explain(error):
                 raise RuntimeError(f"predict: {why}") from error
-            if not recorder.guesses and first is None:
-                if guessed := recorder.tell_guesses():
+            if not recorder.guesses.made and first is None:
+                if guessed := recorder.guesses.tell():
                     error.add_note(f"not known here: {guessed}")
                 raise
-            first = first or (error, recorder.guesses)
-            if not recorder.answer_otherwise():
+            first = first or (error, recorder.guesses.made)
+            if not recorder.guesses.answer_otherwise():
                 read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
                 text = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
                 raise RuntimeError(f"predict: {text}") from first[0]
@@ -399,15 +399,15 @@ def count(recorder: Recorder, steps: int) -> Plan:
 
     def waits() -> bool:
         more = calls < MOST_CALLS and monotonic() - began < PATIENCE
-        return recorder.awaits_update and recorder.built and not every and more
+        return recorder.awaits_update and recorder.optimizers.built and not every and more
 
     recorder.start()
     began, calls, every = monotonic(), 0, 0
     while calls < steps or waits():
         calls += 1
         yield from call(last=calls >= steps)  # each may be the last one
-        every = every or calls * bool(recorder.optimizers)
-    if not recorder.awaits_update or every == 1 or not recorder.built:
+        every = every or calls * bool(recorder.optimizers.stepped)
+    if not recorder.awaits_update or every == 1 or not recorder.optimizers.built:
         return
     if not every:
         recorder.unknown[f"what the optimizer takes, which made no step in {calls} calls"] = None
@@ -435,8 +435,8 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
         recorder.assumptions[f"{differ}: the time is the last one's, and the peak that of the larger"] = None
-    recorder.fill_histories()
-    recorder.name_rare_updates()
+    recorder.optimizers.fill_histories()
+    recorder.optimizers.name_rare_updates()
     peak, owners, resting = _divide(recorder)
     return Prediction(
         peak,

@@ -6,12 +6,9 @@ import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from time import monotonic
-from types import CodeType
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.optim import LBFGS
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
@@ -31,11 +28,12 @@ from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.guesses import MOST_TRIES, Guess, Statistic, find_reader, is_compared, makes_a_statistic, passing
+from effgpu.predicting.guesses import CHOSEN, ZEROS, Guesses
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import (
     CONVOLUTION,
     TIMED,
+    UNTIMED,
     Kernel,
     Segment,
     copy_over_bus,
@@ -44,16 +42,9 @@ from effgpu.predicting.kernels import (
     note,
     touching,
 )
-from effgpu.predicting.rules import (
-    TEMPORARY,
-    attention,
-    convolution_workspace,
-    defaults_to_foreach,
-    dropout,
-    recurrent_layers,
-)
+from effgpu.predicting.optimizers import Optimizers
+from effgpu.predicting.rules import TEMPORARY, attention, convolution_workspace, dropout, recurrent_layers
 from effgpu.predicting.scores import Scores
-from effgpu.predicting.sometimes import find_conditions, updating
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.values import Values
@@ -71,18 +62,11 @@ _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
-CHOSEN = "of what it chooses from by value"
-ZEROS = "an array, taken as zeros"
-UNTIMED = "how long"  # begins what is not known of the time alone
 COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 WORKERS_IDLE = "a DataLoader's workers do not run: batches are loaded by the step itself"
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
-_TOLERANCES = ("tolerance_grad", "tolerance_change")
-_MOST_GUESSES, _LONGEST = 200, 60.0  # at one place in a step, in so many seconds
-_MOST_CLOSURES = 1000
-_CURVED = 1e-10  # above it, LBFGS keeps a direction
 _MADE_ONCE = ("gradients", "optimizer state")  # for each weight, if not in the first step: no leak
 
 device_while_looked_up = FakeTensor.device.fget
@@ -106,34 +90,26 @@ class Recorder(TorchDispatchMode):
         self.holds_from = (0, 0)  # the lowest capability that behaves the same
         self._most_from = 0  # the event from which on the most in use is asked for
         self.emptied = 0  # the event at which the allocator last held no more than what was in use, as all was full
-        self.optimizing = 0
         self._events = 0
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.ranges = WeakTensorKeyDictionary()  # how many whole numbers there can be in what argmax and its like gave
         self.values = Values()
-        self.guesses: list[Guess] = []
-        self._asked: dict[Hashable, tuple[int, float]] = {}  # how often a place has decided by a guess, and since when
-        self.statistics = False  # whether a guess is one, such as that of right answers
-        self._counting: str | None = None  # inside of `tensor.item()`: why what is read is not known, if it is one
+        self.guesses = Guesses(self)
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
         self.checkpoints = Checkpoints()
-        self.answers: dict = {}  # what to take elsewhere than guessed, by the place in the code
         self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
         self._modules: weakref.WeakSet = weakref.WeakSet()
-        self.built: weakref.WeakSet = weakref.WeakSet()  # optimizers
-        self.built_at = weakref.WeakKeyDictionary()  # the line of each
         self.idle: list[str] = []  # those that have made no step where others have, at the end of the last one
-        self.optimizers: weakref.WeakSet = weakref.WeakSet()  # that have made a step
+        self.optimizers = Optimizers(self)
         self.awaits_update = False  # whether a function is called until one has
-        self._tolerances: dict[torch.optim.Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
@@ -141,7 +117,6 @@ class Recorder(TorchDispatchMode):
         self.segments: list[Segment] = []  # of the last step
         self.events: list[Event] = []  # of the last step, in their order
         self._scores = Scores()  # of attention in the last step
-        self._updating: set[CodeType] = set()  # what computes in the optimizers' steps
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
         self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
@@ -187,21 +162,15 @@ class Recorder(TorchDispatchMode):
     def end_step(self) -> None:
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
         self.name_owners()
-        self.idle = [f"the {type(one).__name__} of {self.built_at.get(one, 'the step')}" for one in self._find_idle()]
+        self.idle = self.optimizers.idle()
         self._ends.append(self._events)
-        self._asked.clear()
+        self.guesses.end_step()
         self._name_what_stays()
         self.kept, alive = self._find_kept()
         if self.kept and gc.collect():  # that only awaited it
             self.kept, alive = self._find_kept()
         self._alive = alive
         self._made.append([])
-
-    def _find_idle(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that have made no step, where others have. One that shares its groups, as SAM's, is none."""
-        stepped = {id(group) for one in self.optimizers for group in one.param_groups}
-        idle = self.built - self.optimizers if self.optimizers else ()
-        return [one for one in idle if not stepped.issuperset(map(id, one.param_groups))]
 
     @property
     def made(self) -> list[int]:
@@ -274,7 +243,7 @@ class Recorder(TorchDispatchMode):
             return self._read(func, args, kwargs)
         if self.fakes and func in _COMPARES:
             self.wait()
-            return self._guess(False, _reader())
+            return self.guesses.take(False, _reader())
         if self.fakes and func.namespace == quantized.LIBRARY and (made := self._quantized(func)):
             with self:
                 return made(*args, **kwargs)
@@ -304,7 +273,7 @@ class Recorder(TorchDispatchMode):
             if not elsewhere:
                 self.note_operation(func, args, kwargs, result)
         self._note_range(name := name.removeprefix("aten::"), args, result)
-        if func is aten.gt.Scalar and self._tolerances and args[1] == _CURVED:
+        if self.optimizers.keeps_direction(func, args):
             self.truths[result] = True
         elif name in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
             truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
@@ -341,7 +310,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func, args, kwargs, result) -> None:
         """Add the kernels of an operation to the segment, with the calls that the CPU makes for it."""
-        kernels = note(func, args, kwargs, result, bool(self.optimizing))
+        kernels = note(func, args, kwargs, result, bool(self.optimizers.working))
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
             if func.namespace == "torch_nn":  # PyTorch's own, in Python: linear_cross_entropy in chunks
@@ -355,8 +324,8 @@ class Recorder(TorchDispatchMode):
             if kernel.product and kernel.format not in TIMED:
                 self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
-        if kernels and self.optimizing:
-            self._updating.update(updating())
+        if kernels and self.optimizers.working:
+            self.optimizers.note_kernel()
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         reads_on = self._phase() == FORWARD and self._scores.read_on(func, args, kwargs, result)
         self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)), reads_on)
@@ -368,7 +337,7 @@ class Recorder(TorchDispatchMode):
         self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase(), reads_on=reads_on))
 
     def _phase(self) -> str:
-        return UPDATE if self.optimizing else FORWARD if _current_graph_task_id() == -1 else BACKWARD
+        return UPDATE if self.optimizers.working else FORWARD if _current_graph_task_id() == -1 else BACKWARD
 
     def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
         """One call of cuDNN, which runs each of these kernels so often."""
@@ -445,7 +414,7 @@ class Recorder(TorchDispatchMode):
         if not size or _is_meta(tensor):
             return
         self._events += 1
-        is_forward = self._started and not self.optimizing and _current_graph_task_id() == -1
+        is_forward = self._started and not self.optimizers.working and _current_graph_task_id() == -1
         owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         block.place = self._placing
@@ -600,7 +569,7 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
-        if not self.optimizing and not self.is_on_host(tensor):  # an optimizer's count of steps is on the CPU
+        if not self.optimizers.working and not self.is_on_host(tensor):  # an optimizer's count of steps is on the CPU
             self.wait()
         if (known := self.values.of(tensor)) is not None:
             with _disable_current_modes():
@@ -609,10 +578,10 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             if tensor in self.truths:
                 return self.truths[tensor]
-            return self._guess(False, where)
+            return self.guesses.take(False, where)
         if tensor.is_floating_point():
-            return self._guess(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
-        return self._guess(1, where)
+            return self.guesses.take(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
+        return self.guesses.take(1, where)
 
     def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
@@ -622,77 +591,11 @@ class Recorder(TorchDispatchMode):
             site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
             self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, phase=self._phase()))
 
-    def _guess(self, value: bool | int | float, where: str | None) -> bool | int | float:
-        """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
-        site, frame = find_reader()
-        if where is None or self.optimizing:  # an optimizer's learning rate may depend on it, not what it keeps
-            return value
-        passes = passing(frame) if isinstance(value, bool) else None
-        if site in self.answers or passes is not None:
-            value = self.answers.get(site, passes)
-            text = (
-                "checks a value, taken as passed" if isinstance(value, bool) else f"reads a number, taken as {value:g}"
-            )
-            self.assumptions[f"{where} {text}"] = None
-            self.guesses.append(Guess(site, where, value))
-            return value
-        decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame))
-        if decides and type(value) is int:
-            value = -1 - len(self.guesses)  # which equals nothing that is counted, nor another guess
-        self.guesses.append(Guess(site, where, value))
-        if decides:
-            self._check_ends(site, where)
-            self.unknown[f"{where} decides by a value, taken as False"] = None
-        elif isinstance(value, float):
-            self.assumptions[f"{where} reads a number, taken as {value:g}"] = None
-        else:
-            why = f"{where} reads a whole number, taken as 1: no size may depend on it"
-            if self._counting is not None and makes_a_statistic(frame):
-                self.assumptions[f"{where} reads a number, taken as {value}"] = None
-                self._counting = why
-            else:
-                self.unknown[why] = None
-        return value
-
-    def _check_ends(self, site: Hashable, where: str) -> None:
-        """Raise RuntimeError where a guess that is always the same does not let a loop end."""
-        times, began = self._asked.get(site, (0, monotonic()))
-        self._asked[site] = times + 1, began
-        if times > _MOST_GUESSES and monotonic() - began > _LONGEST:
-            text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
-            raise RuntimeError(f"predict: {text}: no loop ends by it, so give that one a number of rounds")
-
-    def read_item(self, read: Callable[[], object]) -> object:
-        """What `tensor.item()` gives: a guess that is a statistic says itself who depends on it."""
-        self._counting = ""
-        try:
-            value, why = read(), self._counting
-        finally:
-            self._counting = None
-        if not why:
-            return value
-        self.statistics = True
-        return Statistic(value, lambda: self.unknown.setdefault(why))
-
-    def answer_otherwise(self) -> bool:
-        """After an error: take the last guess the other way round in the next walk. False if all have been."""
-        left = [guess for guess in self.guesses if guess.site not in self.answers and guess.value != guess.other]
-        if not left or len(self.answers) == MOST_TRIES:
-            return False
-        self.answers[left[-1].site] = left[-1].other
-        return True
-
-    def tell_guesses(self) -> str:
-        """The last things that were guessed, or are not known, for an error that may come of them; empty if none is."""
-        chosen = [line for line in self.assumptions if CHOSEN in line or ZEROS in line]
-        read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.guesses[-2:]]
-        return ", ".join(dict.fromkeys([*chosen[-2:], *read, *list(self.unknown)[-1:]]))
-
     def again(self) -> None:
         """Forget all but what to answer, for another walk."""
-        answers, taken, awaits = self.answers, self.taken, self.awaits_update
+        answers, taken, awaits = self.guesses.answers, self.taken, self.awaits_update
         self.__init__(*self._made_of())
-        self.answers, self.taken, self.awaits_update = answers, taken, awaits
+        self.guesses.answers, self.taken, self.awaits_update = answers, taken, awaits
 
     def _made_of(self) -> tuple:
         return (self.capability,)
@@ -746,81 +649,20 @@ class Recorder(TorchDispatchMode):
         """A hook for every parameter and buffer that a module registers."""
         self._modules.add(module)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
-        self.optimizing += 1
-        self.optimizers.add(optimizer)
-        if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
-            (group,) = optimizer.param_groups
-            if group["max_iter"] > _MOST_CLOSURES:
-                text = f"LBFGS calls its closure up to {group['max_iter']:,} times in a step"
-                raise RuntimeError(f"predict: {text}: give it a smaller max_iter, such as 20, and three steps")
-            self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
-            group.update(dict.fromkeys(_TOLERANCES, -1.0))
-            self.assumptions[f"LBFGS calls its closure as often as it may, {group['max_iter']} times"] = None
-            self.assumptions[f"LBFGS keeps as many of its directions as it may, {group['history_size']}"] = None
-        by_default = self.capability and defaults_to_foreach(optimizer)
-        for group in optimizer.param_groups:
-            if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True
-            gradients = [parameter.grad for parameter in group["params"]]
-            if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-                self.unknown[f"{UNTIMED} the {type(optimizer).__name__} takes for sparse gradients"] = None
-            self._name(gradients, "gradients")
-            self._name(group["params"], "weights")
-        wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
-        return tuple(map(wrap, args)), {name: wrap(value) for name, value in kwargs.items()}
-
-    def _aside(self, closure: Callable) -> Callable:
-        @functools.wraps(closure)
-        def called():
-            optimizing, self.optimizing = self.optimizing, 0
-            try:
-                return closure()
-            finally:
-                self.optimizing = optimizing
-
-        return called
-
-    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """A hook after every optimizer's step."""
-        self.optimizing -= 1
-        for group in optimizer.param_groups:
-            group.update(self._tolerances.pop(optimizer, {}))
-        self._name_state(optimizer)
-
-    def name_rare_updates(self) -> None:
-        """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known."""
-        for site in sorted({site for code in self._updating for site in find_conditions(code)}):
-            self.unknown[f"{UNTIMED} an optimizer takes for what it does only in some steps: {site}"] = None
-
-    def fill_histories(self) -> None:
-        """Count what LBFGS has yet to keep: two vectors for each direction, as large as its weights."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS):
-                (group,) = optimizer.param_groups
-                size = round_size(sum(each.numel() * each.element_size() for each in group["params"]))
-                left = group["history_size"] - len(optimizer.state[group["params"][0]].get("old_dirs", ()))
-                self.blocks += [Block(size, 0, "optimizer state", place="gpu") for _ in range(2 * left)]
-
     def name_owners(self) -> None:
         """Say of all storages alive whose they are."""
         for module in list(self._modules):
             parameters = [p for p in module._parameters.values() if p is not None]
-            self._name(parameters, "weights")
-            self._name((parameter.grad for parameter in parameters), "gradients")
+            self.name(parameters, "weights")
+            self.name((parameter.grad for parameter in parameters), "gradients")
         copied = list(self.copied)
-        self._name(copied, "weights")
-        self._name((parameter.grad for parameter in copied), "gradients")
-        for optimizer in list(self.optimizers):
-            self._name_state(optimizer)
+        self.name(copied, "weights")
+        self.name((parameter.grad for parameter in copied), "gradients")
+        for optimizer in list(self.optimizers.stepped):
+            self.optimizers.name_state(optimizer)
 
-    def _name_state(self, optimizer: torch.optim.Optimizer) -> None:
-        for state in optimizer.state.values():
-            if isinstance(state, dict):
-                self._name(tensors_of(list(state.values())), "optimizer state")  # of LBFGS, lists of tensors, too
-
-    def _name(self, tensors, owner: str) -> None:
+    def name(self, tensors: Iterable[object], owner: str) -> None:
+        """Say of tensors whose they are, if nobody has."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 block = self._blocks.get(tensor.untyped_storage()._cdata)

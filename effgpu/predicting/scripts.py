@@ -12,10 +12,10 @@ from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import replaced
+from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.placing import ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import LESS, conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
-from effgpu.predicting.recorder import UNTIMED
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
@@ -78,28 +78,36 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         recorder.note_kernels()
         yield 1
         recorder.end_step()
-    notes = [_tell_caught(recorder, gpus, *places) for places in recorder.caught.items()]
-    if marks.source is BACKWARD:
-        notes.append("no optimizer of PyTorch's: a step is counted from one backward pass to the next")
-    if recorder.evaluated:
-        notes.append("an evaluation is part of the step that was counted: the script evaluates in each")
-    if recorder.passes_before > steps * recorder.passes_within:  # as many steps came before
-        text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
-        took = format_seconds(recorder.without_gradients)
-        slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
-        notes.append(f"{text} and are not counted{slow}")
+    _name_rare_work(recorder)
+    concluded = conclude(recorder, gpus)
+    before, site = recorder.peak_before()
+    notes = [*concluded.notes, *(_tell_caught(recorder, gpus, *places) for places in recorder.caught.items())]
+    notes += _tell_step(marks, recorder, steps)
+    if before > _HIGHER * concluded.allocated:
+        took = f"the script took more, {format_bytes(before)} (predicted): {site}"
+        notes.append(f"before the step that was counted, {took}")
+        concluded = replace(concluded, before=before)
+    return replace(concluded, notes=tuple(notes))
+
+
+def _name_rare_work(recorder: ScriptRecorder) -> None:
     *earlier, counted, _ = recorder.products
     if max(earlier) > _MORE_WORK * counted:
         most = f"{max(earlier)} matrix products in its backward pass, and {counted} in the one that was counted"
         recorder.unknown[f"{UNTIMED} work takes that comes only in some steps: one before had {most}"] = None
-    concluded = conclude(recorder, gpus)
-    before, site = recorder.peak_before()
-    if before > _HIGHER * concluded.allocated:
-        notes.append(
-            f"before the step that was counted, the script took more, {format_bytes(before)} (predicted): {site}"
-        )
-        concluded = replace(concluded, before=before)
-    return replace(concluded, notes=(*concluded.notes, *notes))
+
+
+def _tell_step(marks: Marks, recorder: ScriptRecorder, steps: int) -> Iterator[str]:
+    """What is part of the step that was counted, and what is not."""
+    if marks.source is BACKWARD:
+        yield "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
+    if recorder.evaluated:
+        yield "an evaluation is part of the step that was counted: the script evaluates in each"
+    if recorder.passes_before > steps * recorder.passes_within:  # as many steps came before
+        text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
+        took = format_seconds(recorder.without_gradients)
+        slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
+        yield f"{text} and are not counted{slow}"
 
 
 def _tell_caught(recorder: ScriptRecorder, gpus: tuple[Gpu, ...], catcher: Site, full: Site) -> str:
@@ -124,7 +132,7 @@ def _refusing(recorder: ScriptRecorder) -> Iterator[None]:
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, Refused) and cause and (why := explain(cause)):
             raise Refused(why) from error
-        if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.tell_guesses()):
+        if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.guesses.tell()):
             error.add_note(f"{NOTE}not known here: {guessed}")
         raise
     _ask_again(recorder)

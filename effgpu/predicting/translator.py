@@ -47,7 +47,7 @@ class Translator(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # most calls ask for a tensor's shape, type or the like
             return self._describe(func, args)
-        if self._recorder.statistics:
+        if self._recorder.guesses.statistics:
             notice_statistics((*args, *kwargs.values()))
         if name == "get_device" and args and isinstance(args[0], FakeTensor):
             return 0 if self._recorder.device_of(args[0]) == FIRST_GPU else -1
@@ -68,7 +68,7 @@ class Translator(TorchFunctionMode):
         if name == "record_stream":
             return None
         if name == "item":
-            return self._recorder.read_item(lambda: self._call(func, name, args, kwargs))
+            return self._recorder.guesses.read_item(lambda: self._call(func, name, args, kwargs))
         if name == "__format__" and args[1] and not args[0].dim():
             return format(args[0].item(), args[1])
         if name == "__deepcopy__" and isinstance(args[0], FakeTensor):

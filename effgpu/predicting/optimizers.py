@@ -1,0 +1,151 @@
+"""The optimizers of a step: which there are, when one works, what it keeps, and what it does only in some steps."""
+
+import ast
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from effgpu.attaching.sites import LIBRARY, READER, Site, find_site, parse, whose
+from effgpu.measuring.ops import tensors_of
+from effgpu.predicting.allocator import Block, round_size
+from effgpu.predicting.kernels import UNTIMED
+from effgpu.predicting.rules import defaults_to_foreach
+
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
+_OPTIMIZERS = sys.modules[Optimizer.__module__].__file__  # whose wrapper calls every optimizer's step
+_TOLERANCES = ("tolerance_grad", "tolerance_change")
+_MOST_CLOSURES = 1000
+_CURVED = 1e-10  # above it, LBFGS keeps a direction
+
+
+class Optimizers:
+    """Those that a step has built, and those that have made a step. What is not known of them, the recorder says."""
+
+    def __init__(self, recorder: "Recorder"):
+        self.working = 0  # how deep in an optimizer's step
+        self.built: weakref.WeakSet = weakref.WeakSet()
+        self.stepped: weakref.WeakSet = weakref.WeakSet()
+        self._recorder = recorder
+        self._built_at = weakref.WeakKeyDictionary()  # the line of each
+        self._tolerances: dict[Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
+        self._code: set[CodeType] = set()  # what computes in their steps
+
+    def note_built(self, built: Optimizer) -> None:
+        """There is one more, made by the line that is running."""
+        self.built.add(built)
+        if site := find_site():
+            self._built_at[built] = site.where
+
+    def note_kernel(self) -> None:
+        """Something is computed in an optimizer's step."""
+        self._code.update(_running())
+
+    def keeps_direction(self, func, args: tuple) -> bool:
+        """Whether it is LBFGS's question whether to keep a direction."""
+        return func is torch.ops.aten.gt.Scalar and bool(self._tolerances) and args[1] == _CURVED
+
+    def idle(self) -> list[str]:
+        """Those that have made no step, where others have. One that shares its groups, as SAM's, is none."""
+        if not self.stepped:
+            return []
+        stepped = {id(group) for one in self.stepped for group in one.param_groups}
+        idle = (one for one in self.built - self.stepped if not stepped.issuperset(map(id, one.param_groups)))
+        return [f"the {type(one).__name__} of {self._built_at.get(one, 'the step')}" for one in idle]
+
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
+        self.working += 1
+        self.stepped.add(optimizer)
+        if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
+            (group,) = optimizer.param_groups
+            if group["max_iter"] > _MOST_CLOSURES:
+                text = f"LBFGS calls its closure up to {group['max_iter']:,} times in a step"
+                raise RuntimeError(f"predict: {text}: give it a smaller max_iter, such as 20, and three steps")
+            self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
+            group.update(dict.fromkeys(_TOLERANCES, -1.0))
+            assumptions = self._recorder.assumptions
+            assumptions[f"LBFGS calls its closure as often as it may, {group['max_iter']} times"] = None
+            assumptions[f"LBFGS keeps as many of its directions as it may, {group['history_size']}"] = None
+        by_default = self._recorder.capability and defaults_to_foreach(optimizer)
+        for group in optimizer.param_groups:
+            if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+            gradients = [parameter.grad for parameter in group["params"]]
+            if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+                self._recorder.unknown[f"{UNTIMED} the {type(optimizer).__name__} takes for sparse gradients"] = None
+            self._recorder.name(gradients, "gradients")
+            self._recorder.name(group["params"], "weights")
+        wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
+        return tuple(map(wrap, args)), {name: wrap(value) for name, value in kwargs.items()}
+
+    def _aside(self, closure: Callable) -> Callable:
+        @functools.wraps(closure)
+        def called():
+            working, self.working = self.working, 0
+            try:
+                return closure()
+            finally:
+                self.working = working
+
+        return called
+
+    def after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """A hook after every optimizer's step."""
+        self.working -= 1
+        for group in optimizer.param_groups:
+            group.update(self._tolerances.pop(optimizer, {}))
+        self.name_state(optimizer)
+
+    def name_rare_updates(self) -> None:
+        """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known."""
+        for site in sorted({site for code in self._code for site in _find_conditions(code)}):
+            self._recorder.unknown[f"{UNTIMED} an optimizer takes for what it does only in some steps: {site}"] = None
+
+    def fill_histories(self) -> None:
+        """Count what LBFGS has yet to keep: two vectors for each direction, as large as its weights."""
+        for optimizer in self.stepped:
+            if isinstance(optimizer, LBFGS):
+                (group,) = optimizer.param_groups
+                size = round_size(sum(each.numel() * each.element_size() for each in group["params"]))
+                left = group["history_size"] - len(optimizer.state[group["params"][0]].get("old_dirs", ()))
+                self._recorder.blocks += [Block(size, 0, "optimizer state", place="gpu") for _ in range(2 * left)]
+
+    def name_state(self, optimizer: Optimizer) -> None:
+        """Say whose the tensors are that an optimizer keeps."""
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                self._recorder.name(tensors_of(list(state.values())), "optimizer state")  # of LBFGS, lists, too
+
+
+def _running() -> list[CodeType]:
+    """The code of the optimizer's that is running now, a reader's or a library's."""
+    frame, seen, found = sys._getframe(1), [], []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _OPTIMIZERS:
+            found = list(seen)  # what is further out is the training loop
+        elif whose(file) in (READER, LIBRARY):
+            seen.append(frame.f_code)
+        frame = frame.f_back
+    return found
+
+
+def _find_conditions(code: CodeType) -> list[Site]:
+    """The lines where this code asks for a remainder, to do something in every tenth call."""
+    lines = [line for *_, line in code.co_lines() if line]
+    return [Site(code.co_filename, line) for line in _conditions(code.co_filename) if min(lines) <= line <= max(lines)]
+
+
+@functools.lru_cache(maxsize=64)
+def _conditions(file: str) -> list[int]:
+    tests = (node.test for node in ast.walk(parse(file)) if isinstance(node, (ast.If, ast.IfExp)))
+    remainders = (node for test in tests for node in ast.walk(test) if isinstance(node, ast.BinOp))
+    return sorted({node.lineno for node in remainders if isinstance(node.op, ast.Mod)})
