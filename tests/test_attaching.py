@@ -984,7 +984,7 @@ def test_a_plan_pulls_a_function_and_is_pushed_by_a_script():
     assert drive(counting([1, 0, 2]), lambda: calls.append(1)) == "the end" and len(calls) == 3
     marks = Marks(ends.append)
     optimizer, other = (torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
-    with marks.pushing(counting([1, 2])):
+    with marks.pushing(lambda: counting([1, 2])):
         for _ in range(4):
             assert not ends
             optimizer.step()
@@ -1000,7 +1000,7 @@ def test_a_step_that_runs_out_of_data_is_no_end_of_the_plan():
 
 def test_steps_that_a_scaler_skips_and_empty_ones_are_marks():
     marks, weight = Marks(print), torch.zeros(1, requires_grad=True)
-    with marks.pushing(counting([100])):
+    with marks.pushing(lambda: counting([100])):
         optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
         for value in (math.inf, 1.0, math.inf):
             scaler.scale(weight * value).sum().backward()
@@ -1018,7 +1018,7 @@ def test_a_step_that_calls_its_parents_is_one_also_where_the_parent_has_hooks_of
             return super().step(closure)
 
     marks, weight = Marks(print), torch.zeros(1, requires_grad=True)
-    with marks.pushing(counting([100])):
+    with marks.pushing(lambda: counting([100])):
         torch.optim.SGD([weight])  # PyTorch gives a class its hooks when one of it is made
         optimizer = Noted([weight])
         for _ in range(3):
@@ -1370,3 +1370,124 @@ def test_what_an_optimizer_does_only_in_some_steps_is_named(run):
     assert told["unknown"] == [f"how long an optimizer takes for what it does only in some steps: {asked}"], errors
     _, told, _ = run(own.replace("if self.calls % 10 == 0:", "if self.calls > 10:"))
     assert told["unknown"] == []
+
+
+# An optimizer that is dropped has only tried something.
+
+DROPPED = {
+    "a learning rate": """
+def tried():
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for rows in (1, 2):
+        model(torch.randn(1024 * rows, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+tried(), tried()
+""",
+    "backward passes": """
+for rows in (1, 2):
+    model(torch.randn(1024 * rows, 1024, device="cuda")).sum().backward()
+    model.zero_grad()
+""",
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_steps_of_an_optimizer_that_is_dropped_are_no_training(kind, run, expected):
+    code, told, errors = run(PLAIN.replace("optimizer =", f"{DROPPED[kind]}\noptimizer =", 1))
+    assert code == 0 and not told["assumptions"] and not told["unknown"], errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.01)
+    assert seconds(told) == pytest.approx(expected[1], rel=0.01)
+
+
+def test_a_batch_that_is_found_by_doubling_is_the_one_that_counts(run):
+    probe = f"""
+import gc
+{BUILD.rpartition("optimizer")[0]}
+def fits(rows):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        for _ in range(2):
+            model(torch.randn(rows, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        gc.collect()
+        return False
+    return True
+
+rows = 2**14
+while fits(rows):
+    rows *= 2
+rows //= 2
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+    _, told, errors = run(loop(probe, STEP.replace("64", "rows")))
+    _, alone, _ = run(tries("KeyError:\n    rows = 0", 2**18))
+    assert told["allocated"] == pytest.approx(alone["allocated"], rel=0.01), errors
+    assert seconds(told) == pytest.approx(seconds(alone), rel=0.01) and len(told["notes"]) == 1
+
+
+def test_a_step_that_trains_few_of_the_weights_says_so(run):
+    head = "for layer in model[:-1]: layer.requires_grad_(False)\n"
+    few = "model.extend(torch.nn.Linear(1024, 1024).cuda() for _ in range(8))\n"
+    build = BUILD.replace("optimizer =", f"{few}{head}optimizer =")
+    _, told, errors = run(loop(build))
+    assert told["notes"] == ["the step that was counted trains 6.25% of the weights of all modules"], errors
+
+
+def test_marks_are_counted_anew_where_what_made_them_is_gone():
+    marks, weight, made = Marks(print), torch.zeros(1, requires_grad=True), []
+
+    def plan():
+        made.append(plan)
+        yield 100
+
+    first, beside = torch.optim.SGD([weight]), torch.optim.SGD([weight])
+    with marks.pushing(plan):
+        first.step(), beside.step(), first.step()
+        assert (marks.count, marks.source, len(made)) == (2, first, 1)
+        del first
+        beside.step()
+        assert (marks.count, marks.source, len(made)) == (1, beside, 2)
+        beside.itself = beside  # as a scheduler does it
+        beside = torch.optim.SGD([weight])
+        beside.step(), beside.step()
+    assert (marks.count, marks.source, len(made)) == (2, beside, 3)
+
+
+# Checks that a guess does not pass, and tests on which nothing depends
+
+CHECKED = {
+    "by a name": "fine = bool((loss > 0).all())\nif not fine:\n    raise ValueError('negative')\n",
+    "by a function": "fine = bool((loss > 0).all())\ncheck(fine)\n",
+    "told": "if loss > 9:\n    print('large', loss)\nelse:\n    warnings.warn('small')\n",
+}
+
+
+@pytest.mark.parametrize("kind", CHECKED)
+def test_a_check_passes_and_what_is_only_told_changes_nothing(kind, run, expected):
+    helper = "import warnings\ndef check(fine):\n    if not fine: raise ValueError('negative')\n"
+    code, told, errors = run(loop(helper + BUILD, STEP + CHECKED[kind]))
+    assert code == 0 and not told["unknown"] and told["allocated"] == pytest.approx(expected[0], rel=0.01), errors
+    assert [each.split(" ", 1)[1] for each in told["assumptions"]] == ["checks a value, taken as passed"] * (
+        kind != "told"
+    )
+
+
+def test_where_no_other_guess_helps_the_first_error_is_shown(run, here):
+    script = "open('runs', 'a').write('x')\n" + loop(step=STEP + "fine = bool(loss > 0)\nraise KeyError(fine)\n")
+    code, _, errors = run(script)
+    assert code == 1 and "KeyError: False; not known here: train.py:13 reads a value, taken as False" in errors
+    assert (here / "runs").read_text() == "xxx"
+
+
+def test_what_is_expanded_on_the_cpu_is_stored_in_full_on_the_gpu(run, expected):
+    """And a part of a larger tensor without the rest."""
+    moves = "rows = torch.rand(1, 1024).expand(1024, 1024).to('cuda')\nrows += 1\n"
+    part = "part = torch.rand(1024, 4096)[:, ::4].to('cuda')\n"
+    code, told, errors = run(PLAIN.replace("optimizer =", f"{moves}{part}optimizer =", 1))
+    assert code == 0 and told["allocated"] == pytest.approx(expected[0] + 2 * 2**22, rel=0.005), errors

@@ -80,7 +80,7 @@ def main(path: str) -> NoReturn:
     give_size()
     threading.Thread(target=_tell_where, args=(Path(order["answer"]).with_name(WHERE), marks), daemon=True).start()
     try:
-        with planned(marks, **order["options"]) as plan, marks.pushing(guarded(plan)):
+        with planned(marks, **order["options"]) as make_plan, marks.pushing(lambda: guarded(make_plan())):
             _run(order)
         code = 0
     except SystemExit as end:

@@ -7,7 +7,9 @@ GradScaler, closures, a Trainer need no case of their own.
 
 import contextlib
 import functools
+import gc
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType
@@ -91,23 +93,36 @@ class Marks:
 
     `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
     that stepped first, or `effgpu.tick`. Where a script makes no optimizer of PyTorch's, a step goes from one backward
-    pass to the next. `loop` is, from the second step on, the code that makes a step, and that which runs the steps: the
-    same, or what calls it. `listeners` are called at each.
+    pass to the next. A script that drops that optimizer, and steps another one, has only tried something, such as a
+    learning rate: its steps are counted anew, under a new plan. `loop` is, from the second step on, the code that makes
+    a step, and that which runs the steps: the same, or what calls it. `listeners` are called at each.
     """
 
     connection = None  # to nobody: what `ticking` asks after a fork
 
     def __init__(self, done: Callable[[Any], None]):
-        self.count, self.source = 0, None
+        self.count = 0
         self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
+        self._source: Callable[[], object] = lambda: None
+        self._others: weakref.WeakSet = weakref.WeakSet()  # optimizers that stepped where another one is the source
+        self._make_plan: Callable[[], Plan] | None = None
         self._plan: Plan | None = None
         self._done, self._left = done, 1
 
+    @property
+    def source(self) -> object:
+        """What ends the steps; None where nothing has, or what did is gone."""
+        return self._source()
+
     def mark(self, source: object) -> None:
         """`source` has made a step."""
-        self.source = self.source or source
+        if source is not self.source and isinstance(source, torch.optim.Optimizer) and source not in self._others:
+            self._others.add(source)
+            gc.collect()  # the one before may be gone, but for references in a circle, as schedulers make them
+        if self.source is None:
+            self._begin(source)
         if source is not self.source:
             return
         self.count += 1
@@ -122,12 +137,18 @@ class Marks:
         except StopIteration as end:
             self._done(end.value)
 
+    def _begin(self, source: object) -> None:
+        if self._plan:
+            self._plan.close()
+        self._source = weakref.ref(source) if isinstance(source, torch.optim.Optimizer) else lambda: source
+        self._plan, self._left, self.count, self.loop = self._make_plan(), 1, 0, ()
+
     def tick(self, items: object = None, loss: object = None, metric: object = None) -> None:
         """What `effgpu.tick` calls."""
         self.mark(TICKS)
 
     @contextlib.contextmanager
-    def pushing(self, plan: Plan) -> Iterator[None]:
+    def pushing(self, make_plan: Callable[[], Plan]) -> Iterator[None]:
         """Inside, the steps of optimizers and ticks are marks, which push the plan.
 
         So are what a GradScaler skips, and calls of a `step` that was put on the instance: PyTorch's hooks see neither.
@@ -135,12 +156,14 @@ class Marks:
         scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
         step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
         prepare, run_backward = optimizers.__init__, getattr(torch.autograd, _BACKWARD)
-        backward, made, inside, self._plan = torch.Tensor.backward, [], [], plan
+        backward, made, inside, self._make_plan = torch.Tensor.backward, [], [], make_plan
 
         @functools.wraps(prepare)
-        def prepared(self, *args, **kwargs):
+        def prepared(optimizer, *args, **kwargs):
             made.append(True)
-            return prepare(self, *args, **kwargs)
+            if self.source is BACKWARD:  # passes before the training, such as to see what they take
+                self._source = lambda: None
+            return prepare(optimizer, *args, **kwargs)
 
         def marked_backward(run):
             @functools.wraps(run)

@@ -94,7 +94,7 @@ def _load_faster(seen: Observed) -> str:
     if not seen.has_loader:
         return "DataLoader(..., num_workers=2), so that batches are made while the GPU works"
     if seen.workers >= 2 * cores:
-        return "less work per sample: decode, resize or tokenise once, before the training, and store the result"
+        return "less work per sample: decode, resize or tokenise once, before the training; augment batches on the GPU"
     keep = "" if seen.persistent else ", persistent_workers=True"
     return f"DataLoader(..., num_workers={max(2, 2 * seen.workers)}{keep})"
 
@@ -264,7 +264,9 @@ CAUSES = {
         Cause(
             VALIDATION,
             "11",
-            lambda seen: "with torch.no_grad(): around the validation, and validate less often",
+            lambda seen: (
+                "with torch.no_grad(): around what is not trained there: a validation, a teacher, a policy that acts"
+            ),
             lambda event, seen: event.kind == KERNEL and event.site in seen.unused,
             note=lambda seen, events: (
                 f"{format_bytes(sum(seen.unused.values()))} are kept here for a backward pass that never comes"

@@ -69,12 +69,12 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
 
 
 @contextlib.contextmanager
-def measuring(marks: Marks, gpu: Gpu) -> Iterator[Plan]:
-    """The plan whose result is what was seen of the script's step, and measured of it in turns, on this GPU."""
+def measuring(marks: Marks, gpu: Gpu) -> Iterator[Callable[[], Plan]]:
+    """What makes the plan whose result is what was seen of the script's step, and measured in turns, on this GPU."""
     loading, moving, disturbances = Loading(), Moving(), Disturbances()
     marks.listeners += [loading.next_step, moving.next_step]
     with replaced([*loading.replacing(disturbances.note), *moving.replacing(), *disturbances.replacing()]):
-        yield _measure(marks, gpu, loading, moving, disturbances)
+        yield functools.partial(_measure, marks, gpu, loading, moving, disturbances)
 
 
 def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", disturbances: "Disturbances") -> Plan:
@@ -180,15 +180,15 @@ class Disturbances:
 
 
 @contextlib.contextmanager
-def predicting(marks: Marks, gpu: Gpu, runs_out: bool = True) -> Iterator[Plan]:
-    """The plan whose result is the Prediction for this GPU, and what was seen of the step.
+def predicting(marks: Marks, gpu: Gpu, **again: object) -> Iterator[Callable[[], Plan]]:
+    """What makes the plan whose result is the Prediction for this GPU, and what was seen of the step.
 
-    Nothing but the loader is measured. `runs_out`, and what is raised, are as in `predicting.scripts.planned`.
+    Nothing but the loader is measured. What is raised is as in `predicting.scripts.planned`.
     """
     loading = Loading()
     marks.listeners.append(loading.next_step)
-    with replaced(loading.replacing()), recording(marks, (gpu,), gpu.capability, runs_out=runs_out) as recorder:
-        yield _predict(marks, gpu, recorder, loading)
+    with replaced(loading.replacing()), recording(marks, (gpu,), gpu.capability, **again) as recorder:
+        yield functools.partial(_predict, marks, gpu, recorder, loading)
 
 
 def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:

@@ -142,7 +142,8 @@ def find_reader() -> tuple[Hashable, FrameType]:
 def passing(frame: FrameType) -> bool | None:
     """The value with which the check passes that a frame is at; None where it is at none that can be read as one.
 
-    A check is an assertion, or an `if` whose body ends in an error: `if not (a >= b).all(): raise ValueError`.
+    A check is an assertion, or an `if` whose body ends in an error: `if not (a >= b).all(): raise ValueError`, or
+    `ok = bool((a >= b).all())` before one.
     """
     test, passes = _checks(frame.f_code.co_filename).get(frame.f_lineno, (None, None))
     return None if test is None else _asked(test, passes)
@@ -151,12 +152,40 @@ def passing(frame: FrameType) -> bool | None:
 @functools.lru_cache(maxsize=64)
 def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
     """By line: the test of the innermost check that has it, and whether it passes if the test is true."""
-    found = {}
-    for node in ast.walk(parse(file)):
+    found, named = {}, {}
+    nodes = sorted((node for node in ast.walk(parse(file)) if isinstance(node, ast.stmt)), key=lambda node: node.lineno)
+    for node in nodes[::-1]:  # so that a name stands for the first check of it that follows
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _fails(node.body[-1])):
-            for line in range(node.test.lineno, node.test.end_lineno + 1):
-                found[line] = node.test, isinstance(node, ast.Assert)
+            check = node.test, isinstance(node, ast.Assert)
+            found |= dict.fromkeys(range(node.test.lineno, node.test.end_lineno + 1), check)
+            named |= {part.id: check for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if check := named.pop(node.targets[0].id, None):
+                found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), check)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            named.clear()
     return found
+
+
+def only_tells(frame: FrameType) -> bool:
+    """Whether a frame is at a test on which nothing depends but what is printed or logged."""
+    return frame.f_lineno in _tellings(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=64)
+def _tellings(file: str) -> frozenset[int]:
+    """The lines of such tests."""
+    tests = [node for node in ast.walk(parse(file)) if isinstance(node, ast.If)]
+    telling = [node.test for node in tests if all(map(_tells, [*node.body, *node.orelse]))]
+    return frozenset(line for test in telling for line in range(test.lineno, test.end_lineno + 1))
+
+
+def _tells(statement: ast.stmt) -> bool:
+    called = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+    return getattr(called, "attr", getattr(called, "id", "")) in _TELL
+
+
+_TELL = ("print", "debug", "info", "warning", "warn", "error")
 
 
 def _fails(last: ast.stmt) -> bool:
@@ -219,6 +248,8 @@ class Guesses:
             self.made.append(Guess(site, where, value))
             return value
         decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame))
+        if decides and only_tells(frame):
+            return False if isinstance(value, bool) else value
         if decides and type(value) is int:
             value = -1 - len(self.made)  # which equals nothing that is counted, nor another guess
         self.made.append(Guess(site, where, value))
@@ -256,9 +287,10 @@ class Guesses:
         self.statistics = True
         return Statistic(value, lambda: self._recorder.unknown.setdefault(why))
 
-    def answer_otherwise(self) -> bool:
-        """After an error: take the last guess the other way round in the next walk. False if all have been."""
-        left = [guess for guess in self.made if guess.site not in self.answers and guess.value != guess.other]
+    def answer_otherwise(self, kind: type = object) -> bool:
+        """After an error: take the last guess of this kind the other way round in the next walk. False if all were."""
+        made = (guess for guess in self.made if isinstance(guess.value, kind))
+        left = [guess for guess in made if guess.site not in self.answers and guess.value != guess.other]
         if not left or len(self.answers) == _MOST_TRIES:
             return False
         self.answers[left[-1].site] = left[-1].other

@@ -41,6 +41,7 @@ class Optimizers:
     def note_built(self, built: Optimizer) -> None:
         """There is one more, made by the line that is running."""
         self.built.add(built)
+        self._recorder.products[-1] = 0  # what came before it was no step
         if site := find_site():
             self._built_at[built] = site.where
 

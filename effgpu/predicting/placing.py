@@ -73,11 +73,15 @@ class ScriptRecorder(Recorder):
         self.caught: dict[Site, Site] = {}  # where it would catch running out of memory, and where it runs out first
         self._live = 0  # bytes on the GPU now
         self._ran_out = False  # since the last tensor that fitted
-        self.products = [0]  # of the backward pass of each step, and of the one that has begun
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
         return _Placer(self)
+
+    def start(self) -> None:
+        """The script has made its first step: count from here on, and not what another optimizer did before."""
+        super().start()
+        self.products = self.products[-2:]
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, in place of those noted before."""

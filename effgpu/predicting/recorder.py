@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self.idle: list[str] = []  # those that have made no step where others have, at the end of the last one
         self.optimizers = Optimizers(self)
+        self.products = [0]  # of the backward pass of each of a script's steps, and of the one that has begun
         self.awaits_update = False  # whether a function is called until one has
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """The variant is built: count from here on."""
         self.name_owners()
-        self.first, self._started = self._events, True
+        self.first, self._started, self._made, self._alive = self._events, True, [[]], None
 
     def device_of(self, fake: FakeTensor) -> torch.device:
         """Where the step finds a fake tensor, and where PyTorch finds it while an operation is looked up.
@@ -610,7 +611,7 @@ class Recorder(TorchDispatchMode):
             parts = (self.imitate(part, on_host) for part in (real._indices(), real._values()))
             return torch.sparse_coo_tensor(*parts, real.shape, check_invariants=False)
         with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CPU)
+            fake = torch.empty_strided(real.shape, _dense_strides(real), dtype=real.dtype, device=CPU)
         if real.numel() <= kept and not real.requires_grad:
             with on_real_tensors():
                 self.values.keep(fake, real.detach)
@@ -649,6 +650,14 @@ class Recorder(TorchDispatchMode):
         """A hook for every parameter and buffer that a module registers."""
         self._modules.add(module)
 
+    def trained_share(self) -> float:
+        """The share of the modules' weights that the optimizers which have made a step train."""
+        held = (each for module in self._modules for each in module._parameters.values() if each is not None)
+        weights = {id(each): each.numel() for each in held}
+        groups = (group for one in self.optimizers.stepped for group in one.param_groups)
+        trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
+        return sum(weights[each] for each in weights.keys() & trained) / max(1, sum(weights.values()))
+
     def name_owners(self) -> None:
         """Say of all storages alive whose they are."""
         for module in list(self._modules):
@@ -675,6 +684,14 @@ def _is_composite(func) -> bool:
     """Whether an operation is made of others. One such as `silu_backward` could be, and has a kernel of its own."""
     has = func.has_kernel_for_dispatch_key
     return has(DispatchKey.CompositeImplicitAutograd) and not has(DispatchKey.CPU)
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of a copy: what is expanded, or a part of something larger, is stored in full, and without the rest."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    with on_real_tensors():
+        return torch.empty_like(tensor, device="meta").stride()
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

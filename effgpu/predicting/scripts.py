@@ -2,8 +2,9 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from effgpu.attaching.child import NOTE, Again, Refused
 from effgpu.attaching.sites import Site
@@ -11,6 +12,7 @@ from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import replaced
 from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.placing import ScriptRecorder, fakes_in_place
@@ -20,6 +22,7 @@ from effgpu.units import format_bytes, format_seconds, with_article
 
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _MORE_WORK, _HIGHER = 1.1, 1.02  # by these factors, a step before the one that is counted was another one
+_FEW = 0.1  # a share of the weights
 _LONG = 5.0  # seconds of forward passes that are worth a line
 
 
@@ -30,15 +33,14 @@ def planned(
     capability: tuple[int, int],
     steps: int,
     taken: float | None,
-    runs_out: bool = True,
-) -> Iterator[Plan]:
-    """The plan whose result is the Prediction for these GPUs; inside, the script's GPU has this capability.
+    **again: object,
+) -> Iterator[Callable[[], Plan]]:
+    """What makes the plan whose result is the Prediction for these GPUs; inside, the script's GPU has this capability.
 
-    With `runs_out`, a script that catches running out of memory does so where one GPU, the only one, is full. Raises
-    Refused for what cannot be walked, and Again, without `runs_out`, for a script that then makes no more steps.
+    Raises Refused for what cannot be walked, and Again, with options of `recording`, where a script may then go on.
     """
-    with recording(marks, gpus, capability, taken, runs_out=runs_out) as recorder:
-        yield walk(marks, recorder, gpus, steps)
+    with recording(marks, gpus, capability, taken, **again) as recorder:
+        yield partial(walk, marks, recorder, gpus, steps)
 
 
 @contextlib.contextmanager
@@ -49,15 +51,22 @@ def recording(
     taken: float | None = None,
     *,
     runs_out: bool = True,
+    answers: Mapping[Hashable, bool] | None = None,
+    tries: int = 2,
 ) -> Iterator[ScriptRecorder]:
-    """Inside, a script has the first of these GPUs with this capability: what it does is recorded, and not done."""
+    """Inside, a script has the first of these GPUs with this capability: what it does is recorded, and not done.
+
+    With `runs_out`, a script that catches running out of memory does so where one GPU, the only one, is full. `answers`
+    are those of `Guesses`. After an error that follows a guess, so many `tries` take it the other way round.
+    """
     recorder = walking_as(ScriptRecorder(capability), gpus)
     recorder.taken = taken
     recorder.room = min(gpu.memory - gpu.context[0] for gpu in gpus) / (1 - LESS)
     recorder.runs_out = runs_out and len(gpus) == 1
+    recorder.guesses.answers = dict(answers or {})
     marks.listeners += [lambda: setattr(recorder, "loop", marks.loop or recorder.loop), recorder.next_step]
     with (
-        _refusing(recorder),
+        _refusing(recorder, tries),
         weights_without_values(recorder),
         recorder.checkpoints.kept(),
         as_gpu(recorder),
@@ -101,6 +110,8 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder, steps: int) -> Iterator[s
     """What is part of the step that was counted, and what is not."""
     if marks.source is BACKWARD:
         yield "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
+    if 0 < (share := recorder.trained_share()) < _FEW:
+        yield f"the step that was counted trains {share:.2%} of the weights of all modules"
     if recorder.evaluated:
         yield "an evaluation is part of the step that was counted: the script evaluates in each"
     if recorder.passes_before > steps * recorder.passes_within:  # as many steps came before
@@ -124,11 +135,13 @@ def _check_on_gpu(recorder: ScriptRecorder) -> None:
 
 
 @contextlib.contextmanager
-def _refusing(recorder: ScriptRecorder) -> Iterator[None]:
+def _refusing(recorder: ScriptRecorder, tries: int) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
         _ask_again(recorder)
+        if not isinstance(error, (Refused, SystemExit)):
+            _ask_otherwise(recorder.guesses, tries)
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, Refused) and cause and (why := explain(cause)):
             raise Refused(why) from error
@@ -144,3 +157,11 @@ def _ask_again(recorder: ScriptRecorder) -> None:
     """A script that has run out of memory, and ends, is walked as if it all fitted: its size is what one asks for."""
     if recorder.caught and recorder.runs_out:
         raise Again({"runs_out": False})
+
+
+def _ask_otherwise(guesses: Guesses, tries: int) -> None:
+    """An error may come of a guess. Where another one leads to an error, too, the first is shown."""
+    if tries and guesses.answer_otherwise(bool):
+        raise Again({"answers": guesses.answers, "tries": tries - 1})
+    if guesses.answers:
+        raise Again({"answers": {}, "tries": 0})
