@@ -1491,3 +1491,107 @@ def test_what_is_expanded_on_the_cpu_is_stored_in_full_on_the_gpu(run, expected)
     part = "part = torch.rand(1024, 4096)[:, ::4].to('cuda')\n"
     code, told, errors = run(PLAIN.replace("optimizer =", f"{moves}{part}optimizer =", 1))
     assert code == 0 and told["allocated"] == pytest.approx(expected[0] + 2 * 2**22, rel=0.005), errors
+
+
+# What a tester found
+
+GROWS = """
+kept = None
+with torch.no_grad():
+    for _ in range(40):
+        made = model(torch.randn(8192, 1024, device="cuda"))
+        kept = made if kept is None else torch.cat([kept, made])
+del made, kept
+"""
+
+
+def test_blocks_that_grow_are_given_back_and_an_evaluation_in_some_steps_is_no_part_of_them(run, expected):
+    _, told, errors = run(loop(step=f"{STEP}if number % 2 == 1:\n{textwrap.indent(GROWS, '    ')}", steps=9))
+    (gpu,) = told["gpus"]
+    assert told["reserved"]["high"] > 15 * 2**30 > 4 * told["allocated"], errors
+    assert gpu["verdict"] == "fits" and gpu["needed"]["high"] < 5 * 2**30
+    assert seconds(told) == pytest.approx(expected[1], rel=0.05)
+    (note,) = told["notes"]
+    assert note.startswith("forward passes without gradients ran before the third step")
+
+
+RARELY = """
+if number % 10 == 9:
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+"""
+
+
+@pytest.mark.parametrize("rest, named", [("10 == 9", True), ("2 == 2", False)], ids=["a pass", "either way"])
+def test_a_backward_pass_of_every_tenth_step_is_named(rest, named, run):
+    either = RARELY.replace("10 == 9", rest) + ("" if named else "else:\n    loss.backward(retain_graph=True)\n")
+    _, told, errors = run(loop(step=STEP.replace("loss.backward()", f"{either}\nloss.backward()")))
+    assert [why.partition(": ")[0] for why in told["unknown"]] == [
+        "what the backward pass takes that comes only in some steps"
+    ] * named, errors
+
+
+def test_passes_before_an_optimizer_is_made_are_no_training(run, expected):
+    probes = "for rows in range(1, 8):\n    model(torch.randn(64 * rows, 1024, device='cuda')).sum().backward()\n    "
+    code, told, errors = run(PLAIN.replace("optimizer =", f"{probes}model.zero_grad()\noptimizer =", 1))
+    assert code == 0 and told["notes"] == [] and seconds(told) == pytest.approx(expected[1], rel=0.01), errors
+
+
+OFFLOADS = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(4))).to("cuda")
+host = [torch.zeros(weight.shape, pin_memory=True) for weight in model.parameters()]
+for weight in host: weight.grad = torch.empty_like(weight, pin_memory=True)
+optimizer = torch.optim.AdamW(host)
+"""
+STEPS_ON_THE_HOST = """
+model(torch.randn(8, 4096).cuda()).square().mean().backward()
+for weight, other in zip(model.parameters(), host):
+    other.grad.copy_(weight.grad, non_blocking=True)
+    weight.grad = None
+optimizer.step()
+for weight, other in zip(model.parameters(), host):
+    weight.data.copy_(other, non_blocking=True)
+"""
+
+
+def test_what_moves_to_the_cpu_and_back_crosses_the_bus(run):
+    _, told, errors = run(loop(OFFLOADS, STEPS_ON_THE_HOST))
+    copies = told["gpus"][0]["time"]["kinds"]["copies to the CPU and back"]
+    assert copies["bytes"] == 2 * 4 * 4 * 4096**2 and copies["kernels"] == 8, errors
+    assert told["unknown"] == ["how long the optimizer takes on the CPU, where its weights are"]
+
+
+def test_rows_of_a_large_table_take_no_longer_than_those_of_a_small_one(run):
+    build = "import torch\ntable = torch.nn.Embedding(ROWS, 64, sparse=True).cuda()\n"
+    build += "optimizer = torch.optim.SGD(table.parameters(), 0.1)\n"
+    step = "rows = torch.randint(0, 1000, (1024,)).cuda()\n(table(rows).sum() + table(rows).mean()).backward()\n"
+    small, large = (
+        run(loop(build.replace("ROWS", rows), step + "optimizer.step()")) for rows in ("10_000", "10_000_000")
+    )
+    assert seconds(small[1]) == seconds(large[1]) < 0.001, large[2]
+
+
+def test_a_tensor_of_the_cpus_that_grows_stays_there(run):
+    own = "mask = model[0].weight.data.new().resize_((1024, 1)).bernoulli_(0.5)\nassert mask.device.type == 'cpu'\n"
+    code, _, errors = run(loop(BUILD.replace('.to("cuda")', "") + own, STEP.replace('.to("cuda")', "")))
+    assert code == 2 and "trains on the CPU" in errors
+
+
+EXPERTS = """
+_, chosen = torch.topk(model(torch.randn(1024, 1024, device="cuda"))[:, :8], 2, dim=-1)
+mask = torch.nn.functional.one_hot(chosen, num_classes=8).permute(2, 1, 0)
+assert torch.where(mask[3])[0].shape == (256,) and (chosen == 3).nonzero().shape == (256, 2)
+assert torch.where((chosen == 3).any(-1))[0].shape == (256,)
+"""
+
+
+def test_one_of_eight_experts_gets_an_eighth(run):
+    code, told, errors = run(loop(step=EXPERTS + STEP))
+    assert code == 0 and len(told["assumptions"]) == 2, errors
+    assert told["assumptions"][0].endswith("takes 12.5% of what it chooses from by value (taken=0.125)")
+
+
+def test_folds_of_two_steps_each_say_so(run):
+    fold = "for fold in range(5):\n" + textwrap.indent(loop(steps=2), "    ")
+    code, _, errors = run(fold)
+    assert code == 2 and "ended after 10 steps, at most 2 with one optimizer, and 3 are needed" in errors

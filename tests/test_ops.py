@@ -45,6 +45,9 @@ def test_what_runs_no_kernel_does_not_count():
         assert count_ops(lambda: torch.profiler.record_function("a name").__enter__()) == {}
 
 
+TWO = torch.tensor([1, 7])  # 16 bytes
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "touched"),
     [  # of tensors with a size of 4,000 bytes
@@ -56,6 +59,12 @@ def test_what_runs_no_kernel_does_not_count():
         ("add.out", lambda x, y: (x, x), 3),
         ("_foreach_add_.Scalar", lambda x, y: ([x, y], 1.0), 4),
         ("mm.default", lambda x, y: (x, y.t()), 2.1),
+        ("embedding.default", lambda x, y: (x, TWO), 0.4 + 0.004),
+        ("index_select.default", lambda x, y: (x, 0, TWO), 0.4 + 0.004),
+        ("index.Tensor", lambda x, y: (x, [torch.arange(10).repeat(20)]), 1 + 20 + 0.4),
+        ("index_put_.default", lambda x, y: (x, [TWO], y[:2]), 0.6 + 0.004),
+        ("index_add_.default", lambda x, y: (x, 0, TWO, y[:2]), 0.6 + 0.004),
+        ("add_.Tensor", lambda x, y: (x, torch.sparse_coo_tensor(TWO[None], y[:2], (10, 100))), 0.6 + 3 * 0.004),
     ],
 )
 def test_bytes_are_those_read_and_written(name, arguments, touched):

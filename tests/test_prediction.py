@@ -89,6 +89,20 @@ def test_reserved_memory_holds_the_peak_and_nothing_overlaps(lives):
         pool.free(piece)
     free = [size for sizes in pool._free.values() for size, _ in sizes]
     assert sum(free) == pool.reserved and len(free) == len(pool._at), "joined into whole segments"
+    assert peak <= count_reserved(blocks, peak) and count_reserved(blocks, inf) == count_reserved(blocks)
+
+
+def test_an_allocator_that_lacks_room_gives_back_what_is_free():
+    """Blocks that grow, such as a list of outputs that is joined anew for each: two of them live at once."""
+    blocks = [Block(size * 20 * MiB, 2 * size, died=2 * size + 3) for size in range(1, 11)]
+    assert find_peak(blocks)[0] == (9 + 10) * 20 * MiB
+    assert count_reserved(blocks) > 2 * 19 * 20 * MiB
+    assert count_reserved(blocks, 19 * 20 * MiB) == 19 * 20 * MiB
+    pool = Pool(30 * MiB)
+    first, second = pool.allocate(20 * MiB), pool.allocate(2 * MiB)
+    pool.free(first)
+    assert pool.allocate(30 * MiB).size == 30 * MiB and (pool.reserved, pool.most) == (50 * MiB, 50 * MiB)
+    assert pool._at[second.address] is second, "what is in use stays"
 
 
 # --- variants ---

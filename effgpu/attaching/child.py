@@ -97,7 +97,7 @@ def main(path: str) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if code:
         leave(code, failed=f"exit code {code}")
-    leave(ended=_explain_end(marks.count, started, order["needs"]))
+    leave(ended=_explain_end(marks, started, order["needs"]))
 
 
 _TRAIN_HERE = "let the first process train, as with one process in place of several"
@@ -134,7 +134,8 @@ def _note_processes() -> list[str]:
     return started
 
 
-def _explain_end(steps: int, processes: list[str], needs: int | str) -> str:
+def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
+    steps = marks.total
     for name, library in _OTHERS.items():
         if not steps and name in sys.modules:
             return f"uses {library}: only training with PyTorch is understood"
@@ -145,6 +146,7 @@ def _explain_end(steps: int, processes: list[str], needs: int | str) -> str:
     if not steps:
         return "ended without a step of an optimizer of PyTorch's: let it train, or call effgpu.tick() once per step"
     made = "a step" if steps == 1 else f"{steps} steps"
+    made += f", at most {marks.most} with one optimizer" * (marks.most < steps)
     return f"ended after {made}, and {needs} are needed: give it more of them, or more data"
 
 

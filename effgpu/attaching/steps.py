@@ -94,14 +94,17 @@ class Marks:
     `done` gets what the plan returns. `count` is the number of steps so far, `source` what ends them: the optimizer
     that stepped first, or `effgpu.tick`. Where a script makes no optimizer of PyTorch's, a step goes from one backward
     pass to the next. A script that drops that optimizer, and steps another one, has only tried something, such as a
-    learning rate: its steps are counted anew, under a new plan. `loop` is, from the second step on, the code that makes
-    a step, and that which runs the steps: the same, or what calls it. `listeners` are called at each.
+    learning rate: its steps are counted anew, under a new plan. `most` are the most steps of one of them, `total` those
+    of all. So many `probes` are awaited in backward passes, in case an optimizer is made after them. `loop` is, from
+    the second step on, the code that makes a step, and that which runs the steps: the same, or what calls it.
+    `listeners` are called at each.
     """
 
     connection = None  # to nobody: what `ticking` asks after a fork
 
     def __init__(self, done: Callable[[Any], None]):
-        self.count = 0
+        self.count = self.most = self.total = 0
+        self.probes = 1
         self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
@@ -125,7 +128,8 @@ class Marks:
             self._begin(source)
         if source is not self.source:
             return
-        self.count += 1
+        self.count, self.total = self.count + 1, self.total + 1
+        self.most = max(self.most, self.count)
         self.loop = self.loop or _find_loop()
         for listener in self.listeners:
             listener()
@@ -141,7 +145,8 @@ class Marks:
         if self._plan:
             self._plan.close()
         self._source = weakref.ref(source) if isinstance(source, torch.optim.Optimizer) else lambda: source
-        self._plan, self._left, self.count, self.loop = self._make_plan(), 1, 0, ()
+        self._plan, self._left = self._make_plan(), self.probes if source is BACKWARD else 1
+        self.count, self.loop = 0, ()
 
     def tick(self, items: object = None, loss: object = None, metric: object = None) -> None:
         """What `effgpu.tick` calls."""

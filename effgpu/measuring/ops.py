@@ -12,6 +12,9 @@ from effgpu.measuring.variants import check_worked, uncompiled
 Key = Callable[[str, list[torch.Tensor]], Hashable | None]
 
 _NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size"}
+# Of their first tensor, they read as much as they give, or read and write as much as the tensor that they put into it.
+_READ_ROWS = {"embedding", "index", "index_select", "gather", "take"}
+_WRITE_ROWS = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "scatter_reduce_"}
 _OVERWRITE = {"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"}  # these do not read what they change
 
 
@@ -63,14 +66,29 @@ def runs_kernel(operation) -> bool:
 
 def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: object) -> int:
     """Bytes that a call reads and writes, without caches. An argument that it changes in place counts as both."""
-    touched = 0
+    touched, most = 0, _rows(name, args, result)
     given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     for argument in operation._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         reads = not (argument.is_out or (writes and name in _OVERWRITE))
-        touched += (reads + writes) * sum(map(_size, tensors_of(given.get(argument.name))))
+        size = sum(map(_size, tensors_of(given.get(argument.name))))
+        touched += (reads + writes) * (size if most is None else min(size, most))
+        most = None
     inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
     return touched + sum(_size(tensor) for tensor in tensors_of(result) if id(tensor) not in inputs)
+
+
+def _rows(name: str, args: tuple, result: object) -> int | None:
+    """The most bytes that a call reads, or writes, of its first argument; None for all of them."""
+    if name in _READ_ROWS:
+        return sum(map(_size, tensors_of(result)))
+    first, *others = args or (None,)
+    if not isinstance(first, torch.Tensor) or first.layout is not torch.strided:
+        return None
+    if any(isinstance(other, torch.Tensor) and other.layout is torch.sparse_coo for other in others):
+        return sum(map(_size, tensors_of(others)))
+    values = [_size(other) for other in tensors_of(others) if other.dtype is first.dtype]
+    return max(values, default=None) if name in _WRITE_ROWS else None
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:

@@ -62,9 +62,12 @@ def find_peak(blocks: Sequence[Block], first: int = 0) -> tuple[int, int]:
     return most, at
 
 
-def count_reserved(blocks: Sequence[Block]) -> int:
-    """The bytes that the allocator holds after these allocations and frees, in the order of their events."""
-    pool = Pool()
+def count_reserved(blocks: Sequence[Block], room: float = inf) -> int:
+    """The most bytes that the allocator holds in these allocations and frees, in the order of their events.
+
+    Above `room` bytes, it gives back what it has cached before it asks the GPU for more.
+    """
+    pool = Pool(room)
     events = [(block.born, 1, number) for number, block in enumerate(blocks)]
     events += [(block.died, 0, number) for number, block in enumerate(blocks) if block.died < inf]
     held = {}
@@ -73,7 +76,7 @@ def count_reserved(blocks: Sequence[Block]) -> int:
             held[number] = pool.allocate(blocks[number].size)
         else:
             pool.free(held.pop(number))
-    return pool.reserved
+    return pool.most
 
 
 class _Piece:
@@ -88,10 +91,14 @@ class _Piece:
 
 
 class Pool:
-    """The caching allocator: `reserved` bytes in segments, cut into pieces that are handed out and joined again."""
+    """The caching allocator: `reserved` bytes in segments, cut into pieces that are handed out and joined again.
 
-    def __init__(self):
-        self.reserved = 0
+    `most` are the most that were reserved. With less `room` than it takes, whole segments that are free are given back.
+    """
+
+    def __init__(self, room: float = inf):
+        self.reserved = self.most = 0
+        self._room, self._end = room, 0  # the latter: of the addresses so far
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted
         self._at: dict[int, _Piece] = {}
 
@@ -104,15 +111,27 @@ class Pool:
         if found < len(free):
             piece = self._at[free.pop(found)[1]]
         else:
-            piece = _Piece(self.reserved, segment_size(size), small)
+            piece = _Piece(self._end, segment_size(size), small)
             self._at[piece.address] = piece
+            if self.reserved + piece.size > self._room:
+                self._give_back()
+            self._end += piece.size
             self.reserved += piece.size
+            self.most = max(self.most, self.reserved)
         piece.is_free = False
         rest = piece.size - size
         # should_split: a rest of the small pool is kept from 512 bytes on, one of the large pool from above 1 MiB
         if rest >= ROUNDED_TO if small else rest > SMALL:
             self._split(piece, size)
         return piece
+
+    def _give_back(self) -> None:
+        """release_cached_blocks: the segments of which no part is handed out."""
+        for piece in list(self._at.values()):
+            if piece.is_free and piece.before is piece.after is None:
+                self._forget(piece)
+                del self._at[piece.address]
+                self.reserved -= piece.size
 
     def free(self, piece: _Piece) -> None:
         """Give a piece back, joined with the free pieces beside it."""

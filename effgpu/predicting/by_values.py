@@ -53,7 +53,7 @@ def _find(recorder: "Recorder", tensor: torch.Tensor) -> torch.Tensor:
     known = recorder.values.of(tensor)
     with _disable_current_modes():
         count = None if known is None else int(known.count_nonzero())
-    chosen = recorder.choose_from(tensor.numel(), count)
+    chosen = recorder.choose_from(tensor.numel(), count, recorder.shares.get(tensor, 0.5))
     found = _empty(recorder, (chosen, tensor.dim()), torch.int64)
     if chosen == count:
         recorder.values.keep(found, known.nonzero)

@@ -1,7 +1,7 @@
 """The optimizers of a step: which there are, when one works, what it keeps, and what it does only in some steps."""
 
-import ast
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from effgpu.attaching.sites import LIBRARY, READER, Site, find_site, parse, whose
+from effgpu.attaching.sites import LIBRARY, READER, find_site, whose
 from effgpu.measuring.ops import tensors_of
+from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.allocator import Block, round_size
 from effgpu.predicting.kernels import UNTIMED
+from effgpu.predicting.rare import find_remainders
 from effgpu.predicting.rules import defaults_to_foreach
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class Optimizers:
         if not self.stepped:
             return []
         stepped = {id(group) for one in self.stepped for group in one.param_groups}
+        if self.built - self.stepped:
+            gc.collect()  # what was given up, as by an attempt that ran out of memory, may be in a circle of references
         idle = (one for one in self.built - self.stepped if not stepped.issuperset(map(id, one.param_groups)))
         return [f"the {type(one).__name__} of {self._built_at.get(one, 'the step')}" for one in idle]
 
@@ -79,6 +83,8 @@ class Optimizers:
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
+            if not all(isinstance(parameter, FakeTensor) for parameter in group["params"]):
+                self._recorder.unknown[f"{UNTIMED} the optimizer takes on the CPU, where its weights are"] = None
             gradients = [parameter.grad for parameter in group["params"]]
             if any(gradient is not None and gradient.is_sparse for gradient in gradients):
                 self._recorder.unknown[f"{UNTIMED} the {type(optimizer).__name__} takes for sparse gradients"] = None
@@ -107,7 +113,7 @@ class Optimizers:
 
     def name_rare_updates(self) -> None:
         """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known."""
-        for site in sorted({site for code in self._code for site in _find_conditions(code)}):
+        for site in sorted({site for code in self._code for site in find_remainders(code)}):
             self._recorder.unknown[f"{UNTIMED} an optimizer takes for what it does only in some steps: {site}"] = None
 
     def fill_histories(self) -> None:
@@ -137,16 +143,3 @@ def _running() -> list[CodeType]:
             seen.append(frame.f_code)
         frame = frame.f_back
     return found
-
-
-def _find_conditions(code: CodeType) -> list[Site]:
-    """The lines where this code asks for a remainder, to do something in every tenth call."""
-    lines = [line for *_, line in code.co_lines() if line]
-    return [Site(code.co_filename, line) for line in _conditions(code.co_filename) if min(lines) <= line <= max(lines)]
-
-
-@functools.lru_cache(maxsize=64)
-def _conditions(file: str) -> list[int]:
-    tests = (node.test for node in ast.walk(parse(file)) if isinstance(node, (ast.If, ast.IfExp)))
-    remainders = (node for test in tests for node in ast.walk(test) if isinstance(node, ast.BinOp))
-    return sorted({node.lineno for node in remainders if isinstance(node.op, ast.Mod)})

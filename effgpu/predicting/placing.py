@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching.sites import Site, find_site
+from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
     FakeTensor,
     _current_graph_task_id,
@@ -45,7 +46,9 @@ from effgpu.predicting.values import MOST
 from effgpu.units import format_bytes
 
 HOST = "host"
+MORE_WORK = 1.1  # by this factor, one step does more than another
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
+_COPIES = {torch.ops.aten.copy_, torch.ops.aten._foreach_copy_}
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
@@ -64,11 +67,12 @@ class ScriptRecorder(Recorder):
         self.trouble: Exception | None = None  # the last operation that has no fake result
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
         self.passes_before = self.passes_within = 0  # products of such passes before that step, and in it
+        self._passes = [0]  # of them in each step, and in the one that has begun
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
-        self.room = math.inf  # bytes: what surely does not fit the GPU, or the smallest of several
+        self.room = math.inf  # bytes: what does not fit the GPU, or the smallest of several
         self.runs_out = False  # whether what does not fit raises an error where the script catches it
         self.caught: dict[Site, Site] = {}  # where it would catch running out of memory, and where it runs out first
         self._live = 0  # bytes on the GPU now
@@ -86,11 +90,18 @@ class ScriptRecorder(Recorder):
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, in place of those noted before."""
         super().note_kernels()
+        self.passes_before += self.passes_within
         self.evaluated, self.passes_within = False, 0
 
     def next_step(self) -> None:
         """A step is over."""
         self.products.append(0)
+        self._passes.append(0)
+
+    def ran_more_passes(self) -> bool:
+        """Whether the last step ran more forward passes without gradients than the one before, as in an evaluation."""
+        *_, before, last, _ = self._passes
+        return last > MORE_WORK * before
 
     def peak_before(self) -> tuple[int, Site | None]:
         """The most bytes on the GPU before the steps that are counted, and the line that took the last of them."""
@@ -143,6 +154,7 @@ class ScriptRecorder(Recorder):
         if func.overloadpacket in _FORWARD and _current_graph_task_id() != -1:
             self.products[-1] += 1
         elif func.overloadpacket in _FORWARD and self._lacks_gradients():
+            self._passes[-1] += 1
             if self.segments:
                 self.passes_within += 1
             else:
@@ -191,7 +203,7 @@ class ScriptRecorder(Recorder):
                     self._find_full(block.size)
             return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._blocks and storage.nbytes():
+        if storage._cdata not in self._blocks:  # also where it is empty: it may grow
             block = self._blocks[storage._cdata] = Block(0, self._events, HOST)
             weakref.finalize(storage, self._drop, storage._cdata, block)
 
@@ -207,14 +219,30 @@ class ScriptRecorder(Recorder):
             return
         self.caught.setdefault(catcher, find_site() or catcher)
         if self.runs_out:
-            self._ran_out = True
+            self._ran_out, self.products[-1], self._passes[-1] = True, 0, 0
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {format_bytes(size)} (predicted).")
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
-        if not self.on_host:
+        if func.overloadpacket in _COPIES and (crossing := self._find_crossing(args)):
+            for host, moved, to_gpu in crossing:
+                block = self._blocks.get(moved.untyped_storage()._cdata)
+                if to_gpu and not isinstance(host, FakeTensor) and not (block and block.owner == "weights"):
+                    self.note_copy(host, is_non_blocking(args, kwargs))
+                else:
+                    self._note_copy(moved, pinned=isinstance(host, FakeTensor) or host in self.pinned)
+        elif not self.on_host:
             super()._note(func, args, kwargs, result)
         elif self.optimizers.working:
             self.unknown[f"{UNTIMED} the optimizer takes on the CPU, where its weights are"] = None
+
+    def _find_crossing(self, args: tuple) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Of copies between the host and the GPU: the host's tensor, the GPU's, and whether that is written."""
+        found = []
+        for written, read in zip(*map(tensors_of, args[:2])):
+            of_host = [not isinstance(each, FakeTensor) or self.is_on_host(each) for each in (written, read)]
+            if of_host[0] != of_host[1]:
+                found.append((written, read, False) if of_host[0] else (read, written, True))
+        return found
 
     def _see_real(self, value: object) -> None:
         """What is real is on the CPU: a number, or indices."""

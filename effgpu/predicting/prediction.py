@@ -42,8 +42,12 @@ OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
+_GIVES_BACK = (
+    "where memory is tight, PyTorch gives back what it has cached and asks for it anew: that time is not counted"
+)
+_CACHED = 1.5  # by this factor or more, the allocator holds more than the peak: of blocks that grow, it keeps each
 _VARIES = 1.05  # by this factor or more, two steps differ in size
-_RANGE = "times: in brackets the range for 9 of 10 transformers; without loading data, on one GPU, at its usual clock"
+_RANGE = "times: in brackets, where 9 of 10 published ones lie; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
 _ASKS_CUDA = ("no NVIDIA driver", "not compiled with CUDA", "CUDA driver version", "No CUDA GPUs", "attribute '_cuda")
@@ -79,7 +83,8 @@ class Prediction:
     the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of
     the peak. `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns
     the peak: (line, owner, bytes); `kept` what each step leaves behind, so that memory grows from step to step.
-    `before` is the peak of a script before the steps that are counted, where that is the higher one; else 0.
+    `before` is the peak of a script before the steps that are counted, where that is the higher one; else 0. `tight`
+    is what the allocator would hold where it has to give back what it has cached, if `reserved` is far more.
     """
 
     allocated: int
@@ -99,6 +104,7 @@ class Prediction:
     peak: tuple[tuple[Site | None, str, int], ...] = ()
     kept: tuple[tuple[Site | None, int], ...] = ()
     before: int = 0
+    tight: int | None = None
 
     @property
     def compiled(self) -> bool:
@@ -129,8 +135,11 @@ class Prediction:
     def _most(self, gpu: Gpu) -> int:
         """The most bytes that cannot leave the GPU."""
         more = MORE + COMPILED_MORE * self.compiled
-        reserved = max(self.reserved_range.high, self.before)
-        return int(reserved * (1 + more)) + self.workspaces.high + gpu.context[1]
+        reserved, tight = (
+            int(max(size, self.before) * (1 + more)) + self.workspaces.high + gpu.context[1]
+            for size in (self.reserved_range.high, self.tight or self.reserved_range.high)
+        )
+        return reserved if reserved <= gpu.memory else tight
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
         """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
@@ -241,6 +250,8 @@ class Prediction:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
+        if self.tight and any(self.reserved_range.high > gpu.memory >= self.total(gpu).high for gpu in self.gpus):
+            notes.append(_GIVES_BACK)
         return [*self._warnings(), *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
 
     def _unchecked(self) -> list[str]:
@@ -438,10 +449,13 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
     recorder.optimizers.fill_histories()
     recorder.optimizers.name_rare_updates()
     peak, owners, resting = _divide(recorder)
+    blocks = [block for block in recorder.on_gpu if block.died > recorder.emptied]
+    reserved = count_reserved(blocks)
+    tight = count_reserved(blocks, peak) if reserved > _CACHED * peak else None
     return Prediction(
         peak,
         owners,
-        count_reserved([block for block in recorder.on_gpu if block.died > recorder.emptied]),
+        reserved,
         Range(*recorder.workspaces()),
         gpus,
         tuple(recorder.assumptions),
@@ -457,6 +471,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         events=tuple(recorder.events),
         peak=recorder.owners_at_peak(),
         kept=recorder.kept,
+        tight=tight,
     )
 
 

@@ -95,6 +95,9 @@ class Recorder(TorchDispatchMode):
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.ranges = WeakTensorKeyDictionary()  # how many whole numbers there can be in what argmax and its like gave
+        self.shares = (
+            WeakTensorKeyDictionary()
+        )  # of the elements that are true, where comparing with such a number says so
         self.values = Values()
         self.guesses = Guesses(self)
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
@@ -293,16 +296,24 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_range(self, name: str, args: tuple, result: object) -> None:
-        """Note how many whole numbers the results can be: those of argmax are as many as what it chooses from."""
-        if name in ("argmax", "argmin", "max", "min"):
-            dim = args[1] if len(args) > 1 else None
+        """Note how many whole numbers the results can be: those of argmax are as many as what it chooses from.
+
+        One of n is equal to a given number in one of n places, as far as one can know.
+        """
+        if name == "eq" and (known := [arg for arg in args if isinstance(arg, FakeTensor) and arg in self.ranges]):
+            self.shares[result] = 1 / max(1, self.ranges[known[0]])
+        elif name == "any" and args[0] in self.shares:
+            self.shares[result] = min(1.0, self.shares[args[0]] * args[0].numel() / max(1, result.numel()))
+        elif name in ("argmax", "argmin", "max", "min", "topk"):
+            dim = -1 if name == "topk" else args[1] if len(args) > 1 else None
             for made in tensors_of(result):
                 if made.dtype is torch.int64 and (dim is None or isinstance(dim, int)):
                     self.ranges[made] = args[0].numel() if dim is None else args[0].shape[dim]
         elif name in _KEEPS_RANGE:
             for known in tensors_of(args[:1]):
-                if known in self.ranges:
-                    self.ranges.update((made, self.ranges[known]) for made in tensors_of(result))
+                for noted in (self.ranges, self.shares):
+                    if known in noted:
+                        noted.update((made, noted[known]) for made in tensors_of(result))
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the kernels of an operation, if it is in the step that counts, on a GPU."""
@@ -621,14 +632,14 @@ class Recorder(TorchDispatchMode):
         """What stands for a tensor that was read from a file."""
         return self.imitate(real, True, LARGE)
 
-    def choose_from(self, number: int, known: int | None = None) -> int:
+    def choose_from(self, number: int, known: int | None = None, share: float = 0.5) -> int:
         """How many of so many elements an operation takes that depends on values, which is said if it is not known."""
         if known is not None and self.taken is None:
             return known
-        share = 0.5 if self.taken is None else self.taken
+        share = share if self.taken is None else self.taken
         if where := _reader():
             where = where.partition(" (in ")[0]  # one line for all that a library chooses below it
-            self.assumptions[f"{where} takes {share:.0%} {CHOSEN} (taken={share:g})"] = None
+            self.assumptions[f"{where} takes {100 * share:.3g}% {CHOSEN} (taken={share:.3g})"] = None
         return round(share * number)
 
     def choose_rows(self, *_: object, **__: object) -> int:

@@ -15,13 +15,14 @@ from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import replaced
 from effgpu.predicting.kernels import UNTIMED
-from effgpu.predicting.placing import ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import LESS, conclude, count, explain, walking_as
+from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
+from effgpu.predicting.prediction import STEPS, conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
+from effgpu.predicting.rare import find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
-_MORE_WORK, _HIGHER = 1.1, 1.02  # by these factors, a step before the one that is counted was another one
+_HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW = 0.1  # a share of the weights
 _LONG = 5.0  # seconds of forward passes that are worth a line
 
@@ -53,20 +54,22 @@ def recording(
     runs_out: bool = True,
     answers: Mapping[Hashable, bool] | None = None,
     tries: int = 2,
+    probes: int = 16,
 ) -> Iterator[ScriptRecorder]:
     """Inside, a script has the first of these GPUs with this capability: what it does is recorded, and not done.
 
     With `runs_out`, a script that catches running out of memory does so where one GPU, the only one, is full. `answers`
-    are those of `Guesses`. After an error that follows a guess, so many `tries` take it the other way round.
+    are those of `Guesses`. After an error that follows a guess, so many `tries` take it the other way round. So many
+    backward passes are `probes`, such as for a batch that fits, until an optimizer is made.
     """
     recorder = walking_as(ScriptRecorder(capability), gpus)
-    recorder.taken = taken
-    recorder.room = min(gpu.memory - gpu.context[0] for gpu in gpus) / (1 - LESS)
+    marks.probes, recorder.taken = probes, taken
+    recorder.room = min(gpu.memory - gpu.context[0] for gpu in gpus)
     recorder.runs_out = runs_out and len(gpus) == 1
     recorder.guesses.answers = dict(answers or {})
     marks.listeners += [lambda: setattr(recorder, "loop", marks.loop or recorder.loop), recorder.next_step]
     with (
-        _refusing(recorder, tries),
+        _refusing(marks, recorder, tries),
         weights_without_values(recorder),
         recorder.checkpoints.kept(),
         as_gpu(recorder),
@@ -82,7 +85,7 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
     _check_on_gpu(recorder)  # the first step is done
     yield from count(recorder, steps)
     for _ in range(_MORE):
-        if not recorder.evaluated:
+        if not (recorder.evaluated or recorder.ran_more_passes()):
             break
         recorder.note_kernels()
         yield 1
@@ -101,9 +104,12 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
 
 def _name_rare_work(recorder: ScriptRecorder) -> None:
     *earlier, counted, _ = recorder.products
-    if max(earlier) > _MORE_WORK * counted:
+    if max(earlier) > MORE_WORK * counted:
         most = f"{max(earlier)} matrix products in its backward pass, and {counted} in the one that was counted"
         recorder.unknown[f"{UNTIMED} work takes that comes only in some steps: one before had {most}"] = None
+        return
+    for site in dict.fromkeys(site for code in recorder.loop for site in find_passes(code)):
+        recorder.unknown[f"what the backward pass takes that comes only in some steps: {site}"] = None
 
 
 def _tell_step(marks: Marks, recorder: ScriptRecorder, steps: int) -> Iterator[str]:
@@ -135,7 +141,7 @@ def _check_on_gpu(recorder: ScriptRecorder) -> None:
 
 
 @contextlib.contextmanager
-def _refusing(recorder: ScriptRecorder, tries: int) -> Iterator[None]:
+def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -149,6 +155,8 @@ def _refusing(recorder: ScriptRecorder, tries: int) -> Iterator[None]:
             error.add_note(f"{NOTE}not known here: {guessed}")
         raise
     _ask_again(recorder)
+    if marks.source is BACKWARD and marks.count > STEPS and marks.probes > 1:
+        raise Again({"probes": 1})
     if recorder.trouble and (why := explain(recorder.trouble)):
         raise Refused(why) from recorder.trouble
 
