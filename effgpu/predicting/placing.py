@@ -48,7 +48,7 @@ from effgpu.units import format_bytes
 HOST = "host"
 MORE_WORK = 1.1  # by this factor, one step does more than another
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
-_COPIES = {torch.ops.aten.copy_, torch.ops.aten._foreach_copy_}
+_COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
@@ -223,7 +223,7 @@ class ScriptRecorder(Recorder):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {format_bytes(size)} (predicted).")
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
-        if func.overloadpacket in _COPIES and (crossing := self._find_crossing(args)):
+        if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
             for host, moved, to_gpu in crossing:
                 block = self._blocks.get(moved.untyped_storage()._cdata)
                 if to_gpu and not isinstance(host, FakeTensor) and not (block and block.owner == "weights"):
