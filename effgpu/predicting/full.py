@@ -5,13 +5,42 @@ import functools
 import linecache
 import re
 import sys
+from dataclasses import dataclass, field
+from math import inf
 
-from effgpu.attaching.sites import LIBRARY, READER, Site, parse, whose
+import torch
+
+from effgpu.attaching.sites import LIBRARY, READER, Site, find_site, parse, whose
+from effgpu.units import format_bytes
 
 _NAMES_MEMORY = re.compile(r"memory|reduce_batch_size|\boom|_oom", re.IGNORECASE)  # in what handles the error
 
 
-def find_catcher() -> Site | None:
+@dataclass
+class Room:
+    """What a script has on its GPU, and where it would catch that no more fits.
+
+    `size` are the bytes that fit on the GPU, or the smallest of several. With `raises`, what does not fit raises an
+    error where the script catches it. `caught` has the line of each such `try`, with the line that runs out first.
+    """
+
+    size: float = inf
+    raises: bool = False
+    caught: dict[Site, Site] = field(default_factory=dict)
+    taken: int = 0
+    ran_out: bool = False  # since the last tensor that fitted
+
+    def run_out(self, size: int) -> None:
+        """So many bytes do not fit. Raises torch.OutOfMemoryError where the script catches that, with `raises`."""
+        if (catcher := _find_catcher()) is None:
+            return
+        self.caught.setdefault(catcher, find_site() or catcher)
+        if self.raises:
+            self.ran_out = True
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {format_bytes(size)} (predicted).")
+
+
+def _find_catcher() -> Site | None:
     """The innermost `try` whose handlers speak of memory: it would catch running out of it now."""
     frame = sys._getframe(1)
     while frame is not None:

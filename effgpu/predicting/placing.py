@@ -25,7 +25,7 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block, find_peak
-from effgpu.predicting.full import find_catcher
+from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.parameters import is_plain
@@ -43,7 +43,6 @@ from effgpu.predicting.translator import (
     on_real_tensors,
 )
 from effgpu.predicting.values import MOST
-from effgpu.units import format_bytes
 
 HOST = "host"
 MORE_WORK = 1.1  # by this factor, one step does more than another
@@ -72,11 +71,7 @@ class ScriptRecorder(Recorder):
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
-        self.room = math.inf  # bytes: what does not fit the GPU, or the smallest of several
-        self.runs_out = False  # whether what does not fit raises an error where the script catches it
-        self.caught: dict[Site, Site] = {}  # where it would catch running out of memory, and where it runs out first
-        self._live = 0  # bytes on the GPU now
-        self._ran_out = False  # since the last tensor that fitted
+        self.room = Room()
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -193,14 +188,15 @@ class ScriptRecorder(Recorder):
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self.on_host:
-            if self._ran_out:  # by now the script has let go of what it gave up
-                self.emptied, self._ran_out = self._events, False
+            if self.room.ran_out:  # by now the script has let go of what it gave up
+                self.emptied, self.room.ran_out = self._events, False
+                self.products[-1] = self._passes[-1] = 0
             before = len(self.blocks)
             super()._add(tensor)
             for block in self.blocks[before:]:
-                self._live += block.size
-                if self._live > self.room:
-                    self._find_full(block.size)
+                self.room.taken += block.size
+                if self.room.taken > self.room.size and not self._may_need_less():
+                    self.room.run_out(block.size)
             return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._blocks:  # also where it is empty: it may grow
@@ -209,18 +205,10 @@ class ScriptRecorder(Recorder):
 
     def _drop(self, key: int, block: Block) -> None:
         super()._drop(key, block)
-        self._live -= block.size
+        self.room.taken -= block.size
 
-    def _find_full(self, size: int) -> None:
-        """The GPU is full: raise what PyTorch raises, if the script catches it there, and nothing may need less."""
-        if COMPILED in self.assumptions or any(not why.startswith(UNTIMED) for why in self.unknown):
-            return
-        if (catcher := find_catcher()) is None:
-            return
-        self.caught.setdefault(catcher, find_site() or catcher)
-        if self.runs_out:
-            self._ran_out, self.products[-1], self._passes[-1] = True, 0, 0
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {format_bytes(size)} (predicted).")
+    def _may_need_less(self) -> bool:
+        return COMPILED in self.assumptions or any(not why.startswith(UNTIMED) for why in self.unknown)
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):

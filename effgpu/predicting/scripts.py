@@ -11,6 +11,7 @@ from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
+from effgpu.predicting.full import Room
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import replaced
@@ -64,8 +65,7 @@ def recording(
     """
     recorder = walking_as(ScriptRecorder(capability), gpus)
     marks.probes, recorder.taken = probes, taken
-    recorder.room = min(gpu.memory - gpu.context[0] for gpu in gpus)
-    recorder.runs_out = runs_out and len(gpus) == 1
+    recorder.room = Room(min(gpu.memory - gpu.context[0] for gpu in gpus), runs_out and len(gpus) == 1)
     recorder.guesses.answers = dict(answers or {})
     marks.listeners += [lambda: setattr(recorder, "loop", marks.loop or recorder.loop), recorder.next_step]
     with (
@@ -93,7 +93,7 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
     _name_rare_work(recorder)
     concluded = conclude(recorder, gpus)
     before, site = recorder.peak_before()
-    notes = [*concluded.notes, *(_tell_caught(recorder, gpus, *places) for places in recorder.caught.items())]
+    notes = [*concluded.notes, *(_tell_caught(recorder, gpus, *places) for places in recorder.room.caught.items())]
     notes += _tell_step(marks, recorder, steps)
     if before > _HIGHER * concluded.allocated:
         took = f"the script took more, {format_bytes(before)} (predicted): {site}"
@@ -132,7 +132,9 @@ def _tell_caught(recorder: ScriptRecorder, gpus: tuple[Gpu, ...], catcher: Site,
     text = f"{full.where} runs out of memory on {with_article(smallest)} (predicted), and {catcher.where} catches that"
     if len(gpus) > 1:
         return f'{text}: predict for "{smallest}" alone to see what follows'
-    return f"{text}: what follows is predicted" if recorder.runs_out else f"{text}, and ends: predicted as if it fitted"
+    return (
+        f"{text}: what follows is predicted" if recorder.room.raises else f"{text}, and ends: predicted as if it fitted"
+    )
 
 
 def _check_on_gpu(recorder: ScriptRecorder) -> None:
@@ -163,7 +165,7 @@ def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[No
 
 def _ask_again(recorder: ScriptRecorder) -> None:
     """A script that has run out of memory, and ends, is walked as if it all fitted: its size is what one asks for."""
-    if recorder.caught and recorder.runs_out:
+    if recorder.room.caught and recorder.room.raises:
         raise Again({"runs_out": False})
 
 
