@@ -132,9 +132,9 @@ def _tell_caught(recorder: ScriptRecorder, gpus: tuple[Gpu, ...], catcher: Site,
     text = f"{full.where} runs out of memory on {with_article(smallest)} (predicted), and {catcher.where} catches that"
     if len(gpus) > 1:
         return f'{text}: predict for "{smallest}" alone to see what follows'
-    return (
-        f"{text}: what follows is predicted" if recorder.room.raises else f"{text}, and ends: predicted as if it fitted"
-    )
+    if recorder.room.raises:
+        return f"{text}: what follows is predicted"
+    return f"{text}, and ends: predicted as if it fitted"
 
 
 def _check_on_gpu(recorder: ScriptRecorder) -> None:
