@@ -1139,3 +1139,19 @@ def test_checkpointing_finds_weights_that_say_no_place_where_it_found_them_befor
         return lambda: checkpoint(run, rows, use_reentrant=False).sum().backward()
 
     assert predict(variant, "T4").allocated > 0
+
+
+def test_what_is_checked_by_a_name_is_a_truth(tmp_path):
+    lines = """fine = bool(values.all())
+kept = [each for each in values if each > 0]
+least = values.min() > 0
+if not fine or not least: raise ValueError
+if not kept: raise ValueError
+if least: print()
+size = (values > 0).sum().item()
+assert size > 3
+fine = values.any()
+"""
+    file = tmp_path / "train.py"
+    file.write_text(lines)
+    assert sorted(guesses._checks(str(file))) == [1, 3, 4, 5, 8]

@@ -158,13 +158,27 @@ def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _fails(node.body[-1])):
             check = node.test, isinstance(node, ast.Assert)
             found |= dict.fromkeys(range(node.test.lineno, node.test.end_lineno + 1), check)
-            named |= {part.id: check for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+            named |= dict.fromkeys(_names(node.test), check)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if check := named.pop(node.targets[0].id, None):
+            check = named.pop(node.targets[0].id, None)
+            if check and _is_truth(node.value):
                 found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), check)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             named.clear()
     return found
+
+
+def _names(test: ast.expr) -> list[str]:
+    """The names of which the truth alone is asked."""
+    if isinstance(test, ast.Name):
+        return [test.id]
+    parts = test.values if isinstance(test, ast.BoolOp) else [test.operand] if isinstance(test, ast.UnaryOp) else []
+    return [name for part in parts for name in _names(part)]
+
+
+def _is_truth(value: ast.expr) -> bool:
+    called = getattr(value.func, "attr", getattr(value.func, "id", "")) if isinstance(value, ast.Call) else ""
+    return isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp) or called in ("bool", "all", "any", "item")
 
 
 def only_tells(frame: FrameType) -> bool:
