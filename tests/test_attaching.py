@@ -1255,9 +1255,12 @@ def test_a_script_runs_once_more_for_older_gpus_where_they_differ(step, runs, ru
 # A full GPU: 2**19 rows take more than a T4 has, 2**18 fit.
 
 
+MANY = STEP.replace('torch.randn(64, 1024).to("cuda")', 'torch.randn(rows, 1024, device="cuda")')
+
+
 def tries(handling, rows=2**19):
     """A script that trains on so many rows, and does this where an error of PyTorch's is raised."""
-    body = f"for _ in range(4):\n{textwrap.indent(STEP.replace('64', 'rows'), '    ')}"
+    body = f"for _ in range(4):\n{textwrap.indent(MANY, '    ')}"
     attempt = f"try:\n{textwrap.indent(body, '    ')}\n    break\nexcept {handling}"
     return (
         f"import sys{BUILD}open('runs', 'a').write('x')\nrows = {rows}\nwhile rows:\n{textwrap.indent(attempt, '    ')}"
@@ -1425,7 +1428,7 @@ while fits(rows):
 rows //= 2
 optimizer = torch.optim.AdamW(model.parameters())
 """
-    _, told, errors = run(loop(probe, STEP.replace("64", "rows")))
+    _, told, errors = run(loop(probe, MANY))
     _, alone, _ = run(tries("KeyError:\n    rows = 0", 2**18))
     assert told["allocated"] == pytest.approx(alone["allocated"], rel=0.01), errors
     assert seconds(told) == pytest.approx(seconds(alone), rel=0.01) and len(told["notes"]) == 1
