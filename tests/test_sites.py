@@ -95,3 +95,10 @@ def test_pytorchs_own_reads_are_told_from_those_that_it_is_asked_for():
 def test_a_cell_is_called_a_cell():
     assert str(Site("/tmp/ipykernel_7/2972.py", 3)) == "cell:3"
     assert Site(f"{os.sep}x{os.sep}train.py", 3).where == "train.py:3"
+
+
+def test_a_line_is_shown_as_the_file_has_it_now(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for code in ("first = 1\n", "second = 22\n"):
+        Path("train.py").write_text(code)
+        assert str(Site("train.py", 1)) == f"train.py:1: {code.strip()}"

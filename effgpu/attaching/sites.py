@@ -34,6 +34,7 @@ class Site(NamedTuple):
         return f"{name_file(self.file)}:{self.line}" + f" (in {self.inside})" * bool(self.inside)
 
     def __str__(self) -> str:
+        linecache.checkcache(self.file)  # which may have changed since an earlier answer
         code = linecache.getline(self.file, self.line).strip()
         return f"{self.where}: {code}" if code else self.where
 
