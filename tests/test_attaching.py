@@ -1304,6 +1304,13 @@ def test_doctor_follows_a_script_that_catches_running_out_of_memory(run, here, c
     assert "catches that: what follows is predicted" in told and "does not fit" not in told
 
 
+def test_what_lies_on_the_host_takes_no_room_on_the_gpu(run):
+    """2**18 rows fit, and so do 2**19, whose activations are kept on the host."""
+    kept_there = "with torch.autograd.graph.save_on_cpu(pin_memory=True): loss ="
+    _, told, errors = run(HALVES.replace("loss =", kept_there))
+    assert told["notes"] == [] and told["gpus"][0]["verdict"] != "does not fit", errors
+
+
 ASKS_FOR_MEMORY = """
 import torch
 kept = torch.zeros(2**20, device="cuda")
@@ -1496,7 +1503,7 @@ def test_what_is_expanded_on_the_cpu_is_stored_in_full_on_the_gpu(run, expected)
     assert code == 0 and told["allocated"] == pytest.approx(expected[0] + 2 * 2**22, rel=0.005), errors
 
 
-# What a tester found
+# Caches, evaluations, copies, rows, experts, folds
 
 GROWS = """
 kept = None

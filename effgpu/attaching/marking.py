@@ -7,7 +7,6 @@ batch that a DataLoader gave last before a backward pass, so that an evaluation'
 import contextlib
 import functools
 from collections import deque
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +25,7 @@ def attach() -> None:
     seen = _Seen(script)
     marks = Marks(lambda result: None)
     script.seen = seen
-    _ATTACHED.enter_context(marks.pushing(partial(_show_each_step, marks, seen)))
+    _ATTACHED.enter_context(marks.pushing(functools.partial(_show_each_step, marks, seen)))
     ticking._script = script  # `tick` stays the bench's own
     _note_losses(seen)
     _note_batches(seen)

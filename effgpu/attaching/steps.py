@@ -88,6 +88,10 @@ def _is_within_its_step(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+def _nobody() -> None:
+    """What ends the steps, where nothing has yet."""
+
+
 class Marks:
     """Counts a script's steps and moves its plan on. The plan begins after the first step: by then all is built.
 
@@ -108,7 +112,7 @@ class Marks:
         self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
-        self._source: Callable[[], object] = lambda: None
+        self._source: Callable[[], object] = _nobody
         self._others: weakref.WeakSet = weakref.WeakSet()  # optimizers that stepped where another one is the source
         self._make_plan: Callable[[], Plan] | None = None
         self._plan: Plan | None = None
@@ -167,7 +171,7 @@ class Marks:
         def prepared(optimizer, *args, **kwargs):
             made.append(True)
             if self.source is BACKWARD:  # passes before the training, such as to see what they take
-                self._source = lambda: None
+                self._source = _nobody
             return prepare(optimizer, *args, **kwargs)
 
         def marked_backward(run):

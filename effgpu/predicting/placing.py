@@ -193,7 +193,7 @@ class ScriptRecorder(Recorder):
                 self.products[-1] = self._passes[-1] = 0
             before = len(self.blocks)
             super()._add(tensor)
-            for block in self.blocks[before:]:
+            for block in filter(self.is_on_gpu, self.blocks[before:]):
                 self.room.taken += block.size
                 if self.room.taken > self.room.size and not self._may_need_less():
                     self.room.run_out(block.size)
@@ -205,7 +205,7 @@ class ScriptRecorder(Recorder):
 
     def _drop(self, key: int, block: Block) -> None:
         super()._drop(key, block)
-        self.room.taken -= block.size
+        self.room.taken -= block.size * self.is_on_gpu(block)
 
     def _may_need_less(self) -> bool:
         return COMPILED in self.assumptions or any(not why.startswith(UNTIMED) for why in self.unknown)

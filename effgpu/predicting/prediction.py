@@ -134,12 +134,16 @@ class Prediction:
 
     def _most(self, gpu: Gpu) -> int:
         """The most bytes that cannot leave the GPU."""
+        return self._take(self.tight if self._gives_back(gpu) else self.reserved_range.high, gpu)
+
+    def _take(self, reserved: int, gpu: Gpu) -> int:
+        """The most bytes on the GPU where the step takes so many, with what lies beside them."""
         more = MORE + COMPILED_MORE * self.compiled
-        reserved, tight = (
-            int(max(size, self.before) * (1 + more)) + self.workspaces.high + gpu.context[1]
-            for size in (self.reserved_range.high, self.tight or self.reserved_range.high)
-        )
-        return reserved if reserved <= gpu.memory else tight
+        return int(max(reserved, self.before) * (1 + more)) + self.workspaces.high + gpu.context[1]
+
+    def _gives_back(self, gpu: Gpu) -> bool:
+        """Whether the allocator has to give back there what it has cached."""
+        return self.tight is not None and self._take(self.reserved_range.high, gpu) > gpu.memory
 
     def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
         """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
@@ -250,7 +254,7 @@ class Prediction:
             notes.append(
                 f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
             )
-        if self.tight and any(self.reserved_range.high > gpu.memory >= self.total(gpu).high for gpu in self.gpus):
+        if any(self._gives_back(gpu) for gpu in self.gpus):
             notes.append(_GIVES_BACK)
         return [*self._warnings(), *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
 

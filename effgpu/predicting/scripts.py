@@ -96,8 +96,8 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
     notes = [*concluded.notes, *(_tell_caught(recorder, gpus, *places) for places in recorder.room.caught.items())]
     notes += _tell_step(marks, recorder, steps)
     if before > _HIGHER * concluded.allocated:
-        took = f"the script took more, {format_bytes(before)} (predicted): {site}"
-        notes.append(f"before the step that was counted, {took}")
+        took = f"before the step that was counted, the script took more, {format_bytes(before)} (predicted)"
+        notes.append(f"{took}: {site}" if site else took)
         concluded = replace(concluded, before=before)
     return replace(concluded, notes=tuple(notes))
 
