@@ -233,8 +233,11 @@ def test_a_count_of_right_answers_is_no_size(run):
     right = "right += (loss > 0).sum().item(); print(f'{100. * right / (number + 1):.1f} % {right:d}')\n"
     code, told, errors = run(loop(f"{BUILD}\nright = 0", STEP + right))
     assert code == 0 and not told["unknown"], errors
-    assert re.fullmatch(r"train.py:\d+ reads a number, taken as 1", *told["assumptions"])
+    assert re.fullmatch(r"train.py:\d+ reads a number, taken as 0", *told["assumptions"])
     _, told, _ = run(loop(f"{BUILD}\nright = 0", STEP + right + "for _ in range(right): model[0].weight.sum()\n"))
+    assert any("reads a count, taken as 0" in what for what in told["assumptions"])
+    largest = right.replace("(loss > 0).sum()", "model[0].weight.argmax()") + "for _ in range(right): pass\n"
+    _, told, _ = run(loop(f"{BUILD}\nright = 0", STEP + largest))
     assert any("no size may depend on it" in why for why in told["unknown"])
 
 
@@ -1599,6 +1602,17 @@ def test_one_of_eight_experts_gets_an_eighth(run):
     code, told, errors = run(loop(step=EXPERTS + STEP))
     assert code == 0 and len(told["assumptions"]) == 2, errors
     assert told["assumptions"][0].endswith("takes 12.5% of what it chooses from by value (taken=0.125)")
+
+
+def test_experts_get_rows_of_counted_sizes_and_a_size_that_nobody_knows_is_refused(run):
+    route = 'rows = torch.randn(1024, 1024, device="cuda")\nexpert = model(rows)[:, :8].argmax(1)\n'
+    cut = "parts = rows[expert.argsort()].split(torch.bincount(expert, minlength=8).tolist())\n"
+    code, told, errors = run(loop(step=route + cut + "assert len(parts[7]) == 128\n" + STEP))
+    assert code == 0 and "train.py:9 reads a count, taken as 128" in told["assumptions"], errors
+    assert not told["unknown"]
+    code, _, errors = run(loop(step=route + "rows.view(expert.max().item(), 7, 1024)\n" + STEP))
+    assert code == 2 and "fails without values: RuntimeError: shape '[1, 7, 1024]' is invalid" in errors
+    assert "reads a whole number, taken as 1: no size may depend on it" in errors
 
 
 def test_folds_of_two_steps_each_say_so(run):

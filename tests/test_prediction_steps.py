@@ -588,6 +588,59 @@ def test_counts_of_numbers_are_as_many_as_asked_for_or_as_the_largest_known_numb
     assert predicted.assumptions == ("the numbers that bincount gets are below its minlength",)
 
 
+EIGHT = {  # of what each of eight experts gets
+    "bincount": lambda chosen: torch.bincount(chosen, minlength=8),
+    "bincount with weights of one": lambda chosen: torch.nn.functional.one_hot(chosen, 8).sum(0),
+    "histc": lambda chosen: torch.histc(chosen.float(), bins=8, min=0, max=7).long(),
+    "scattered": lambda chosen: torch.zeros(4096, 8).scatter_(1, chosen[:, None], 1).bool().sum(0),
+    "masks": lambda chosen: torch.stack([(chosen == expert).sum() for expert in range(8)]),
+    "nonzero elements": lambda chosen: torch.stack([(chosen == expert).count_nonzero() for expert in range(8)]),
+    "differences of ends": lambda chosen: (
+        torch.bincount(chosen, minlength=8).cumsum(0).diff(prepend=torch.zeros(1).long())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_counts_are_taken_as_equal(name):
+    """Experts get their tokens so, by sizes."""
+    shapes = []
+
+    def send(out, labels):
+        counts = EIGHT[name](out[:, :8].argmax(1))
+        parts = out.split(counts.tolist())
+        shapes.extend(part.shape[0] for part in parts)
+        shapes.append(int(counts.max()))
+        shapes.append(out.repeat_interleave(counts.numpy()[0], 0).shape[0] // 4096)
+        return torch.cat(parts)
+
+    predicted = predict(choosing(send), "T4", steps=1)
+    assert shapes == [512] * 10 and not predicted.unknown
+    assert any("reads a count, taken as 512" in told for told in predicted.assumptions)
+    assert any("reads counts, taken as equal" in told for told in predicted.assumptions)
+
+
+def test_what_is_counted_in_a_mask_is_what_an_index_takes():
+    shapes = []
+
+    def choose(out, labels):
+        mask = labels >= 0
+        shapes.append((mask.sum().item(), out[mask].shape[0], int(torch.isnan(out).sum())))
+        return out
+
+    for options in ({}, {"taken": 0.25}):
+        assert not predict(choosing(choose), "T4", steps=1, **options).unknown
+    assert shapes == [(2048, 2048, 0), (1024, 1024, 0)]
+
+
+def test_what_follows_from_a_count_decides_nothing_unsaid():
+    def decide(out, labels):
+        return out if (labels >= 0).sum() > 5000 else out * 2
+
+    (unknown,) = predict(choosing(decide), "T4", steps=1).unknown
+    assert unknown.endswith("decides by a value, taken as False")
+
+
 def test_what_a_known_mask_reaches_is_a_known_size():
     """sentence-transformers trims the padding of a batch so."""
     shapes = []
@@ -1052,7 +1105,7 @@ def test_how_many_answers_are_right_is_not_known_only_where_something_depends_on
 def test_a_count_that_is_no_statistic_of_its_line_is_not_known():
     def variant(read):
         model, rows = nn.Linear(8, 2), torch.randn(16, 8)
-        return lambda: read((model(rows).argmax(1) == 0).sum()) or model(rows).sum().backward()
+        return lambda: read(model(rows).argmax(1)[0]) or model(rows).sum().backward()
 
     statistics = lambda right: print(f"{right.item()} of 16") or right.item() / 16 < 0
     others = lambda right: (right.item(), 1 / 16) is None

@@ -50,10 +50,10 @@ def _nonzero(recorder: "Recorder", func, given: dict) -> torch.Tensor:
 
 def _find(recorder: "Recorder", tensor: torch.Tensor) -> torch.Tensor:
     """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
-    known = recorder.values.of(tensor)
+    known = recorder.numbers_of(tensor)
     with _disable_current_modes():
         count = None if known is None else int(known.count_nonzero())
-    chosen = recorder.choose_from(tensor.numel(), count, recorder.shares.get(tensor, 0.5))
+    chosen = recorder.choose_from(tensor.numel(), count, recorder.counting.share_of(tensor))
     found = _empty(recorder, (chosen, tensor.dim()), torch.int64)
     if chosen == count:
         recorder.values.keep(found, known.nonzero)
@@ -67,7 +67,7 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
     if given.get("dim") is not None:
         return None
     recorder.wait()
-    tensor, known = given["self"], recorder.values.of(given["self"])
+    tensor, known = given["self"], recorder.numbers_of(given["self"])
     if known is not None and recorder.taken is None:
         with _disable_current_modes():
             found = func(*(known if value is tensor else value for value in given.values()))
@@ -75,17 +75,18 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
         for fake, each in zip(made, found):
             recorder.values.keep(fake, lambda each=each: each)
         return tuple(made)
-    most = 2 if tensor.dtype is torch.bool else recorder.ranges.get(tensor, math.inf)
+    most = 2 if tensor.dtype is torch.bool else recorder.counting.range_of(tensor)
     count = recorder.choose_from(min(tensor.numel(), most))
     made = [_empty(recorder, (count,), tensor.dtype)]
     for name, shape in {"return_inverse": tensor.shape, "return_counts": (count,)}.items():
         made.append(_empty(recorder, shape if given.get(name) else (0,), torch.int64))
+    recorder.counting.spread(made[-1], tensor.numel())
     return tuple(made[: len(func._schema.returns)])
 
 
 def _bincount(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     """As many counts as the largest number asks for, or `minlength`, if that is larger, or the number not known."""
-    known, least, weights = recorder.values.of(given["self"]), given.get("minlength", 0), given.get("weights")
+    known, least, weights = recorder.numbers_of(given["self"]), given.get("minlength", 0), given.get("weights")
     if known is None and not least:
         return None
     with _disable_current_modes():
@@ -94,6 +95,8 @@ def _bincount(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
         recorder.assumptions["the numbers that bincount gets are below its minlength"] = None
     dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
     made = _empty(recorder, (count,), dtype)
+    if weights is None:
+        recorder.counting.spread(made, given["self"].numel())
     recorder.note_operation(func, (given["self"],), {}, made)
     recorder.wait()  # for the largest number
     return made
@@ -104,7 +107,7 @@ def _repeat(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     if "repeats" not in given or "self" in given:
         return None
     repeats, size = given["repeats"], given.get("output_size")
-    known = recorder.values.of(repeats)
+    known = recorder.numbers_of(repeats)
     if size is None and known is None:
         return None
     if size is None:
@@ -134,7 +137,7 @@ def _ctc_loss(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, to
 
 def _pack(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of a padded batch, step after step, by lengths that are on the CPU, and the rows of each step."""
-    padded, known = given["input"], recorder.values.of(given["lengths"])
+    padded, known = given["input"], recorder.numbers_of(given["lengths"])
     batch, steps = padded.shape[:2] if given["batch_first"] else (padded.shape[1], padded.shape[0])
     chosen = recorder.choose_from(steps) if known is None else 0
     with _disable_current_modes():

@@ -246,8 +246,11 @@ class Guesses:
         """A step is over: no loop of it goes on."""
         self._asked.clear()
 
-    def take(self, value: bool | int | float, where: str | None) -> bool | int | float:
-        """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code."""
+    def take(self, value: bool | int | float, where: str | None, *, counted: bool = False) -> bool | int | float:
+        """The value that is taken for one that nobody knows, which is said if it has an effect on the reader's code.
+
+        If it is `counted`, sizes may depend on it.
+        """
         site, frame = find_reader()
         if (
             where is None or self._recorder.optimizers.working
@@ -261,7 +264,7 @@ class Guesses:
             self._recorder.assumptions[f"{where} {text}"] = None
             self.made.append(Guess(site, where, value))
             return value
-        decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame))
+        decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame) and not counted)
         if decides and only_tells(frame):
             return False if isinstance(value, bool) else value
         if decides and type(value) is int:
@@ -269,14 +272,18 @@ class Guesses:
         self.made.append(Guess(site, where, value))
         if decides:
             self._check_ends(site, where)
-            self._recorder.unknown[f"{where} decides by a value, taken as False"] = None
+            self._recorder.unknown[
+                f"{where} decides by a value, taken as {value if isinstance(value, bool) else False}"
+            ] = None
         elif isinstance(value, float):
             self._recorder.assumptions[f"{where} reads a number, taken as {value:g}"] = None
         else:
-            why = f"{where} reads a whole number, taken as 1: no size may depend on it"
+            why = f"{where} reads a whole number, taken as {value}: no size may depend on it"
             if self._counting is not None and makes_a_statistic(frame):
                 self._recorder.assumptions[f"{where} reads a number, taken as {value}"] = None
                 self._counting = why
+            elif counted:
+                self._recorder.assumptions[f"{where} reads a count, taken as {value}"] = None
             else:
                 self._recorder.unknown[why] = None
         return value

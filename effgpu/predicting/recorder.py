@@ -27,6 +27,7 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.checkpoints import Checkpoints
+from effgpu.predicting.counting import HALF, Counting
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import CHOSEN, ZEROS, Guesses
 from effgpu.predicting.hardware import FIRST_GPU
@@ -52,8 +53,6 @@ from effgpu.units import MiB
 
 aten = torch.ops.aten
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
-_KEEPS_RANGE = ("view", "_unsafe_view", "clone", "_to_copy", "detach", "alias", "squeeze", "unsqueeze", "slice")
-_KEEPS_RANGE += ("select", "permute", "t", "transpose", "expand", "index", "masked_select")
 _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
@@ -94,11 +93,8 @@ class Recorder(TorchDispatchMode):
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
-        self.ranges = WeakTensorKeyDictionary()  # how many whole numbers there can be in what argmax and its like gave
-        self.shares = (
-            WeakTensorKeyDictionary()
-        )  # of the elements that are true, where comparing with such a number says so
         self.values = Values()
+        self.counting = Counting(self)
         self.guesses = Guesses(self)
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
         self._depth = 0  # of operations that are being looked up
@@ -276,7 +272,7 @@ class Recorder(TorchDispatchMode):
             elsewhere = self.names_gpu and self._is_not_the_gpus(func, args, kwargs)
             if not elsewhere:
                 self.note_operation(func, args, kwargs, result)
-        self._note_range(name := name.removeprefix("aten::"), args, result)
+        self.counting.follow(name := name.removeprefix("aten::"), args, result)
         if self.optimizers.keeps_direction(func, args):
             self.truths[result] = True
         elif name in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
@@ -294,26 +290,6 @@ class Recorder(TorchDispatchMode):
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
-
-    def _note_range(self, name: str, args: tuple, result: object) -> None:
-        """Note how many whole numbers the results can be: those of argmax are as many as what it chooses from.
-
-        One of n is equal to a given number in one of n places, as far as one can know.
-        """
-        if name == "eq" and (known := [arg for arg in args if isinstance(arg, FakeTensor) and arg in self.ranges]):
-            self.shares[result] = 1 / max(1, self.ranges[known[0]])
-        elif name == "any" and args[0] in self.shares:
-            self.shares[result] = min(1.0, self.shares[args[0]] * args[0].numel() / max(1, result.numel()))
-        elif name in ("argmax", "argmin", "max", "min", "topk"):
-            dim = -1 if name == "topk" else args[1] if len(args) > 1 else None
-            for made in tensors_of(result):
-                if made.dtype is torch.int64 and (dim is None or isinstance(dim, int)):
-                    self.ranges[made] = args[0].numel() if dim is None else args[0].shape[dim]
-        elif name in _KEEPS_RANGE:
-            for known in tensors_of(args[:1]):
-                for noted in (self.ranges, self.shares):
-                    if known in noted:
-                        noted.update((made, noted[known]) for made in tensors_of(result))
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the kernels of an operation, if it is in the step that counts, on a GPU."""
@@ -583,17 +559,21 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self.optimizers.working and not self.is_on_host(tensor):  # an optimizer's count of steps is on the CPU
             self.wait()
+        assumed = self.values.are_assumed(tensor)
         if (known := self.values.of(tensor)) is not None:
             with _disable_current_modes():
-                return known.item()
+                known = known.item()
+            if not assumed:
+                return known
         where = _reader()
         if tensor.dtype is torch.bool:
             if tensor in self.truths:
                 return self.truths[tensor]
-            return self.guesses.take(False, where)
+            return self.guesses.take(bool(known), where)
         if tensor.is_floating_point():
-            return self.guesses.take(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
-        return self.guesses.take(1, where)
+            zero = tensor.untyped_storage()._cdata in self._zeros
+            return self.guesses.take(known if assumed else 0.0 if zero else 1.0, where)
+        return self.guesses.take(known if assumed else 1, where, counted=assumed)
 
     def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
@@ -632,7 +612,13 @@ class Recorder(TorchDispatchMode):
         """What stands for a tensor that was read from a file."""
         return self.imitate(real, True, LARGE)
 
-    def choose_from(self, number: int, known: int | None = None, share: float = 0.5) -> int:
+    def numbers_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The numbers of a tensor, on which a size depends; None if they are not known. Said if they are assumed."""
+        if self.values.are_assumed(tensor) and (where := _reader()):
+            self.assumptions[f"{where} reads counts, taken as equal"] = None
+        return self.values.of(tensor)
+
+    def choose_from(self, number: int, known: int | None = None, share: float = HALF) -> int:
         """How many of so many elements an operation takes that depends on values, which is said if it is not known."""
         if known is not None and self.taken is None:
             return known
@@ -650,7 +636,7 @@ class Recorder(TorchDispatchMode):
         """The NumPy array that a tensor is read as: its numbers where they are known, else zeros."""
         import numpy
 
-        if (known := self.values.of(tensor)) is not None:
+        if (known := self.numbers_of(tensor)) is not None:
             with on_real_tensors():
                 return known.numpy(force=True).copy()
         if where := _reader():

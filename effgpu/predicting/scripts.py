@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from effgpu.attaching.child import NOTE, Again, Refused
+from effgpu.attaching.child import NOTE, Again, Refused, describe
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
@@ -22,6 +22,7 @@ from effgpu.predicting.ranks import alone
 from effgpu.predicting.rare import find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
 
+_OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW = 0.1  # a share of the weights
@@ -155,6 +156,8 @@ def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[No
             raise Refused(why) from error
         if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.guesses.tell()):
             error.add_note(f"{NOTE}not known here: {guessed}")
+            if isinstance(error, _OF_SIZES) and any(type(guess.value) is int for guess in recorder.guesses.made):
+                raise Refused(f"fails without values: {describe(error)}") from error
         raise
     _ask_again(recorder)
     if marks.source is BACKWARD and marks.count > STEPS and marks.probes > 1:

@@ -27,6 +27,7 @@ class Values:
 
     def __init__(self):
         self._known: dict[int, torch.Tensor] = {}  # by storage: all its elements, or one, where all are equal
+        self._assumed: set[int] = set()  # storages whose numbers are not known for certain
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor; None if they are not known."""
@@ -42,12 +43,28 @@ class Values:
                 return whole.expand(tensor.shape)
             return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
+    def are_assumed(self, tensor: torch.Tensor) -> bool:
+        """Whether the numbers of a tensor are such as `assume` gave, or follow from them."""
+        return bool(self._assumed) and _is_fake(tensor) and tensor.untyped_storage()._cdata in self._assumed
+
+    def assume(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
+        """Take what `make` gives as the numbers of a tensor, which nobody knows."""
+        if self.keep(tensor, make):
+            self._assumed.add(tensor.untyped_storage()._cdata)
+
     def forget(self, storage: int) -> None:
         """Let go of what is known of a storage."""
         self._known.pop(storage, None)
+        self._assumed.discard(storage)
 
     def follow(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Do with the known numbers what an operation has done with the fake tensors."""
+        self._follow(func, args, kwargs, result)
+        if self._assumed and any(map(self.are_assumed, tensors_of((args, kwargs)))):
+            made = [*tensors_of(result), *(args[:1] if _written(func) else ())]
+            self._assumed |= {each.untyped_storage()._cdata for each in made if self._knows(each)}
+
+    def _follow(self, func, args: tuple, kwargs: dict, result: object) -> None:
         name = func.overloadpacket.__name__
         if name == "lift_fresh" and isinstance(result, FakeTensor) and self._knows(args[0]):  # torch.tensor([1, 2])
             self.keep(result, lambda: self.of(args[0]))
