@@ -687,6 +687,13 @@ def test_what_is_known_is_taken_as_it_is_unless_a_share_is_said():
     assert shapes == [1000, 410]
 
 
+def test_a_list_is_read_at_once():
+    read = []
+    tell = lambda out, labels: read.extend((out[0, :2].tolist(), torch.arange(4).view(2, 2).tolist())) or out
+    assert len(predict(choosing(tell), "T4").segments) == 3
+    assert read[:2] == [[1.0, 1.0], [[0, 1], [2, 3]]]
+
+
 def test_the_cpu_waits_for_what_is_counted():
     segments = lambda function: len(predict(choosing(function), "T4").segments)
     assert segments(lambda out, labels: out) == 1 < segments(CHOOSE["a mask"])

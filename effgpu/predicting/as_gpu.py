@@ -171,7 +171,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
         torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
 
-    replaced = [
+    values = [
         (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),
         (torch.autograd, "_engine_run_backward", run_backward_here),
         *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
@@ -186,13 +186,11 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         (common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", has_bf16),
         (FakeTensor, "device", property(recorder.device_of)),
+        (FakeTensor, "tolist", lambda fake: recorder.read_list(fake)),
         (FakeTensor, "layout", torch.Tensor.layout),  # its own asks first whether it is of oneDNN, which none is
         (FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))),
     ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+    with replaced(values):
         yield
 
 

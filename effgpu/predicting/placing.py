@@ -268,10 +268,8 @@ class _Placer(Translator):
             return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
         if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
-        if name in ("tolist", "numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
+        if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
             self._recorder.wait(fakes[0].numel() * fakes[0].element_size())
-        if name == "tolist" and fakes:
-            return self._recorder.read_array(args[0]).tolist()
         if name == "get_device" and fakes:
             return super().__torch_function__(func, types, args, kwargs)
         args, kwargs, where = self._find_place(func, name, args, kwargs)

@@ -559,21 +559,33 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self.optimizers.working and not self.is_on_host(tensor):  # an optimizer's count of steps is on the CPU
             self.wait()
-        assumed = self.values.are_assumed(tensor)
-        if (known := self.values.of(tensor)) is not None:
-            with _disable_current_modes():
-                known = known.item()
-            if not assumed:
-                return known
+        if (known := self.values.of(tensor)) is None:
+            return self._guess(tensor, None)
+        with _disable_current_modes():
+            number = known.item()
+        return self._guess(tensor, number) if self.values.are_assumed(tensor) else number
+
+    def _guess(self, tensor: torch.Tensor, counted: bool | int | float | None) -> bool | int | float:
+        """What a tensor is read as whose number is not known, or follows from counts that are assumed."""
         where = _reader()
         if tensor.dtype is torch.bool:
-            if tensor in self.truths:
-                return self.truths[tensor]
-            return self.guesses.take(bool(known), where)
-        if tensor.is_floating_point():
-            zero = tensor.untyped_storage()._cdata in self._zeros
-            return self.guesses.take(known if assumed else 0.0 if zero else 1.0, where)
-        return self.guesses.take(known if assumed else 1, where, counted=assumed)
+            return self.truths[tensor] if tensor in self.truths else self.guesses.take(bool(counted), where)
+        if counted is None and tensor.is_floating_point():
+            return self.guesses.take(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
+        return self.guesses.take(1 if counted is None else counted, where, counted=counted is not None)
+
+    def read_list(self, tensor: torch.Tensor) -> object:
+        """What `tensor.tolist()` gives, after one wait: its numbers where they are known, else guesses."""
+        if not tensor.dim():
+            return tensor.item()
+        if not self.is_on_host(tensor):
+            self.wait(tensor.numel() * tensor.element_size())
+        known, assumed = self.values.of(tensor), self.values.are_assumed(tensor)
+        with on_real_tensors():
+            if (known is None or assumed) and tensor.numel():
+                number = self._guess(tensor, known.flatten()[0].item() if assumed else None)
+                known = torch.full(tensor.shape, number, dtype=tensor.dtype) if known is None else known
+            return known.tolist() if known is not None else torch.empty(tensor.shape).tolist()
 
     def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
