@@ -388,7 +388,7 @@ def _check_asked(
 ) -> dict[str, object]:
     """What is asked of a model beside its name: keywords of `fine_tuning`. Refuses what does not go together."""
     if not chosen.model:
-        if any(getattr(chosen, name) for name in (*_OF_A_MODEL, *only_with_a_model)):
+        if any(map(_is_given, (getattr(chosen, name) for name in (*_OF_A_MODEL, *only_with_a_model)))):
             names = ", ".join(f"--{name}" for name in (*_OF_A_MODEL, *only_with_a_model)).replace("four_bits", "4bit")
             raise _Refused(f"{command}: expected --model with {names}")
         if not chosen.words:
@@ -402,7 +402,13 @@ def _check_asked(
         raise _Refused("--model: expected --batch, the texts of a step")
     if not find_spec("transformers"):
         raise _Refused("--model needs more: pip install transformers")
-    return {name: getattr(chosen, name) for name in _OF_A_MODEL if getattr(chosen, name)} | {"batch": chosen.batch}
+    asked = {name: getattr(chosen, name) for name in _OF_A_MODEL}
+    return {name: value for name, value in asked.items() if _is_given(value)} | {"batch": chosen.batch}
+
+
+def _is_given(value: object) -> bool:
+    """Whether an option stands in the command: 0 does, too."""
+    return value is not None and value is not False
 
 
 def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
@@ -445,7 +451,7 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
     from effgpu.attaching.scripts import ScriptFailed
 
     only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
-    is_variant = (" " not in only and not Path(only).is_file()) or re.search(r"\.py:\w+$", words[0])
+    is_variant = (" " not in only and not Path(only).is_file()) or re.fullmatch(r"\S+\.py:\w+", words[0])
     name = words[0] if is_variant else ""
     with _failing(name):
         target, names = _load(name, words[1:]) if is_variant else (only.strip() or words, {})

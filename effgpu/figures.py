@@ -249,9 +249,13 @@ def _figure(rows: int, *, height: float, widths: Sequence[float] = (WIDTH,), sha
     """
     look = {"figsize": (sum(widths), height * rows), "facecolor": "white", "layout": "constrained"}
     figure = plt.figure(FigureClass=_Shown, **look) if "ipykernel" in sys.modules else Figure(**look)
-    with plt.rc_context(STYLE):
-        grid = figure.subplots(rows, len(widths), squeeze=False, sharey=sharey, width_ratios=widths)
-        yield figure, grid.T.ravel()
+    try:
+        with plt.rc_context(STYLE):
+            grid = figure.subplots(rows, len(widths), squeeze=False, sharey=sharey, width_ratios=widths)
+            yield figure, grid.T.ravel()
+    except BaseException:
+        plt.close(figure)  # a notebook would show it, half drawn
+        raise
 
 
 def _plot_rows(comparison: Comparison, times: Sequence[Callable], rest: Sequence[Callable]) -> Figure:

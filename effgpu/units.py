@@ -100,8 +100,8 @@ def check_positive(kind: type = Real, **values: object) -> None:
 
 
 def with_article(name: str) -> str:
-    """A name of letters and numbers as it is spoken: "a T4", "an L4", "an 80 GiB"."""
-    return ("an " if re.match("[AEFHILMNORSX8]", name) else "a ") + name
+    """A name of letters and numbers as it is spoken: "a T4", "an L4", "an 11 GiB"."""
+    return ("an " if re.match(r"[AEFHILMNORSX8]|1[18]\b", name) else "a ") + name
 
 
 def singular(unit: str) -> str:

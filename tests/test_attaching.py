@@ -808,7 +808,10 @@ torch.save({"model": model.state_dict(), "numbers": [1]}, "checkpoint.pt")
 torch.save(optimizer, "optimizer.pt")
 torch.save({"data": torch.ones(3)}, "data.pt")
 assert torch.load("data.pt")["data"].tolist() == [1, 1, 1]
-assert torch.load("data.pt", map_location="cuda")["data"].is_cuda
+for place in ("cuda", {"cuda:0": "cuda:0"}, lambda storage, location: storage.cuda(0)):
+    assert torch.load("data.pt", map_location=place)["data"].is_cuda
+for place in ("cpu", {"cuda:0": "cpu"}, lambda storage, location: storage):
+    assert not torch.load("data.pt", map_location=place)["data"].is_cuda
 from safetensors.torch import load_file, save_file
 save_file(model.state_dict(), "model.safetensors")
 save_file({"data": torch.ones(3)}, "data.safetensors")
@@ -875,6 +878,28 @@ def test_no_checkpoint_from_before_is_lost_and_what_is_not_written_is_there_for_
     assert [(here / name).read_bytes() for name in files[:-1]] == before
     left = [note for note in told["notes"] if note.startswith("left as it is, a file from before: ")]
     assert [note.rpartition(" ")[2] for note in left] == ["last.pt", "other.pth", "run", "whole.ckpt", "state.pt"]
+
+
+WRITES_ELSEWHERE = """
+import io, multiprocessing, os, shutil, subprocess, tempfile
+memory = io.BytesIO()
+torch.save([number], memory)
+assert memory.getvalue()
+assert subprocess.run(["cat"], input=b"told", capture_output=True).stdout == b"told"
+read, write = os.pipe()
+with os.fdopen(write, "wb") as file: file.write(b"piped")
+with os.fdopen(read, "rb") as file: assert file.read() == b"piped"
+with tempfile.TemporaryDirectory() as folder: shutil.copy("train.py", os.path.join(folder, "old.pt"))
+assert not os.path.exists(folder)
+"""
+
+
+def test_pipes_memory_and_temporary_files_are_written_beside_old_checkpoints(run, here):
+    torch.save(1, here / "old.pt")
+    os.utime(here / "old.pt", (0, 0))
+    code, told, errors = run(loop(step=STEP + WRITES_ELSEWHERE))
+    assert code == 0 and not told["notes"], errors
+    assert {path.name for path in here.iterdir()} == {"train.py", "old.pt"}
 
 
 def test_weights_are_known_by_the_header_of_their_file(run, here):

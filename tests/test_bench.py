@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def mark(monkeypatch, tmp_path, tmp_path_factory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     yield own
     wait_until(lambda: processes._find_processes(own) == [], "a process was left behind")
+
+
+def test_two_reports_that_arrive_together_are_two(tmp_path):
+    """Else the second waits for a third, as long as `--timeout` lets it."""
+    ours, theirs = socket.socketpair()
+    process = processes.Process(None, tmp_path / "log", 1.0)
+    process._connection, process.last = ticking.Connection(ours), {"step": 0}
+    theirs.sendall(b'{"step": 1}\n{"step": 2}\n')
+    assert [report["step"] for report in process.follow(2)] == [1, 2]
+    theirs.close()
+    assert process._connection.receive() is None
+    process._connection.close()
 
 
 def wait_until(holds, otherwise, seconds=10.0):

@@ -146,3 +146,8 @@ def test_as_many_blocks_as_the_first_ones_ask_for(sigma):
     else:
         assert FEWEST_BLOCKS < statistics.median(counts) < MOST_BLOCKS
         assert 0.02 < statistics.median(widths) < 0.031
+
+
+def test_a_table_of_very_many_variants_takes_the_blocks_that_its_intervals_ask_for():
+    confidence = divide_confidence(200)
+    assert count_blocks([0.0] * FEWEST_BLOCKS, 0.02, confidence) == count_fewest(confidence) > FEWEST_BLOCKS

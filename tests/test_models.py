@@ -142,6 +142,8 @@ def test_exit_codes_say_whether_it_fits(folder, capsys):
         (["--model", "{}/bert"], "--batch"),
         (["--model", "{}/bert", "--batch", "0"], "batch: expected"),
         (["--model", "{}/bert", "--batch", "2", "--length", "513"], "length: expected at most 512 tokens"),
+        (["--model", "{}/bert", "--batch", "2", "--length", "0"], "length: expected"),
+        (["--model", "{}/bert", "--batch", "2", "--lora", "0"], "lora: expected"),
         (["--model", "{}/bert", "--batch", "2", "--4bit"], "four_bits: expected lora"),
         (["--model", "{}/bert", "--batch", "2", "--optimizer", "adam"], "optimizer: expected one of adamw"),
         (["--model", "{}/bert", "--batch", "2", "--precision", "fp8"], "precision: expected one of mixed"),

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu import memory_limit, peak_bytes
 from effgpu.measuring.device import find_device
-from effgpu.measuring.torch_internals import _disable_current_modes, _pop_mode_temporarily
+from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, _pop_mode_temporarily
 from effgpu.predicting import prediction, recorder
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size
 from effgpu.predicting.full_size import predict_full_size
@@ -573,6 +573,10 @@ def test_data_are_loaded_without_workers():
 # --- nothing global stays changed ---
 
 
+CHANGED = [torch, torch.Tensor, FakeTensor, torch.UntypedStorage, torch.autograd, torch.cuda, torch.backends.cudnn]
+CHANGED += [torch.nn.Module, torch.autocast, torch.amp.GradScaler, torch.utils.data.DataLoader, optimizer.Optimizer]
+
+
 def state():
     return (
         torch.get_rng_state().tolist(),
@@ -608,12 +612,12 @@ def test_nothing_global_stays_changed(fails):
         return step
 
     torch.manual_seed(0)
-    before = state()
+    before, attributes = state(), [dict(vars(owner)) for owner in CHANGED]
     torch.get_device_module.cache_clear()
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="the step's own") if fails else nullcontext():
         predict(variant)
-    assert state() == before
+    assert state() == before and [dict(vars(owner)) for owner in CHANGED] == attributes
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ones(2).bfloat16().softmax(0).dtype is torch.bfloat16  # the CPU's own list again
 

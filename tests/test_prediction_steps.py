@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import math
 import operator
 import re
 import sys
@@ -1129,9 +1130,38 @@ def test_a_statistic_is_the_number_that_it_stands_for(a, b):
             assert repr(calculate(statistic, b)) == repr(calculate(a, b))
         if a or name not in ("floordiv", "mod", "truediv"):
             assert repr(calculate(b, statistic)) == repr(calculate(b, a))
+    for change in (round, math.ceil, math.floor, operator.pos, operator.neg, abs):
+        assert type(change(statistic)) is Statistic and change(statistic) == change(a)
+        depended.clear()
     assert f"{statistic}, {-statistic:d}, {0.5 * statistic}" == f"{a}, {-a:d}, {0.5 * a}" and not depended
     assert (statistic < b) == (a < b) and (statistic == b) == (a == b) and bool(statistic) == bool(a)
     assert len(depended) == 3
+
+
+@pytest.mark.parametrize(
+    "use", [lambda c: divmod(c, 1), lambda c: ~c, lambda c: 1 << c, lambda c: 3 | c, lambda c: 5 & c]
+)
+def test_what_makes_another_number_of_a_statistic_depends_on_it(use):
+    depended = []
+    assert use(Statistic(3, lambda: depended.append(1))) == use(3) and depended
+
+
+def test_what_a_step_asks_of_the_gpu_counts_however_its_attention_runs():
+    """An A100 has a walk of its own where a step asks whether it is an H100."""
+
+    def variant():
+        layer = nn.Linear(64, 64).cuda()
+        size = 2**26 if torch.cuda.get_device_capability() < (9, 0) else 1
+
+        def step():
+            x = layer(torch.ones(2, 4, 8, 64, device="cuda"))
+            attended = nn.functional.scaled_dot_product_attention(x, x, x)
+            (attended.sum() + torch.ones(size, device="cuda").sum()).backward()
+
+        return step
+
+    both, alone = predict(variant, ["H100", "A100 80 GB"]), predict(variant, "A100 80 GB")
+    assert both.total("A100 80 GB") == alone.total() and alone.allocated - both.allocated > 2**27
 
 
 def test_an_operation_that_only_a_gpu_has_for_whole_numbers_is_predicted():

@@ -38,6 +38,7 @@ from effgpu.predicting.time import (
     step_time,
     time_ratio,
 )
+from effgpu.predicting.timeline import COPY, Event, Timeline
 from effgpu.units import GiB, MiB
 
 pytestmark = pytest.mark.usefixtures("short_collections")
@@ -244,6 +245,30 @@ def test_compiled_code_has_a_range_from_fused_to_eager_and_says_so():
     ours, theirs = compiled.time(), eager.time()
     assert ours.high == theirs.high and ours.low < 0.5 * theirs.low and ours.low < ours.expected < theirs.expected
     assert "from perfect fusion to eager" in repr(compiled) and "fusion" not in repr(eager)
+
+
+def test_a_ratio_is_the_other_one_turned_round():
+    function = lambda x: (x.exp() + 1).log().tanh()
+    eager = predict(forward(function, 4096, 4096), "A100 80 GB").time()
+    compiled = predict(forward(lambda x: torch.compile(function)(x), 4096, 4096), "A100 80 GB").time()
+    value, low, high = time_ratio(compiled, eager)
+    assert time_ratio(eager, compiled) == pytest.approx((1 / value, 1 / high, 1 / low))
+
+
+def test_the_bus_of_an_h100_is_faster_in_a_copy_as_in_a_send():
+    copy = Event(COPY, None, bytes=2**28, pinned=True)
+    a100, h100 = (Timeline((copy,), find_gpu(name))._gpu_seconds(copy)[1] for name in ("A100 80 GB", "H100"))
+    assert a100 == 2**28 / 24e9 and h100 == 2**28 / 54e9
+
+
+def test_the_bias_of_a_transposed_convolution_is_added_to_what_it_gives():
+    def variant():
+        layer, images = nn.ConvTranspose2d(4, 4, 2, stride=2).cuda(), torch.rand(1, 4, 64, 64).cuda()
+        return lambda: layer(images).sum().backward()
+
+    made = 4 * 4 * 128 * 128  # bytes
+    bias = [k for s in predict(variant, "T4").segments for k in s.kernels if k.name.endswith("(bias)")]
+    assert sorted(kernel.bytes for kernel in bias) == [made, 2 * made]
 
 
 # --- what a step is bound by ---

@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.predicting import imports
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.prediction import FITS, predict
 from effgpu.units import GiB
 

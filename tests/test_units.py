@@ -84,6 +84,9 @@ def test_what_was_not_measured_is_a_dash(tell):
         (units.singular("samples"), "sample"),
         (units.with_article("T4"), "a T4"),
         (units.with_article("L4"), "an L4"),
+        (units.with_article("11 GiB"), "an 11 GiB"),
+        (units.with_article("1.1 GiB"), "a 1.1 GiB"),
+        (units.with_article("110 GiB"), "a 110 GiB"),
     ],
 )
 def test_examples_and_boundaries(text, expected):

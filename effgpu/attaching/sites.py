@@ -6,10 +6,10 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,8 +108,29 @@ def name_file(path: str) -> str:
     return "cell" if "ipykernel" in path else Path(path).name
 
 
+def once_a_file(find: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function that finds something in the code of a file: it is called again only where the file has changed."""
+    remembered = functools.lru_cache(maxsize=64)(lambda file, version: find(file))
+    return functools.wraps(find)(lambda file: remembered(file, _version(file)))
+
+
+def _version(file: str) -> int | None:
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return None  # a cell, or text
+
+
+def called_name(node: ast.AST) -> str:
+    """The name of the function or method that a statement or an expression calls; empty where it calls none."""
+    node = node.value if isinstance(node, ast.Expr) else node
+    called = node.func if isinstance(node, ast.Call) else None
+    return getattr(called, "attr", getattr(called, "id", ""))
+
+
 def parse(file: str) -> ast.Module:
     """The code of a file; nothing where it cannot be read."""
+    linecache.checkcache(file)
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

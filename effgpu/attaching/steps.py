@@ -20,6 +20,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from effgpu.attaching import ticking
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import readers_frames
 from effgpu.measuring.variants import Step, check_worked
 
@@ -163,9 +164,8 @@ class Marks:
         So are what a GradScaler skips, and calls of a `step` that was put on the instance: PyTorch's hooks see neither.
         """
         scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
-        step_unless_overflown, ticker = scaler._maybe_opt_step, ticking._script
-        prepare, run_backward = optimizers.__init__, getattr(torch.autograd, _BACKWARD)
-        backward, made, inside, self._make_plan = torch.Tensor.backward, [], [], make_plan
+        step_unless_overflown, prepare = scaler._maybe_opt_step, optimizers.__init__
+        made, inside, self._make_plan = [], [], make_plan
 
         @functools.wraps(prepare)
         def prepared(optimizer, *args, **kwargs):
@@ -210,20 +210,16 @@ class Marks:
                 optimizer = inner
             return optimizer
 
-        hooks = getattr(optimizer_module, _HOOKS)
-        setattr(optimizer_module, _HOOKS, _Snapshots(hooks))  # as a plan may add hooks, or take some away, at a mark
-        handle = register_optimizer_step_post_hook(lambda one, *_: None if _is_within_its_step(one) else self.mark(one))
-        scaler._maybe_opt_step, optimizers.__setattr__, ticking._script = scaled, replace_step, self
-        optimizers.__init__ = prepared
-        setattr(torch.autograd, _BACKWARD, marked_backward(run_backward))
-        torch.Tensor.backward = marked_backward(backward)  # marks outside of all modes, so that a plan may end one
-        try:
+        hooks = _Snapshots(getattr(optimizer_module, _HOOKS))  # as a plan may add some, or take some away, at a mark
+        passes = ((torch.autograd, _BACKWARD), (torch.Tensor, "backward"))  # outside of all modes: a plan may end one
+        others = [
+            (optimizer_module, _HOOKS, hooks),
+            (scaler, "_maybe_opt_step", scaled),
+            (optimizers, "__init__", prepared),
+            (optimizers, "__setattr__", replace_step),
+            (ticking, "_script", self),
+            *((owner, name, marked_backward(getattr(owner, name))) for owner, name in passes),
+        ]
+        with replaced(others):
+            register_optimizer_step_post_hook(lambda one, *_: None if _is_within_its_step(one) else self.mark(one))
             yield
-        finally:
-            handle.remove()
-            setattr(optimizer_module, _HOOKS, hooks)
-            scaler._maybe_opt_step, ticking._script = step_unless_overflown, ticker
-            optimizers.__init__ = prepare
-            setattr(torch.autograd, _BACKWARD, run_backward)
-            torch.Tensor.backward = backward
-            del optimizers.__setattr__

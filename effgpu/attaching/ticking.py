@@ -224,7 +224,12 @@ class Connection:
     """A socket that carries one JSON object a line."""
 
     def __init__(self, end: socket.socket):
-        self.socket, self._reader = end, end.makefile("rb")
+        self.socket, self._rest = end, b""
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message is here already: the socket says nothing of it."""
+        return b"\n" in self._rest
 
     def fileno(self) -> int:
         """What `multiprocessing.connection.wait` waits for."""
@@ -238,15 +243,18 @@ class Connection:
     def receive(self) -> dict | None:
         """The next message; None if the other side is gone, or sends something else than JSON objects."""
         try:
-            line = self._reader.readline()
-            message = json.loads(line if line.endswith(b"\n") else b"")
+            while not self.has_message:
+                if not (received := self.socket.recv(2**16)):
+                    return None
+                self._rest += received
+            line, _, self._rest = self._rest.partition(b"\n")
+            message = json.loads(line)
         except (OSError, ValueError):
             return None
         return message if isinstance(message, dict) else None
 
     def close(self) -> None:
         """Close the socket."""
-        self._reader.close()
         self.socket.close()
 
 

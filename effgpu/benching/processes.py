@@ -158,7 +158,10 @@ class Process:
 
     def _receive(self, seconds: float) -> dict | None:
         """The next report, or None if there is none within so many seconds. Raises Fault for the end of the script."""
-        ready = wait([end for end in (self._listener, self._connection) if end], min(seconds, 1.0))
+        if self._connection and self._connection.has_message:
+            ready = [self._connection]
+        else:
+            ready = wait([end for end in (self._listener, self._connection) if end], min(seconds, 1.0))
         if self._listener in ready:
             self._admit()
         elif self._connection in ready:

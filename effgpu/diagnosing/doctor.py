@@ -10,6 +10,7 @@ import torch
 
 from effgpu import units
 from effgpu.attaching.commands import read_program
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.batches import Batches, change_tensors, tensors_in
@@ -21,7 +22,6 @@ from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.prediction import Largest, Prediction, largest, walk
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.timeline import READ

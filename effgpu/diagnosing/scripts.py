@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
 from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_loading
@@ -23,7 +24,7 @@ from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
 from effgpu.measuring.torch_internals import _BaseDataLoaderIter, _current_graph_task_id
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.hardware import as_it_is, replaced
+from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import STEPS, Prediction
 from effgpu.predicting.recorder import WORKERS_IDLE
@@ -33,6 +34,7 @@ from effgpu.predicting.translator import on_real_tensors
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
+_OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
 WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
@@ -96,7 +98,7 @@ def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", distu
     )
     seen, optimizers = yield from observe(supply)
     if is_open:
-        seen.notes += ("autocast is on where the optimizer steps: what precision saves was not measured",)
+        seen.notes += (_OPEN,)
     if loader is None:
         seen.notes += ("no DataLoader: what the script takes to make its batches was not looked at",)
     yield from time_turns(seen, optimizers, supply, gpu)
@@ -195,20 +197,14 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     predicted: Prediction = yield from walk(marks, recorder, (gpu,), STEPS)
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
-    in_full = not within and not torch.is_autocast_enabled("cuda")  # else its own would end in the middle of ours
-    graphs, notes = Graphs(recorder.loop), (_WITHIN,) * within
+    is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
+    graphs, halved, notes = Graphs(recorder.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
-    with in_16_bits(gpu) if in_full else contextlib.nullcontext():
-        yield 1  # it ends what the one before began: a GAN's forward pass of the other network
-        for _ in range(_OTHER_STEPS):
-            recorder.note_kernels()
-            yield 1
-            halved = tuple(recorder.events)
-            if _count_products(halved) == _count_products(predicted.events):
-                break
-        else:  # such as where every tenth step alone updates a second network
-            halved, notes = (), (*notes, _OTHER_WORK)
+    if not (within or is_open):
+        with in_16_bits(gpu):
+            halved = yield from _repeat(recorder, _count_products(predicted.events))
+        notes += (_OTHER_WORK,) * (not halved)
     marks.doing = "now its loader is measured"
     with on_real_tensors(), as_it_is():
         try:
@@ -221,7 +217,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     assumed = tuple(what for what in predicted.assumptions if what != WORKERS_IDLE)  # they did run, for the loader
     return replace(predicted, assumptions=assumed), Observed(
         events=predicted.events,
-        halved=halved if in_full else (),
+        halved=halved,
         has_loader=loader is not None,
         loading=took,
         workers=getattr(loader, "num_workers", 0),
@@ -233,6 +229,20 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         optimizers=tuple(map(describe_optimizer, recorder.optimizers.stepped)),
         notes=notes,
     )
+
+
+def _repeat(recorder: ScriptRecorder, products: int) -> Plan:
+    """A plan: the events of a step with so many products; none where, as in every tenth alone, a step does other work.
+
+    The first step ends what the one before began: a GAN's forward pass of the other network.
+    """
+    yield 1
+    for _ in range(_OTHER_STEPS):
+        recorder.note_kernels()
+        yield 1
+        if _count_products(recorder.events) == products:
+            return tuple(recorder.events)
+    return ()
 
 
 def _count_products(events: Iterable[Event]) -> int:

@@ -15,6 +15,7 @@ from types import CodeType
 
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.batches import padding_share
 from effgpu.diagnosing.causes import BATCHES, COPYING, LOADING, OPTIMIZER, PRECISION, TF32, Observed
@@ -28,7 +29,6 @@ from effgpu.measuring.torch_internals import _nn, counters
 from effgpu.measuring.turns import orders
 from effgpu.measuring.variants import uncompiled
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.timeline import COPY
 
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
@@ -154,13 +154,13 @@ def in_16_bits(gpu: Gpu) -> Iterator[None]:
     """
     kind = torch.autocast
     with kind("cuda", torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16, cache_enabled=False):
-        begin, end = kind.__enter__, kind.__exit__
-        kind.__enter__, kind.__exit__ = (lambda autocast: autocast), (lambda *_: None)
-        try:
-            with replaced([(_nn, "binary_cross_entropy", partial(_in_full, _nn.binary_cross_entropy))]):
-                yield
-        finally:
-            kind.__enter__, kind.__exit__ = begin, end
+        others = [
+            (kind, "__enter__", lambda autocast: autocast),
+            (kind, "__exit__", lambda *_: None),
+            (_nn, "binary_cross_entropy", partial(_in_full, _nn.binary_cross_entropy)),
+        ]
+        with replaced(others):
+            yield
 
 
 def _in_full(function: Callable, *args: object) -> torch.Tensor:

@@ -9,10 +9,11 @@ from types import ModuleType
 
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
 from effgpu.predicting import flex, imports, quantized, triton_kernels
 from effgpu.predicting.disguise import disguised
-from effgpu.predicting.hardware import InUse, answering_as, replaced
+from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
 from effgpu.predicting.rules import kernels
@@ -164,7 +165,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
 
     def has_bf16(including_emulation=True):
         if not including_emulation and recorder.capability >= (8, 0):
-            recorder.holds_from = (8, 0)
+            recorder.holds_from = max(recorder.holds_from, (8, 0))
         return including_emulation or recorder.capability >= (8, 0)
 
     def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):

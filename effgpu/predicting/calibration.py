@@ -59,10 +59,12 @@ def store(gpu: Gpu) -> str:
     gpus = (read_table(path) if path.is_file() else {}) | {gpu.name: gpu}
     with TABLE.open(encoding="utf-8", newline="") as file:
         columns = csv.DictReader(file).fieldnames
-    with path.open("w", encoding="utf-8", newline="") as file:
+    part = path.with_suffix(".part")  # so that nobody finds half of it
+    with part.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n", restval="effgpu calibrate")
         writer.writeheader()
         writer.writerows(map(_row, gpus.values()))
+    part.replace(path)
     return str(path)
 
 

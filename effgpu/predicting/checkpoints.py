@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from effgpu.predicting.hardware import replaced
+from effgpu.attaching.replacing import replaced
 
+_DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
 _WEIGHTS = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
@@ -58,7 +59,9 @@ class Checkpoints:
 
     def _is_from_before(self, file: object) -> bool:
         """Whether it is a checkpoint, or a folder with one, that was there before the script was started."""
-        path = Path(_path(file) or "")
+        if (name := _path(file)) is None:  # a pipe, or memory
+            return False
+        path = Path(name)
         try:
             if path.is_dir():
                 return any(map(self._is_from_before, path.iterdir()))
@@ -136,6 +139,8 @@ class Checkpoints:
 def _instead(real: Callable, way: Callable) -> Callable:
     @functools.wraps(real)
     def call(*args, **kwargs):
+        if any(kwargs.get(name) is not None for name in _DIRECTORIES):
+            return real(*args, **kwargs)
         return way(real, *args, **kwargs)
 
     return call

@@ -16,9 +16,10 @@ from types import ModuleType
 
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, tree_map_only
 from effgpu.predicting import imports
-from effgpu.predicting.hardware import FIRST_GPU, replaced
+from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, Recorder
 from effgpu.predicting.translator import name_device, on_real_tensors
 
@@ -51,7 +52,7 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         for name, value in from_before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _by_name(found: list[tuple[object, str, object]]) -> dict[str, tuple[object, object]]:
@@ -89,9 +90,9 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         if mmap is None and isinstance(f, (str, os.PathLike)):
             with open(f, "rb") as file:
                 mmap = file.read(4) == b"PK\3\4" or None  # torch.save's format since PyTorch 1.6: a zip file
-        to_gpu = name_device(map_location) == FIRST_GPU
+        to_gpu = _maps_to_gpu(map_location)
         with on_real_tensors():  # else PyTorch gives fake tensors here
-            loaded = load(f, "cpu" if to_gpu or map_location is None else map_location, *args, mmap=mmap, **kwargs)
+            loaded = load(f, "cpu" if map_location is None or to_gpu else map_location, *args, mmap=mmap, **kwargs)
         loaded = tree_map_only(torch.Tensor, recorder.take_in, loaded)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(FIRST_GPU), loaded) if to_gpu else loaded
 
@@ -110,6 +111,21 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     yield torch, "load", load_mapped
     yield torch, "Generator", Generator
     yield torch.UntypedStorage, "data_ptr", tell_storages_apart
+
+
+def _maps_to_gpu(map_location: object) -> bool:
+    """Whether torch.load is told to put on the GPU what a GPU had saved: by a device, a dictionary or a function."""
+
+    class Storage:
+        def cuda(self, *_, **__):
+            return FIRST_GPU
+
+    if isinstance(map_location, dict):
+        map_location = next((map_location[name] for name in ("cuda:0", "cuda") if name in map_location), None)
+    elif callable(map_location):
+        with contextlib.suppress(Exception):
+            return map_location(Storage(), "cuda:0") == FIRST_GPU
+    return name_device(map_location) == FIRST_GPU
 
 
 def _holds_fake(value: object) -> bool:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from effgpu.predicting.hardware import replaced
+from effgpu.attaching.replacing import replaced
 from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.recorder import Recorder
 

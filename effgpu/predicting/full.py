@@ -1,7 +1,6 @@
 """What a script does where the GPU is full: one that catches it goes on with less, such as half the batch."""
 
 import ast
-import functools
 import linecache
 import re
 import sys
@@ -10,7 +9,7 @@ from math import inf
 
 import torch
 
-from effgpu.attaching.sites import LIBRARY, READER, Site, find_site, parse, whose
+from effgpu.attaching.sites import LIBRARY, READER, Site, find_site, once_a_file, parse, whose
 from effgpu.units import format_bytes
 
 _NAMES_MEMORY = re.compile(r"memory|reduce_batch_size|\boom|_oom", re.IGNORECASE)  # in what handles the error
@@ -53,7 +52,7 @@ def _find_catcher() -> Site | None:
     return None
 
 
-@functools.lru_cache(maxsize=64)
+@once_a_file
 def _guarded(file: str) -> list[range]:
     """The lines of each such `try`, up to its handlers."""
     source = "".join(linecache.getlines(file))

@@ -1,7 +1,6 @@
 """What a step on fake tensors reads of values that nobody knows: a check passes, anything else is guessed and named."""
 
 import ast
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from effgpu.attaching.sites import parse
+from effgpu.attaching.sites import called_name, once_a_file, parse
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -82,8 +81,9 @@ def _depends(name: str) -> Callable:
     return decide
 
 
-_STAY = "add radd sub rsub mul rmul neg floordiv rfloordiv mod rmod pow rpow abs"
-_DEPEND = "eq ne lt le gt ge bool int index trunc and or xor lshift rshift"
+_STAY = "add radd sub rsub mul rmul neg pos floordiv rfloordiv mod rmod pow rpow abs round ceil floor"
+_DEPEND = "eq ne lt le gt ge bool int index trunc invert divmod rdivmod"
+_DEPEND += " and or xor lshift rshift rand ror rxor rlshift rrshift"
 for _name in _STAY.split():
     setattr(Statistic, f"__{_name}__", _stays(f"__{_name}__"))
 for _name in _DEPEND.split():
@@ -110,12 +110,12 @@ def makes_a_statistic(frame: FrameType) -> bool:
     return any(first <= (line, column) and (end_line, end_column) <= last for first, last in spans)
 
 
-@functools.lru_cache(maxsize=64)
+@once_a_file
 def _statistics(file: str) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
     """Where such expressions begin and end. What is added to a name that is a size elsewhere, of a range, is none."""
     nodes, sizes = list(ast.walk(parse(file))), set()
     for node in nodes:
-        if isinstance(node, ast.Slice) or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "range"):
+        if isinstance(node, ast.Slice) or called_name(node) == "range":
             sizes |= {ast.unparse(part) for part in ast.walk(node) if isinstance(part, _NAMES)}
     found = [node for node in nodes if _is_statistic(node) and ast.unparse(getattr(node, "target", node)) not in sizes]
     return tuple(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in found)
@@ -127,8 +127,7 @@ _NAMES = ast.Name | ast.Attribute | ast.Subscript
 def _is_statistic(node: ast.AST) -> bool:
     adds = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
     divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-    shows = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
-    return adds or divides or shows or isinstance(node, ast.JoinedStr)
+    return adds or divides or called_name(node) == "print" or isinstance(node, ast.JoinedStr)
 
 
 def find_reader() -> tuple[Hashable, FrameType]:
@@ -149,7 +148,7 @@ def passing(frame: FrameType) -> bool | None:
     return None if test is None else _asked(test, passes)
 
 
-@functools.lru_cache(maxsize=64)
+@once_a_file
 def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
     """By line: the test of the innermost check that has it, and whether it passes if the test is true."""
     found, named = {}, {}
@@ -177,8 +176,8 @@ def _names(test: ast.expr) -> list[str]:
 
 
 def _is_truth(value: ast.expr) -> bool:
-    called = getattr(value.func, "attr", getattr(value.func, "id", "")) if isinstance(value, ast.Call) else ""
-    return isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp) or called in ("bool", "all", "any", "item")
+    asked = isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp)
+    return asked or called_name(value) in ("bool", "all", "any", "item")
 
 
 def only_tells(frame: FrameType) -> bool:
@@ -186,7 +185,7 @@ def only_tells(frame: FrameType) -> bool:
     return frame.f_lineno in _tellings(frame.f_code.co_filename)
 
 
-@functools.lru_cache(maxsize=64)
+@once_a_file
 def _tellings(file: str) -> frozenset[int]:
     """The lines of such tests."""
     tests = [node for node in ast.walk(parse(file)) if isinstance(node, ast.If)]
@@ -195,17 +194,14 @@ def _tellings(file: str) -> frozenset[int]:
 
 
 def _tells(statement: ast.stmt) -> bool:
-    called = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
-    return getattr(called, "attr", getattr(called, "id", "")) in _TELL
+    return called_name(statement) in _TELL
 
 
 _TELL = ("print", "debug", "info", "warning", "warn", "error")
 
 
 def _fails(last: ast.stmt) -> bool:
-    called = last.value.func if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else None
-    name = getattr(called, "attr", getattr(called, "id", ""))
-    return isinstance(last, ast.Raise) or name in ("_assert", "fail", "exit") or isinstance(last, ast.Assert)
+    return isinstance(last, ast.Raise | ast.Assert) or called_name(last) in ("_assert", "fail", "exit")
 
 
 def is_compared(frame: FrameType) -> bool:
@@ -213,7 +209,7 @@ def is_compared(frame: FrameType) -> bool:
     return frame.f_lineno in _equalities(frame.f_code.co_filename)
 
 
-@functools.lru_cache(maxsize=64)
+@once_a_file
 def _equalities(file: str) -> frozenset[int]:
     """The lines of such tests."""
     tests = [node.test for node in ast.walk(parse(file)) if isinstance(node, (ast.If, ast.While))]

@@ -6,12 +6,13 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.predicting import tensor_types
 from effgpu.predicting.gpus import Gpu
 
@@ -197,17 +198,6 @@ def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tupl
     optimizer = torch.optim.Optimizer  # which looks whether a CUDA graph is being captured
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         yield optimizer, check, _gives(None)
-
-
-@contextlib.contextmanager
-def replaced(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
-    """Inside, the attributes of these names have these values; those that are not there are left out."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in values:
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, vars(owner).get(name, getattr(owner, name)))
-                setattr(owner, name, value)
-        yield
 
 
 _true: list[tuple[object, str, object]] = []  # what stands behind the answers that are in force

@@ -283,7 +283,7 @@ def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kerne
     backward = name == "convolution_backward"
     grad, image, weight = args[:3] if backward else (None, *args[:2])
     groups, transposed = (args[9], args[7]) if backward else (args[8], args[6])
-    out = grad if backward else results[0]
+    out = made = grad if backward else results[0]
     if transposed:
         image, out = out, image
     outputs, inputs = out.shape[1] // groups, image.shape[1] // groups
@@ -300,8 +300,8 @@ def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kerne
         " (weight)": (groups, outputs, inputs * taps, points),
     }
     wanted = [""] if not backward else [part for part, asked in zip((" (input)", " (weight)"), args[10]) if asked]
-    made = [Kernel(name + part, CONVOLUTION, dtype, flops, moved, 1, shapes[part], even, layout) for part in wanted]
+    kernels = [Kernel(name + part, CONVOLUTION, dtype, flops, moved, 1, shapes[part], even, layout) for part in wanted]
     bias = args[10][2] if backward else args[2] is not None
     if bias:  # a kernel of its own: added in place, or summed
-        made.append(Kernel(name + " (bias)", OTHER, dtype, 0, _size(out) * (1 if backward else 2)))
-    return made
+        kernels.append(Kernel(name + " (bias)", OTHER, dtype, 0, _size(made) * (1 if backward else 2)))
+    return kernels

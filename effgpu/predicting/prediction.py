@@ -19,6 +19,7 @@ from time import monotonic
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program, read_program
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
 from effgpu.measuring import gpu_lock
@@ -29,7 +30,6 @@ from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.kernels import UNTIMED, Segment
 from effgpu.predicting.ranks import alone
 from effgpu.predicting.recorder import COMPILED, Recorder

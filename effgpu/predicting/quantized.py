@@ -11,8 +11,8 @@ from types import ModuleType
 
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.kernels import PRODUCT, Kernel
 
 LIBRARY = "bitsandbytes"

@@ -1,11 +1,10 @@
 """Work that comes only in some steps, which the one that is counted may lack: `if step % 10 == 0` in the code."""
 
 import ast
-import functools
 from collections.abc import Iterator
 from types import CodeType
 
-from effgpu.attaching.sites import Site, parse
+from effgpu.attaching.sites import Site, called_name, once_a_file, parse
 
 _PASSES = ("backward", "grad")
 
@@ -25,7 +24,7 @@ def _asked(code: CodeType) -> Iterator[tuple[ast.expr, bool]]:
     return ((test, rare) for test, rare in _remainders(code.co_filename) if min(lines) <= test.lineno <= max(lines))
 
 
-@functools.lru_cache(maxsize=64)
+@once_a_file
 def _remainders(file: str) -> list[tuple[ast.expr, bool]]:
     """Such tests, in the order of their lines, and whether a pass depends on each."""
     found = []
@@ -41,5 +40,4 @@ def _is_remainder(node: ast.AST) -> bool:
 
 
 def _has_pass(statements: list[ast.stmt]) -> bool:
-    calls = (node.func for each in statements for node in ast.walk(each) if isinstance(node, ast.Call))
-    return any(getattr(called, "attr", getattr(called, "id", "")) in _PASSES for called in calls)
+    return any(called_name(node) in _PASSES for each in statements for node in ast.walk(each))

@@ -133,7 +133,7 @@ def attention(
     flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
-        recorder.holds_from = (8, 0)
+        recorder.holds_from = max(recorder.holds_from, (8, 0))
     recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
     if four and square and flash and recorder.capability >= (8, 0):
         if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8

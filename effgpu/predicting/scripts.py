@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from effgpu.attaching.child import NOTE, Again, Refused, describe
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
@@ -14,7 +15,6 @@ from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.full import Room
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import Guesses
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import STEPS, conclude, count, explain, walking_as

@@ -234,10 +234,15 @@ def _convolution_share(kernel: Kernel, gpu: Gpu) -> float:
     return fed * (shares.wide if "wide" in layout else shares.pointwise)
 
 
+def bus_rate(gpu: Gpu, memory: str) -> float:
+    """Bytes per second between a GPU and the host's `memory`, which is "pinned" or "ordinary"."""
+    rates = BUS[memory]
+    return rates[min(max(gpu.capability[0], min(rates)), max(rates))]
+
+
 def _traffic(kernel: Kernel, gpu: Gpu) -> float:
     if kernel.kind == COPY:
-        rates = BUS[kernel.layout]
-        return kernel.bytes / rates[min(max(gpu.capability[0], min(rates)), max(rates))]
+        return kernel.bytes / bus_rate(gpu, kernel.layout)
     hits = max(0.0, 1 - kernel.bytes / gpu.cache) if gpu.cache else 0.0
     return kernel.bytes / (gpu.bandwidth * _bandwidth_share(kernel, gpu)) * (1 - CACHED * hits)
 
@@ -477,6 +482,6 @@ def time_ratio(ours: Time, theirs: Time) -> tuple[float, float, float]:
     value = ours.expected / theirs.expected
     low, high = min(*slower, value), max(*slower, value)
     if ours.compiled != theirs.compiled:
-        low = min(low, ours.low / theirs.low if ours.compiled else value)
-        high = max(high, ours.high / theirs.high)
+        ends = ours.low / theirs.low, ours.high / theirs.high
+        low, high = min(low, *ends), max(high, *ends)
     return value, low / off, high * off

@@ -13,14 +13,11 @@ from typing import NamedTuple
 from effgpu.attaching.sites import Site
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kernels import Kernel
-from effgpu.predicting.time import LAUNCH_RANGE, kernel_seconds
+from effgpu.predicting.time import LAUNCH_RANGE, bus_rate, kernel_seconds
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
 Range = tuple[float, float, float]  # middle, low, high
-# Bytes per second between host and GPU, over PCI Express of generation 3 and 4: the published rates that lesson 03
-# lists. Ordinary memory reaches less than pinned memory, and its rate depends on the host.
-PINNED, PAGEABLE = {3: 11e9, 4: 24e9}, {3: 3.7e9, 4: 5.7e9}
 SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a wait (CUDA C++ Programming Guide)
 _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
@@ -70,7 +67,8 @@ def copy_waits(size: int, *, pinned: bool, non_blocking: bool) -> bool:
 
 def is_non_blocking(args: tuple, kwargs: dict) -> bool:
     """Whether a call of `Tensor.to` or `Tensor.cuda` with these arguments asks for a copy without a wait."""
-    return bool(kwargs.get("non_blocking")) or any(value is True for value in args)
+    asked = (value for value in args if isinstance(value, bool))  # the second is `copy`
+    return bool(kwargs.get("non_blocking", next(asked, False)))
 
 
 @dataclass(frozen=True)
@@ -141,11 +139,11 @@ class Timeline:
     def _gpu_seconds(self, event: Event, work: float = 1.0, copies: float = 1.0) -> tuple[bool, float]:
         """Whether the GPU does anything for an event, and for how long."""
         gpu = self.gpu
-        generation = 3 if gpu.capability < (8, 0) else 4
+        moving = copies * event.bytes / bus_rate(gpu, "pinned" if event.pinned else "ordinary")
         if event.kind == COPY:
-            return True, copies * event.scale * event.bytes / (PINNED if event.pinned else PAGEABLE)[generation]
+            return True, event.scale * moving
         if event.kind == READ:
-            return True, event.scale * (gpu.kernel + copies * event.bytes / PAGEABLE[generation])
+            return True, event.scale * (gpu.kernel + moving)
         least = gpu.kernel
         seconds = sum(
             max(event.scale * max(kernel_seconds(kernel, gpu)), least * kernel.launches) for kernel in event.kernels

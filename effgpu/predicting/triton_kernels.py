@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Callable
 from types import ModuleType
 
+from effgpu.attaching.replacing import replaced
 from effgpu.measuring.ops import tensors_of
-from effgpu.predicting.hardware import replaced
 from effgpu.predicting.recorder import Recorder
 
 MODULE = "triton.runtime.jit"
