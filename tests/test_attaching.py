@@ -26,6 +26,7 @@ from effgpu.__main__ import main
 from effgpu.attaching import child, scripts
 from effgpu.attaching.commands import read_program
 from effgpu.attaching.steps import Marks, drive
+from effgpu.diagnosing.doctor import doctor
 from effgpu.predicting.prediction import predict
 
 BUILD = """
@@ -838,8 +839,9 @@ os.replace("last.pt", "before.pt")
 torch.save(model.state_dict(), "last.pt")
 shutil.copyfile("last.pt", "best.pt")
 os.symlink("last.pt", "linked.pt")
-pathlib.Path("other.pth").unlink()
-shutil.rmtree("run")
+pathlib.Path("other.pth").unlink(missing_ok=True)
+assert not os.path.exists("other.pth")
+shutil.rmtree("run", ignore_errors=True)
 with open("whole.ckpt", "wb") as file: torch.save(model, file)
 with open("data.pkl", "wb") as file: pickle.dump([1], file)
 torch.save({"epoch": number}, "state.pt")
@@ -900,6 +902,34 @@ def test_pipes_memory_and_temporary_files_are_written_beside_old_checkpoints(run
     code, told, errors = run(loop(step=STEP + WRITES_ELSEWHERE))
     assert code == 0 and not told["notes"], errors
     assert {path.name for path in here.iterdir()} == {"train.py", "old.pt"}
+
+
+WRITES_OVER = """
+import numpy, os, pickle, shutil
+with open("words.pkl", "wb") as file: pickle.dump(["word"] * 500, file)
+with open("words.pkl", "rb") as file: assert len(pickle.load(file)) == 500
+assert os.path.getsize("words.pkl") > 500
+numpy.savez("weights.npz", *[weight.detach().cpu().numpy() for weight in model.parameters()])
+assert len(numpy.load("weights.npz").files) == 16
+if os.path.exists("run"): shutil.rmtree("run")
+os.makedirs("run")
+with open("run/best.pt", "wb") as file: torch.save(model.state_dict(), file)
+assert torch.load("run/best.pt")["0.weight"].is_cuda
+torch.jit.script(model).save("model.ts")
+"""
+
+
+def test_what_a_script_writes_over_a_file_from_before_it_reads_again_and_the_file_stays(run, here):
+    (here / "run").mkdir()
+    names = "words.pkl", "weights.npz", "run/best.pt"
+    for name in names:
+        (here / name).write_text(name)
+        os.utime(here / name, (0, 0))
+    code, told, errors = run(loop(step=STEP + WRITES_OVER))
+    assert code == 0, errors
+    assert [(here / name).read_text() for name in names] == [*names] and not (here / "model.ts").exists()
+    assert "left as it is, a file from before: words.pkl" in told["notes"]
+    assert "not written, as its weights have no values: torch.jit.save to model.ts" in told["notes"]
 
 
 def test_weights_are_known_by_the_header_of_their_file(run, here):
@@ -1638,6 +1668,57 @@ def test_experts_get_rows_of_counted_sizes_and_a_size_that_nobody_knows_is_refus
     code, _, errors = run(loop(step=route + "rows.view(expert.max().item(), 7, 1024)\n" + STEP))
     assert code == 2 and "fails without values: RuntimeError: shape '[1, 7, 1024]' is invalid" in errors
     assert "reads a whole number, taken as 1: no size may depend on it" in errors
+
+
+WORKERS = """
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+class Rows(IterableDataset):
+    def __iter__(self):
+        mine = get_worker_info()
+        for place in range(mine.id, 640, mine.num_workers): yield torch.full((1024,), place + self.shift)
+def prepare(number): get_worker_info().dataset.shift = 1.0
+rows = iter(DataLoader(Rows(), 64, num_workers=2, worker_init_fn=prepare))
+"""
+
+
+def test_a_loader_is_what_its_first_worker_is(run):
+    step = STEP.replace("torch.randn(64, 1024)", "next(rows)") + "assert get_worker_info() is None\n"
+    code, told, errors = run(loop(BUILD + WORKERS, step))
+    assert code == 0 and told["assumptions"][0].startswith("a DataLoader's workers do not run"), errors
+
+
+def test_a_script_that_ends_early_by_a_guess_says_so(run):
+    code, _, errors = run(loop(BUILD + "best = 1e9", STEP + "if loss.item() >= best: break\nbest = loss.item()\n"))
+    assert code == 2 and "and 3 are needed: give it more of them, or more data; not known here: train.py:" in errors
+
+
+def test_what_trains_in_a_thread_says_so(run):
+    code, _, errors = run(
+        f"def train():\n{textwrap.indent(PLAIN, '    ')}\nimport threading\n"
+        "one = threading.Thread(target=train)\none.start()\none.join()"
+    )
+    assert code == 2 and "made no step in its main thread, but has another one that may train" in errors
+
+
+def test_shards_are_refused_by_name(run):
+    shards = "from torch.distributed.fsdp import fully_shard\nfully_shard(model)\noptimizer ="
+    code, _, errors = run(PLAIN.replace("optimizer =", shards))
+    assert code == 2 and "fully_shard cannot be predicted: leave it out, for one rank" in errors
+
+
+FUNCTIONAL = """
+from torch.func import functional_call, grad
+loss_of = lambda weights, rows: functional_call(model, weights, (rows,)).square().mean()
+found = grad(loss_of)(dict(model.named_parameters()), torch.randn(64, 1024).to("cuda"))
+for name, weight in model.named_parameters(): weight.grad = found[name].detach()
+optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_doctor_looks_at_a_step_of_torch_func():
+    Path("train.py").write_text(loop(step=FUNCTIONAL, steps=20))
+    assert doctor("train.py", gpu="T4").findings
 
 
 def test_folds_of_two_steps_each_say_so(run):

@@ -165,6 +165,37 @@ MODELS = {
 }
 
 
+def backward(widths, loss_of, rows=2048):
+    """Gradients of linear layers, by a loss that is a function of what these give, each of the first one's result."""
+
+    def variant():
+        first, *others = (
+            nn.Linear(a, b, bias=False) for a, b in zip([widths[0], *[widths[1]] * len(widths)], widths[1:])
+        )
+        inputs = torch.randn(rows, widths[0])
+
+        def step():
+            hidden = first(inputs)
+            loss_of(*(layer(hidden) for layer in others) if others else (hidden,)).backward()
+            for layer in (first, *others):
+                layer.zero_grad()
+
+        return step
+
+    return variant
+
+
+PLACES = torch.arange(0, 2048, 7)
+# Gradients that PyTorch adds up, or puts into zeros, in place: not where it sees a mode or a tensor of ours.
+MODELS |= {
+    "several readers": backward((256, 512, 64, 64, 64), lambda q, k, v: (q + k + v).mean()),
+    "rows by places": backward((256, 512), lambda hidden: hidden[PLACES].square().sum()),
+    "rows by a mask": backward((256, 512), lambda hidden: hidden[torch.arange(2048) % 7 == 0].square().sum()),
+    "selected": backward((256, 512), lambda hidden: hidden.index_select(0, PLACES).square().sum()),
+    "gathered": backward((64, 2000), lambda hidden: hidden.gather(1, PLACES[:1].expand(2048, 1)).square().sum()),
+}
+
+
 @pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("name", MODELS)
 def test_with_a_cpus_rules_the_count_is_what_the_trace_records(name):
@@ -261,21 +292,29 @@ def test_attention_computes_the_right_shapes_for_odd_heads_and_masks(dtype):
     assert all(predict(partial(variant, width), "L4").allocated > 0 for width in (33, 64))
 
 
-def test_autocast_has_a_gpus_list_of_operations():
+@pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16])
+def test_autocast_has_a_gpus_list_of_operations(lower):
     dtypes = {}
 
     def step(x, layer):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", lower):
             half = layer(x)
-            seen = dict(linear=half, softmax=half.softmax(-1), norm=F.layer_norm(half, (8,)), gelu=F.gelu(half))
+            seen = dict(
+                linear=half,
+                softmax=half.softmax(-1),
+                logs=half.log_softmax(-1),
+                norm=F.layer_norm(half, (8,)),
+                gelu=F.gelu(half),
+            )
             seen |= dict(exp=half.exp(), sum=half.sum(), cat=torch.cat([half, half]), pow=half**2, mv=x.mv(x[0]))
             seen |= dict(loss=F.cross_entropy(half, torch.zeros(8).long()), einsum=torch.einsum("ij,jk", x, x))
             with torch.autocast("cpu", enabled=False):
                 seen["off"] = x @ x
+        seen["logs"].sum().backward()
         dtypes.update({name: tensor.dtype for name, tensor in seen.items()})
 
     predict(lambda: partial(step, torch.randn(8, 8), nn.Linear(8, 8)), steps=1)
-    half = {name for name, dtype in dtypes.items() if dtype is torch.float16}
+    half = {name for name, dtype in dtypes.items() if dtype is lower}
     assert half == {"linear", "gelu", "cat", "einsum", "mv"}
 
 

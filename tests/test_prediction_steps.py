@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import linecache
 import math
 import operator
 import re
@@ -634,6 +635,37 @@ def test_what_is_counted_in_a_mask_is_what_an_index_takes():
     assert shapes == [(2048, 2048, 0), (1024, 1024, 0)]
 
 
+def test_one_operand_may_decide_alone():
+    """transformers' `generate` ends so: one of its criteria is true for all texts."""
+    read = []
+
+    def decide(out, labels):
+        done = (labels > 5) | torch.full((4096,), True)
+        read.extend(
+            (done.all().item(), ((labels > 0) & ~done).max().item(), (labels * torch.zeros(4096).long()).max().item())
+        )
+        return out
+
+    assert not predict(choosing(decide), "T4", steps=1).unknown and set(read) == {True, False}
+    unsure = lambda out, labels: out if ((labels > 5) | torch.full((4096,), False)).all() else out * 2
+    assert predict(choosing(unsure), "T4", steps=1).unknown
+
+
+def test_a_test_whose_names_nothing_else_reads_only_tells():
+    def variant(body, after):
+        names = {"nn": nn, "torch": torch}
+        code = f"def step():\n    text = ''\n    if rows.sum() > 0:\n        {body}\n    {after}\n"
+        code = f"layer, rows = nn.Linear(4, 4), torch.rand(8, 4)\n{code}    layer(rows).sum().backward()\n"
+        file = f"{len(body)}{len(after)}.py"
+        linecache.cache[file] = len(code), None, code.splitlines(True), file
+        exec(compile(code, file, "exec"), names)
+        return names["step"]
+
+    tells = "text = 'much'\n        if text: text += '.'\n        print(text)"
+    assert not predict(partial(variant, tells, "pass"), "T4").unknown
+    assert predict(partial(variant, tells, "text.upper()"), "T4").unknown
+
+
 def test_what_follows_from_a_count_decides_nothing_unsaid():
     def decide(out, labels):
         return out if (labels >= 0).sum() > 5000 else out * 2
@@ -1144,6 +1176,44 @@ def test_a_statistic_is_the_number_that_it_stands_for(a, b):
 def test_what_makes_another_number_of_a_statistic_depends_on_it(use):
     depended = []
     assert use(Statistic(3, lambda: depended.append(1))) == use(3) and depended
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+def test_attentions_backward_pass_adds_up_beside_its_gradients(heads):
+    """flash_api.cpp: dq_accum and softmax_d in fp32 and, where fewer heads have keys, dk and dv for each of queries."""
+    q, k = (2, 8, 1024, 128), (2, heads, 1024, 128)
+
+    def variant():
+        query, key, value = (torch.rand(shape, dtype=torch.bfloat16, requires_grad=True) for shape in (q, k, k))
+
+        def step():
+            made = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            made.backward(torch.ones_like(made))
+            query.grad = key.grad = value.grad = None
+
+        return step
+
+    queries, keys = (2 * math.prod(shape) for shape in (q, k))
+    softmax = 4 * 2 * 8 * 1024
+    summed = 4 * math.prod(q) + softmax + (2 * queries if heads < 8 else 0)
+    expected = 2 * (queries + 2 * keys) + 2 * queries + softmax + summed  # q, k, v and their gradients; out and its own
+    assert predict(variant, "A100 80 GB").allocated == pytest.approx(expected, rel=0.01)
+
+
+def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
+    def variant():
+        table = nn.Embedding(10_000, 64, sparse=True)
+        optimizer, places = torch.optim.SparseAdam(list(table.parameters())), torch.randint(0, 10_000, (8, 128))
+
+        def step():
+            table(places).sum().backward()
+            assert table.weight.grad._nnz() == table.weight.grad.coalesce()._nnz() == 1024
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert predict(variant, "T4").owners["optimizer state"] == 2 * 4 * 64 * 10_000
 
 
 def test_what_a_step_asks_of_the_gpu_counts_however_its_attention_runs():

@@ -161,9 +161,10 @@ def test_a_step_is_divided_where_the_cpu_waits():
         (lambda x: torch.ops.aten._softmax(self=x, dim=-1, half_to_float=False), ""),
         (lambda x: torch.einsum("ij,kj->ik", x, x) @ x[0] + 1, ""),
         (lambda x: F.conv_transpose1d(x[None], torch.randn(16, 4, 3)), ""),
-        (lambda x: torch.complex(x, x) @ torch.complex(x, x), "products in complex64 take"),
+        (lambda x: torch.complex(x, x) @ torch.complex(x, x), ""),
+        (lambda x: x.int() @ x.int(), "not known: how long products in int32 take"),
         (lambda x: torch.linalg.qr(x), "not known: how long linalg_qr computes"),
-        (lambda x: x.double() @ x.double(), "products in float64 take as long as in fp32"),
+        (lambda x: x.double() @ x.double(), ""),
         (torch.ops.prims.neg, "prims::neg takes as long as reading its arguments"),
     ],
 )
@@ -253,6 +254,82 @@ def test_a_ratio_is_the_other_one_turned_round():
     compiled = predict(forward(lambda x: torch.compile(function)(x), 4096, 4096), "A100 80 GB").time()
     value, low, high = time_ratio(compiled, eager)
     assert time_ratio(eager, compiled) == pytest.approx((1 / value, 1 / high, 1 / low))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "expected"),
+    [
+        ("A100 80 GB", torch.float64, 2 * 4096**3 / 19.5e12),  # the data sheets' rates
+        ("T4", torch.float64, 2 * 4096**3 / 0.25e12),
+        ("A100 80 GB", torch.complex64, 4 * 2 * 4096**3 / 19.5e12),
+    ],
+)
+def test_products_of_rare_numbers_take_their_own_rate(gpu, dtype, expected):
+    made = partial(forward, lambda x: x @ x.t(), 4096, 4096)
+
+    def variant():
+        matrix = torch.empty(4096, 4096, dtype=dtype)
+        return lambda: matrix @ matrix.t()
+
+    assert seconds(variant, gpu) == pytest.approx(expected, rel=0.3) and made
+
+
+def test_a_product_with_a_vector_reads_its_matrix_once():
+    matrix = 4 * 16384**2  # bytes
+    assert seconds(forward(lambda x: x @ x[0], 16384, 16384)) == pytest.approx(matrix / 1.7e12, rel=0.4)
+    one_column = forward(lambda x: F.linear(x, x[:1]), 65536, 4096)
+    assert seconds(one_column) == pytest.approx(4 * 65536 * 4096 / 1.7e12, rel=0.4)
+
+
+def test_a_long_row_is_sorted_in_passes_with_a_second_buffer():
+    rows = lambda *shape: predict(forward(lambda x: x.sort(-1)[0], *shape), "A100 80 GB")
+    long, short = rows(2**24), rows(2**14, 2**10)
+    assert long.time().expected > 2.5 * short.time().expected
+    assert long.allocated == pytest.approx(short.allocated + 2**24 * (8 + 8 + 4), rel=0.001)
+
+
+def test_distances_are_a_product_and_their_backward_pass_has_a_number_for_each_pair_and_column():
+    def variant(p):
+        layer, rows = nn.Linear(64, 64), torch.rand(4096, 64)
+        return lambda: torch.cdist(layer(rows), rows, p=p).sum().backward()
+
+    far = lambda p: predict(partial(variant, p), "A100 80 GB")
+    assert far(2.0).time().table[PRODUCT].flops > 2 * 4096**2 * 64 and not far(2.0).unknown
+    assert far(1.0).allocated > 4 * 4096**2 * 64 > far(2.0).allocated
+
+
+def test_a_bag_of_embeddings_reads_its_rows_alone():
+    def variant(rows):
+        table, places = nn.EmbeddingBag(rows, 64), torch.randint(0, 1000, (512, 20))
+        return lambda: table(places)
+
+    few, many = (
+        predict(partial(variant, rows), "A100 80 GB").time().table[OTHER].bytes for rows in (100_000, 1_000_000)
+    )
+    assert few == many < 2 * 4 * 64 * 512 * 21
+
+
+def test_large_depthwise_kernels_compute_for_longer_than_they_read():
+    def variant(size):
+        layers = nn.Sequential(
+            *(nn.Conv2d(384, 384, size, padding=size // 2, groups=384, bias=False) for _ in range(24))
+        )
+        images = torch.rand(64, 384, 32, 32)
+
+        def step():
+            with torch.no_grad():
+                layers(images)
+
+        return step
+
+    small, large, huge = (seconds(partial(variant, size), "RTX 2080 Ti") for size in (3, 15, 29))
+    flops = 24 * 2 * 64 * 384 * 32**2 * 15**2
+    assert small < flops / 13.4e12 < large and huge == pytest.approx((29 / 15) ** 2 * large, rel=0.05)
+
+
+def test_where_a_part_is_not_known_the_time_is_at_least_so_long():
+    table = repr(predict(forward(lambda x: torch.linalg.svd(x)[0], 64, 64), "T4"))
+    assert "at least " in table and "[" not in next(line for line in table.splitlines() if line.startswith("T4"))
 
 
 def test_the_bus_of_an_h100_is_faster_in_a_copy_as_in_a_send():

@@ -27,6 +27,8 @@ def takes(*names):
 WORKS = {  # what is not just something to call
     "torch.optim.optimizer._global_optimizer_post_hooks": lambda hooks: type(hooks) is OrderedDict,
     "torch._C.DispatchKey": lambda key: key.AutocastCPU,
+    "torch._C._autograd": lambda module: "fail_if_non_empty" in module._saved_tensors_hooks_disable.__doc__,
+    "torch.utils.data._utils.worker": lambda module: module._worker_info is None and callable(module.WorkerInfo),
     "torch._C._nn": lambda module: callable(module.binary_cross_entropy),
     "torch._C._current_graph_task_id": lambda ask: ask() == -1,
     "torch._dynamo.convert_frame.FRAME_COUNTER": lambda count: count >= 0,

@@ -78,6 +78,13 @@ def main(path: str) -> NoReturn:
     planned = getattr(importlib.import_module(module), name)
     started = _note_processes()
     give_size()
+    tell_failed = threading.excepthook
+
+    def note_failed(args):
+        marks.in_thread = True
+        tell_failed(args)
+
+    threading.excepthook = note_failed
     threading.Thread(target=_tell_where, args=(Path(order["answer"]).with_name(WHERE), marks), daemon=True).start()
     try:
         with planned(marks, **order["options"]) as make_plan, marks.pushing(lambda: guarded(make_plan())):
@@ -139,6 +146,8 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
     for name, library in _OTHERS.items():
         if not steps and name in sys.modules:
             return f"uses {library}: only training with PyTorch is understood"
+    if not steps and marks.in_thread:
+        return "made no step in its main thread, but has another one that may train: let the main thread train"
     if not steps and processes:
         if command := next(filter(None, processes), ""):
             return f"made no step itself, but started another program that may train, give that one: {_cut(command)}"
@@ -147,7 +156,8 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
         return "ended without a step of an optimizer of PyTorch's: let it train, or call effgpu.tick() once per step"
     made = "a step" if steps == 1 else f"{steps} steps"
     made += f", at most {marks.most} with one optimizer" * (marks.most < steps)
-    return f"ended after {made}, and {needs} are needed: give it more of them, or more data"
+    why = f"; not known here: {marks.guessed}" * bool(marks.guessed)
+    return f"ended after {made}, and {needs} are needed: give it more of them, or more data{why}"
 
 
 def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
@@ -110,6 +111,8 @@ class Marks:
     def __init__(self, done: Callable[[Any], None]):
         self.count = self.most = self.total = 0
         self.probes = 1
+        self.in_thread = False  # whether another thread than the main one has made an optimizer, or failed
+        self.guessed = ""  # what a plan has guessed, if the script ends too early
         self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
@@ -170,6 +173,7 @@ class Marks:
         @functools.wraps(prepare)
         def prepared(optimizer, *args, **kwargs):
             made.append(True)
+            self.in_thread |= threading.current_thread() is not threading.main_thread()
             if self.source is BACKWARD:  # passes before the training, such as to see what they take
                 self._source = _nobody
             return prepare(optimizer, *args, **kwargs)

@@ -11,10 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing.batches import tensors_in
-from effgpu.measuring.torch_internals import TorchDispatchMode, _current_graph_task_id
+from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id
 from effgpu.predicting.kernels import note
 from effgpu.predicting.recorder import OWN_READS
 from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, copy_waits, count_products, is_non_blocking
@@ -94,9 +95,15 @@ class Graphs:
         self._unused: dict[Site, dict[int, int]] = {}
         self._find = functools.partial(find_site, outermost=True, until=loop)
 
-    def looking(self) -> contextlib.AbstractContextManager:
-        """Inside, look at what autograd keeps."""
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, self._use)
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, look at what autograd keeps, but for what torch.func does, which refuses such hooks."""
+        disable = _autograd._saved_tensors_hooks_disable
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self._keep, self._use),
+            replaced([(_autograd, disable.__name__, functools.partial(disable, fail_if_non_empty=False))]),
+        ):
+            yield
 
     def unused(self) -> dict[Site, int]:
         """Bytes of the graphs that no backward pass has used, by the line of the step that built them."""

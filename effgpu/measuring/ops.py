@@ -14,7 +14,15 @@ Key = Callable[[str, list[torch.Tensor]], Hashable | None]
 _NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size"}
 # Of their first tensor, they read as much as they give, or read and write as much as the tensor that they put into it.
 _READ_ROWS = {"embedding", "index", "index_select", "gather", "take"}
-_WRITE_ROWS = {"index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "scatter_reduce_"}
+_WRITE_ROWS = {
+    "index_put_",
+    "_index_put_impl_",
+    "index_add_",
+    "index_copy_",
+    "scatter_",
+    "scatter_add_",
+    "scatter_reduce_",
+}
 _OVERWRITE = {"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"}  # these do not read what they change
 
 
@@ -80,6 +88,8 @@ def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: objec
 
 def _rows(name: str, args: tuple, result: object) -> int | None:
     """The most bytes that a call reads, or writes, of its first argument; None for all of them."""
+    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+        return args[1].numel() * args[0].shape[1] * args[0].element_size()
     if name in _READ_ROWS:
         return sum(map(_size, tensors_of(result)))
     first, *others = args or (None,)

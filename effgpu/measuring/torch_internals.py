@@ -52,6 +52,7 @@ CHECKED = {
     "torch._C._functorch.get_unwrapped": "2.14.1",
     "torch._C._functorch.is_functorch_wrapped_tensor": "2.14.1",
     "torch._C._current_graph_task_id": "2.14.1",
+    "torch._C._current_autograd_node": "2.14.1",
     "torch._functorch.config.activation_memory_budget": "2.14.1",
     "torch._dynamo.eval_frame": "2.14.1",
     "torch._dynamo.eval_frame._callback_from_stance": "2.14.1",
@@ -67,7 +68,10 @@ CHECKED = {
     "torch.optim.optimizer._global_optimizer_post_hooks": "2.14.1",
     "torch.optim.optimizer._default_to_fused_or_foreach": "2.14.1",
     "torch.utils.data.DataLoader._get_iterator": "2.14.1",
-    "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",
+    "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",  # its _next_data and _dataset_fetcher
+    "torch.utils.data._utils.worker": "2.14.1",  # its _worker_info
+    # to diagnose: the hooks that see what autograd keeps
+    "torch._C._autograd": "2.14.1",  # its _saved_tensors_hooks_disable
 }
 _PATHS = {path.rpartition(".")[2]: path for path in CHECKED}
 

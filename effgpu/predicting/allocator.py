@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from effgpu.attaching.sites import Site
 from effgpu.units import MiB
 
 ROUNDED_TO = 512  # kMinBlockSize: every size is rounded up to it
@@ -24,7 +25,8 @@ ROUND_LARGE = 2 * MiB  # kRoundLarge: rounded up to this
 class Block:
     """A storage: its rounded size, the events at which it was allocated and freed, whose it is, and where.
 
-    `place` is "gpu", "host" or "paged", or "" where the step does not say.
+    `place` is "gpu", "host" or "paged", or "" where the step does not say. `site` is the reader's line that made it,
+    `node` the number of autograd's node that did; -1 outside of a backward pass.
     """
 
     size: int
@@ -32,6 +34,8 @@ class Block:
     owner: str = "other"
     died: float = inf
     place: str = ""
+    site: Site | None = None
+    node: int = -1
 
 
 def round_size(size: int) -> int:

@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 
 from effgpu.attaching.replacing import replaced
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
-from effgpu.predicting import flex, imports, quantized, triton_kernels
+from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, worker
+from effgpu.predicting import flex, imports, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
@@ -54,6 +54,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
                 quantized.LIBRARY: functools.partial(quantized.as_on_gpu, page=recorder.page),
                 flex.MODULE: functools.partial(flex.in_one_kernel, recorder),
                 triton_kernels.MODULE: functools.partial(triton_kernels.left_out, recorder),
+                "torch.distributed.fsdp": ranks.refusing_shards,
                 "transformers.trainer": functools.partial(_noting_what_train_adds, recorder),
             }
         ),
@@ -153,11 +154,13 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
         try:
-            if workers:
-                recorder.assumptions[WORKERS_IDLE] = None
-            return _SingleProcessDataLoaderIter(loader)
+            made = _SingleProcessDataLoaderIter(loader)
         finally:
             loader.num_workers = workers
+        if workers:
+            recorder.assumptions[WORKERS_IDLE] = None
+            _be_first_worker(made, loader)
+        return made
 
     def run_backward_here(*args, **kwargs):
         with recorder.translator():  # what checkpointing runs again names a GPU, too
@@ -193,6 +196,25 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     ]
     with replaced(values):
         yield
+
+
+def _be_first_worker(batches: Iterator, loader: "torch.utils.data.DataLoader") -> None:
+    """Let an iterator load what the first worker of a loader would, but collate as without: not in shared memory."""
+    info = worker.WorkerInfo(id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset)
+    load, collate = batches._next_data, batches._dataset_fetcher.collate_fn
+    prepare = [loader.worker_init_fn] if loader.worker_init_fn else []
+
+    def load_as_worker():
+        with replaced([(worker, "_worker_info", info)]):
+            while prepare:
+                prepare.pop()(0)
+            return load()
+
+    def collate_here(rows):
+        with replaced([(worker, "_worker_info", None)]):
+            return collate(rows)
+
+    batches._next_data, batches._dataset_fetcher.collate_fn = load_as_worker, collate_here
 
 
 def _autocast_on_both() -> dict[str, Callable]:

@@ -81,6 +81,7 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
     for name, shape in {"return_inverse": tensor.shape, "return_counts": (count,)}.items():
         made.append(_empty(recorder, shape if given.get(name) else (0,), torch.int64))
     recorder.counting.spread(made[-1], tensor.numel())
+    recorder.note_operation(func, (tensor,), {}, made[0])
     return tuple(made[: len(func._schema.returns)])
 
 
@@ -157,6 +158,28 @@ def _copied(recorder: "Recorder", tensor: torch.Tensor, shape: tuple) -> torch.T
     return made
 
 
+def _copy_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """A copy with as many numbers, also where equal places are added up: nobody knows how many of them are equal."""
+    tensor = given["self"]
+    if tensor.layout is not torch.sparse_coo:
+        return None
+    with recorder:
+        parts = tensor._indices().clone(), tensor._values().clone()
+        made = torch.sparse_coo_tensor(*parts, tensor.shape, check_invariants=False)
+        return made._coalesced_(func is aten._coalesce.default or tensor.is_coalesced())
+
+
+def _masked_by_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """What a dense tensor has where a sparse one has numbers."""
+    mask = given["mask"]
+    if mask.layout is not torch.sparse_coo or given["self"].layout is not torch.strided:
+        return None
+    with recorder:
+        values = given["self"][tuple(mask._indices().unbind())]
+        made = torch.sparse_coo_tensor(mask._indices(), values, mask.shape, check_invariants=False)
+        return made._coalesced_(mask.is_coalesced())
+
+
 def _empty(recorder: "Recorder", shape: tuple, dtype: torch.dtype) -> torch.Tensor:
     made = aten.empty.memory_format(shape, dtype=dtype, device="cpu")
     recorder.see(made)
@@ -171,6 +194,8 @@ _RULES: dict[Any, Callable] = {
     aten.repeat_interleave: _repeat,
     **dict.fromkeys((aten._unique, aten._unique2, aten.unique_consecutive), _unique),
     aten._ctc_loss: _ctc_loss,
+    **dict.fromkeys((aten.clone, aten._coalesce), _copy_sparse),
+    aten.sparse_mask: _masked_by_sparse,
     aten._pack_padded_sequence: _pack,
     aten._pack_padded_sequence_backward: _unpack_gradient,
 }

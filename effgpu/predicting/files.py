@@ -106,6 +106,16 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
         return address(storage) if storage.device.type != "meta" else storage._cdata
 
+    write_script = torch.jit.RecursiveScriptModule.save
+
+    @functools.wraps(write_script)
+    def save_script(module, f, *args, **kwargs):
+        if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
+            recorder.unwritten[f"torch.jit.save to {_name(f)}"] = None
+        else:
+            write_script(module, f, *args, **kwargs)
+
+    yield torch.jit.RecursiveScriptModule, "save", save_script
     address = torch.UntypedStorage.data_ptr
     yield torch, "save", save_values
     yield torch, "load", load_mapped

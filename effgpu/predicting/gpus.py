@@ -25,6 +25,11 @@ RATE_COLUMNS = {"fp32": "fp32_TFLOPS", "tf32": "tf32_TFLOPS", "fp16": "fp16_TFLO
 _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
 
 
+# FLOPs in fp64 of a multiprocessor in each cycle: CUDA C++ Programming Guide, throughput of arithmetic instructions.
+_FP64, _FP64_ELSEWHERE, _CYCLES = {(6, 0): 64, (7, 0): 64, (8, 0): 128, (9, 0): 256, (10, 0): 128}, 4, 1.5e9
+_FP8 = (8, 9)  # the lowest capability whose tensor cores multiply it, at twice the rate of fp16
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU's memory in bytes, its compute capability, the range of bytes that a CUDA context takes, and its speed.
@@ -55,6 +60,10 @@ class Gpu:
     def rate(self, format: str) -> float:
         """FLOP/s of large matrix products. TF32 is fp32 on a GPU that has none."""
         rates = dict(self.rates)
+        if format == "fp64":
+            return _FP64.get(self.capability, _FP64_ELSEWHERE) * self.multiprocessors * _CYCLES
+        if format.startswith("float8") and self.capability >= _FP8:
+            return 2 * rates["fp16"]
         return rates.get(format) or rates["fp32"]
 
 

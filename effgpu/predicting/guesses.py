@@ -3,6 +3,7 @@
 import ast
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from time import monotonic
@@ -22,7 +23,7 @@ _INTERNAL = "_tensor.py", "_ops.py", "overrides.py", "utils"
 _BETWEEN = str(Path(__file__).parent), *(str(_TORCH / name) for name in _INTERNAL)
 CHOSEN = "of what it chooses from by value"
 ZEROS = "an array, taken as zeros"
-_MOST_GUESSES, _LONGEST = 200, 60.0  # at one place in a step, in so many seconds
+_MOST_GUESSES, _LONGEST = 1000, 20.0  # at one place in a step, in so many seconds
 _MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
 
 
@@ -187,17 +188,34 @@ def only_tells(frame: FrameType) -> bool:
 
 @once_a_file
 def _tellings(file: str) -> frozenset[int]:
-    """The lines of such tests."""
-    tests = [node for node in ast.walk(parse(file)) if isinstance(node, ast.If)]
-    telling = [node.test for node in tests if all(map(_tells, [*node.body, *node.orelse]))]
+    """The lines of such tests. What they tell may be put together in names that nothing else reads."""
+    nodes = list(ast.walk(parse(file)))
+    reads = _count_reads(nodes)
+    tests = [node for node in nodes if isinstance(node, ast.If)]
+    telling = [
+        node.test for node in tests if all(_tells(each, reads - _count_reads(ast.walk(node))) for each in _under(node))
+    ]
     return frozenset(line for test in telling for line in range(test.lineno, test.end_lineno + 1))
 
 
-def _tells(statement: ast.stmt) -> bool:
+def _under(node: ast.If) -> list[ast.stmt]:
+    return [*node.body, *node.orelse]
+
+
+def _count_reads(nodes: Iterable[ast.AST]) -> Counter:
+    return Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+
+
+def _tells(statement: ast.stmt, read_elsewhere: Counter) -> bool:
+    if isinstance(statement, ast.If):
+        return all(_tells(each, read_elsewhere) for each in _under(statement))
+    if isinstance(statement, ast.Assign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        return all(isinstance(target, ast.Name) and not read_elsewhere[target.id] for target in targets)
     return called_name(statement) in _TELL
 
 
-_TELL = ("print", "debug", "info", "warning", "warn", "error")
+_TELL = ("print", "debug", "info", "warning", "warning_once", "warn", "error")
 
 
 def _fails(last: ast.stmt) -> bool:

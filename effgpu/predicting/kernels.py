@@ -14,7 +14,8 @@ PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
 NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
 COPY = "copies to the CPU and back"
 KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER, COPY)
-FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+FORMATS |= {torch.complex64: "fp32", torch.complex128: "fp64"}
 UNTIMED = "how long"  # begins what is not known of the time alone
 TIMED = (*FORMATS.values(), "tf32")  # of which GPUs' rates are known
 
@@ -32,6 +33,8 @@ _COMPUTES = tuple(
         "_fft_",
         "_cdist",
         "cdist_",
+        "deform_conv2d",
+        "_deform_conv2d",
         "_pdist",
         "_trilinear",
         "_int_mm",
@@ -66,6 +69,10 @@ _SECOND_READ = {  # the arguments that are read twice
 }
 _SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 _NORMS = (*_SECOND_READ, *_SOFTMAX, "native_layer_norm", "_fused_rms_norm")
+_SORTS = ("sort", "argsort", "_unique", "_unique2", "unique_dim")
+SHORT_SORT = (
+    4096  # elements of a row that a block of threads sorts in its own memory: aten/src/ATen/native/cuda/Sort.cpp
+)
 _SHORT_ROW = 1024  # elements of a softmax's row that registers hold: PersistentSoftmax.cuh reads them once
 _LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu reads them three times
 _LAUNCHES = {  # kernels of an operation, where it is more than one
@@ -137,13 +144,49 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
         return _convolve(name, args, results)
     if "scaled_dot_product" in name or "attention_forward" in name or "attention_backward" in name:
         return [_attend(name, func, args, named, result, moved)]
+    if name == "_euclidean_dist":  # aten/src/ATen/native/Distance.cpp: a product, whose result two passes change
+        return [_measure_distances(name, args, results[0]), Kernel(name, OTHER, "fp32", 0, 4 * _size(results[0]), 2)]
     moved += sum(map(_size, (args[i] for i in _SECOND_READ.get(name, ()))))
+    if name in _SORTS:
+        tensor = args[0]
+        moved += _sort_again(tensor, tensor.numel() if "unique" in name else length_of_sorted(tensor, args[1:]))
     if name in _SOFTMAX:
         moved += _read_again(name, args)
     kind = NORM if name in _NORMS else OPTIMIZER if optimizing else OTHER
     layout = _layout(given) if "batch_norm" in name or "pool" in name else ""
     launches = _count_launches(name, args)
     return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
+
+
+def _measure_distances(name: str, args: tuple, result: torch.Tensor) -> Kernel:
+    """All distances, squared, as one product of the rows with their squares beside them."""
+    (rows, depth), columns = args[0].shape[-2:], args[1].shape[-2]
+    product = result.numel() // max(1, rows * columns), rows, columns, depth + 2
+    moved = _size(result) + _size(args[0]) + _size(args[1])
+    return Kernel(
+        name,
+        PRODUCT,
+        _multiplied_as(result.dtype, torch.backends.cuda.matmul),
+        2 * math.prod(product),
+        moved,
+        1,
+        product,
+    )
+
+
+def length_of_sorted(tensor: torch.Tensor, how: tuple) -> int:
+    """How many elements are sorted together: along the dimension that is named, or the last one."""
+    dims = [value for value in how if type(value) is int]
+    return tensor.shape[dims[0] if dims else -1] if tensor.dim() else 1
+
+
+def _sort_again(tensor: torch.Tensor, row: int) -> int:
+    """The bytes of a radix sort's passes, one for each byte of a number, over numbers and places; short rows have none.
+
+    Several long rows are sorted by number first, and then by row.
+    """
+    passes = 0 if row <= SHORT_SORT else tensor.element_size() * (2 if row < tensor.numel() else 1)
+    return passes * 2 * (_size(tensor) + 8 * tensor.numel())
 
 
 def touching(name: str, tensors: list[torch.Tensor]) -> Kernel:
@@ -245,6 +288,7 @@ def _multiply(name: str, args: tuple, moved: int) -> Kernel:
     # Tensor cores load 16 bytes at a time, where the rows of both matrices and of the result begin at such steps.
     lengths = [_length(tensor) for tensor in (a, b)] + [columns]
     even = all(length * a.element_size() % 16 == 0 for length in lengths)
+    depth *= 4 if a.is_complex() else 1  # real products
     flops = 2 * batch * rows * columns * depth
     across = (_step(a, -1) > 1) + (_step(b, -2 if b.dim() > 1 else -1) > 1)
     return Kernel(name, PRODUCT, kind, flops, moved, 1, (batch, rows, columns, depth), even, across=across)

@@ -102,8 +102,7 @@ class ScriptRecorder(Recorder):
         """The most bytes on the GPU before the steps that are counted, and the line that took the last of them."""
         blocks = [block for block in self.on_gpu if self.emptied < block.died and block.born <= self.first]
         peak, at = find_peak(blocks, self.emptied)
-        taken = (place for place, block in enumerate(self.blocks) if block.born == at)
-        return peak, self._sites.get(next(taken, -1))
+        return peak, next((block.site for block in self.blocks if block.born == at), None)
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""

@@ -35,10 +35,21 @@ from effgpu.predicting.ranks import alone
 from effgpu.predicting.recorder import COMPILED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline
-from effgpu.units import NOT_MEASURED, MiB, align, check_positive, format_bytes, html_table, join_places, with_article
+from effgpu.units import (
+    NOT_MEASURED,
+    MiB,
+    align,
+    check_positive,
+    format_bytes,
+    format_seconds,
+    html_table,
+    join_places,
+    with_article,
+)
 
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
+OURS = "predict: "  # begins an error that says why a step has no prediction
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
@@ -210,9 +221,13 @@ class Prediction:
         if any(gpu.bandwidth for gpu in self.gpus):
             headings += ["time per step", "bound by"]
             for row, gpu in zip(rows, self.gpus):
-                time = self.time(gpu) if gpu.bandwidth else None
-                row += [str(time), time.bound] if time else [NOT_MEASURED] * 2
+                row += [self._tell_time(gpu), self.time(gpu).bound] if gpu.bandwidth else [NOT_MEASURED] * 2
         return headings, rows
+
+    def _tell_time(self, gpu: Gpu) -> str:
+        """The time with its range; the least where the time of a part of the step is not known."""
+        partly = any(what.startswith(UNTIMED) for what in self.for_gpu(gpu)[0].unknown)
+        return f"at least {format_seconds(self.time(gpu).low)}" if partly else str(self.time(gpu))
 
     def _summary(self) -> list[tuple[str, str]]:
         return [
@@ -555,8 +570,8 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
 
 def explain(error: BaseException) -> str | None:
     """What an error of fake tensors, or of ours, means for the step; None for any other error."""
-    if isinstance(error, RuntimeError) and str(error).startswith("predict: "):
-        return str(error).removeprefix("predict: ")
+    if isinstance(error, RuntimeError) and str(error).startswith(OURS):
+        return str(error).removeprefix(OURS)
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):
@@ -566,6 +581,8 @@ def explain(error: BaseException) -> str | None:
     unsupported = fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException
     if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
+    if "DTensor" in str(error) or "_local_tensor" in str(error):
+        return "a DTensor, as of parallelize_module, cannot be predicted: leave it out, for one rank"
     if "devices" in str(error) and "cuda" in str(error):
         text = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
         return f"{text}: keep those on the CPU, and let the step move them with .to(device)"

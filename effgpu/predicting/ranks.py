@@ -3,11 +3,13 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
 from torch import distributed
 
 from effgpu.attaching.child import Refused
+from effgpu.attaching.replacing import replaced
 from effgpu.predicting.hardware import FIRST_GPU
 
 _TOO_MANY = "asks for {} ranks, and one process is predicted: start it with one"
@@ -40,6 +42,15 @@ def alone() -> Iterator[tuple[object, str, object]]:
     yield distributed, "all_gather", lambda tensors, tensor, *_, **__: _copy(tensor, tensors[0])
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         yield distributed, name, lambda result, tensor, *_, **__: _copy(tensor, result)
+
+
+def refusing_shards(fsdp: ModuleType) -> contextlib.AbstractContextManager:
+    """Inside, `fully_shard` is refused: its tensors have no fake ones. One rank trains the same without it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("predict: fully_shard cannot be predicted: leave it out, for one rank")
+
+    return replaced([(fsdp, "fully_shard", refuse)])
 
 
 def _spawn_here(function: Callable, args: tuple = (), nprocs: int = 1, *_: object, **__: object) -> None:

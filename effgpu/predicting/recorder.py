@@ -21,6 +21,7 @@ from effgpu.measuring.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    _current_autograd_node,
     _current_graph_task_id,
     _disable_current_modes,
 )
@@ -57,6 +58,15 @@ _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bi
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
+# Backward passes write into what they have just made, but not if somebody like us looks on: FunctionsManual.cpp,
+# areAnyTensorSubclassLike.
+_IN_PLACE = {
+    aten.index_put.default: ("IndexBackward0", aten.index_put_.default),
+    aten.index_add.default: ("IndexSelectBackward0", aten.index_add_.default),
+    aten.scatter_add.default: ("GatherBackward0", aten.scatter_add_.default),
+    aten.put.default: ("TakeBackward0", aten.put_.default),
+    aten.masked_scatter.default: ("MaskedSelectBackward0", aten.masked_scatter_.default),
+}
 _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
@@ -92,6 +102,8 @@ class Recorder(TorchDispatchMode):
         self._events = 0
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
+        self._summed: tuple[Block | None, Block | None] = None, None  # one gradient, and the sum that was just made
+        self._continued: dict[int, Block] = {}  # the block that a sum's goes on in, by the sum's
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
         self.counting = Counting(self)
@@ -118,7 +130,6 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []  # of the last step, in their order
         self._scores = Scores()  # of attention in the last step
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
-        self._sites: dict[int, Site | None] = {}  # of each block, by its place in `blocks`
         self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
         self.compiled = 0  # how deep in code that would be compiled
         self._ends: list[int] = []  # of steps
@@ -186,9 +197,9 @@ class Recorder(TorchDispatchMode):
     def _find_kept(self) -> tuple[tuple[tuple[Site | None, int], ...], dict[Site | None, list[int]]]:
         """What is alive at the end of this step more than at the end of the one before, and the sizes of what is."""
         alive: dict[Site | None, list[int]] = {}
-        for place, block in enumerate(self.blocks):
+        for block in self.blocks:
             if block.died == math.inf and self.is_on_gpu(block) and block.owner not in _MADE_ONCE:
-                alive.setdefault(self._sites.get(place), []).append(block.size)
+                alive.setdefault(block.site, []).append(block.size)
         if self._alive is None:
             return (), alive
         sites = dict.fromkeys([*alive, *self._alive])
@@ -202,9 +213,9 @@ class Recorder(TorchDispatchMode):
         """The bytes at the peak by line and owner, the most first."""
         _, at = find_peak(self.on_gpu, self.first)
         owned: dict[tuple[Site | None, str], int] = {}
-        for place, block in enumerate(self.blocks):
+        for block in self.blocks:
             if self.is_on_gpu(block) and block.born <= at < block.died:
-                key = self._sites.get(place), block.owner
+                key = block.site, block.owner
                 owned[key] = owned.get(key, 0) + block.size
         return tuple((*key, size) for key, size in sorted(owned.items(), key=lambda item: -item[1]))
 
@@ -255,17 +266,21 @@ class Recorder(TorchDispatchMode):
             self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
         if self.fakes and _is_composite(func):
             return self._take_apart(func, args, kwargs)
+        if (in_place := _IN_PLACE.get(func)) and _name_node() == in_place[0]:
+            return self._dispatch(in_place[1], args, kwargs)
         if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
         place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
         name = func._schema.name
         result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
-        if name in TEMPORARY and self.capability:
-            self._take_for_a_moment(TEMPORARY[name](args[1]))
         self._placing = place
         self.see(result)
         self._placing = before
+        if func is aten.add.Tensor:
+            self._note_sum(args[0], result)
+        if name in TEMPORARY and self.capability:
+            self._take_for_a_moment(TEMPORARY[name](*args))
         if self.fakes:
             self.values.follow(func, args, kwargs, result)
         if self.capability and not self._moving and not _is_meta(result):
@@ -309,8 +324,10 @@ class Recorder(TorchDispatchMode):
             name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
             self.unknown[f"{UNTIMED} {name} computes: only what it reads and writes"] = None
         for kernel in kernels:
-            if kernel.product and kernel.format not in TIMED:
-                self.assumptions[f"products in {kernel.format} take as long as in fp32"] = None
+            if kernel.product and kernel.format.startswith("float8") and self.capability >= (8, 9):
+                self.assumptions["products in 8 bits take half as long as in fp16"] = None
+            elif kernel.product and kernel.format not in TIMED:
+                self.unknown[f"{UNTIMED} products in {kernel.format} take"] = None
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         if kernels and self.optimizers.working:
             self.optimizers.note_kernel()
@@ -405,23 +422,45 @@ class Recorder(TorchDispatchMode):
         is_forward = self._started and not self.optimizers.working and _current_graph_task_id() == -1
         owner = "activations" if is_forward else "other"
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
+        block.node = -1 if is_forward else _number_node()
         block.place = self._placing
         if is_forward and torch.is_grad_enabled() and self.is_on_gpu(block):
             self._made[-1].append(block)
-        self._sites[len(self.blocks)] = sites.find_site()
+        block.site = sites.find_site()
         self.blocks.append(block)
         self._blocks[storage._cdata] = block
         finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
         if not isinstance(tensor, FakeTensor):
             self._finalizers.append(finalizer)
 
+    def _note_sum(self, one: torch.Tensor, result: torch.Tensor) -> None:
+        """Autograd adds a gradient to the one that it holds, which is in another node's result, by an operation."""
+        block = self._blocks.get(one.untyped_storage()._cdata) if _has_storage(one) else None
+        made = self._blocks.get(result.untyped_storage()._cdata) if _has_storage(result) else None
+        if block and made and block.node not in (-1, _number_node()) and block.size == made.size:
+            self._summed = block, made
+
     def _drop(self, key: int, block: Block) -> None:
+        block = self._continued.pop(id(block), block)
+        if block is self._summed[0] and self._summed[1] is self.blocks[-1]:
+            self._go_on(key, *self._summed)
+            return
         self._events += 1
         block.died = self._events
         if self._blocks.get(key) is block:
             del self._blocks[key]
             self._zeros.discard(key)
             self.values.forget(key)
+
+    def _go_on(self, key: int, block: Block, made: Block) -> None:
+        """A sum takes the place of what nobody else holds. PyTorch only makes a new tensor as it sees us looking on.
+
+        torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
+        """
+        self.blocks.pop()
+        del self._blocks[key]
+        self._blocks.update({key: block for key, each in list(self._blocks.items()) if each is made})
+        self._continued[id(made)] = block
 
     def _see_real(self, value: object) -> None:
         """Count, once, a tensor that was built outside of the variant."""
@@ -686,6 +725,18 @@ class Recorder(TorchDispatchMode):
                 block = self._blocks.get(tensor.untyped_storage()._cdata)
                 if block is not None and block.owner in ("other", "activations"):
                     block.owner = owner
+
+
+def _name_node() -> str:
+    """The name of autograd's node that is running, without a graph of its own; empty outside of a backward pass."""
+    node = None if torch.is_grad_enabled() else _current_autograd_node()
+    return node.name() if node is not None else ""
+
+
+def _number_node() -> int:
+    """Which node that is; -1 outside of a backward pass."""
+    node = None if torch.is_grad_enabled() else _current_autograd_node()
+    return node._sequence_nr() if node is not None else -1
 
 
 @functools.cache

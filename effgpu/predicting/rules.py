@@ -13,6 +13,7 @@ import torch
 
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
+from effgpu.predicting.kernels import SHORT_SORT, length_of_sorted
 from effgpu.units import GiB
 
 if TYPE_CHECKING:
@@ -166,22 +167,48 @@ def attention(
     )[0]
 
 
-def _flash_backward(query: torch.Tensor) -> int:
-    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32."""
+def _flash_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *__: object) -> int:
+    """aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d in fp32.
+
+    Where fewer heads have keys, also dk_expanded and dv_expanded.
+    """
     batch, heads, length, width = query.shape
     rounded = -(-length // 128) * 128
     wide = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
-    return 4 * batch * heads * rounded * (wide + 1)
+    expanded = 2 * batch * heads * key.shape[2] * width * (heads > key.shape[1])
+    return 4 * batch * heads * rounded * (wide + 1) + query.element_size() * expanded
 
 
-def _efficient_backward(query: torch.Tensor) -> int:
+def _efficient_backward(_: torch.Tensor, query: torch.Tensor, *__: object) -> int:
     """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32."""
     batch, heads, length, width = query.shape
     accumulated = width if query.dtype in _HALF and width > 64 else 0
     return 4 * batch * heads * length * (1 + accumulated)
 
 
+def _cdist_backward(_: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *__: object) -> int:
+    """aten/src/ATen/native/cuda/DistanceKernel.cu, cdist_backward_kernel_impl: a number for each pair and column."""
+    return one.numel() * other.shape[-2] * one.element_size()
+
+
+def _pdist_backward(_: torch.Tensor, rows: torch.Tensor, *__: object) -> int:
+    """The same file, pdist_backward_kernel_impl."""
+    return rows.numel() * max(0, len(rows) - 1) * rows.element_size()
+
+
+def _sort(tensor: torch.Tensor, *how: object) -> int:
+    """aten/src/ATen/native/cuda/Sort.cpp: places and the second buffers of CUB; of several rows, pairs of both."""
+    row = length_of_sorted(tensor, how)
+    places = 8 * tensor.numel()
+    if row <= SHORT_SORT:
+        return 0
+    return 4 * places if row < tensor.numel() else 2 * places + tensor.numel() * tensor.element_size()
+
+
 TEMPORARY = {  # bytes that a kernel takes while it runs
+    "aten::_cdist_backward": _cdist_backward,
+    "aten::_pdist_backward": _pdist_backward,
+    "aten::sort": _sort,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }

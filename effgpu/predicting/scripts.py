@@ -17,7 +17,7 @@ from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import STEPS, conclude, count, explain, walking_as
+from effgpu.predicting.prediction import OURS, STEPS, conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
 from effgpu.predicting.rare import find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
@@ -78,7 +78,10 @@ def recording(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield recorder
+        try:
+            yield recorder
+        finally:
+            marks.guessed = recorder.guesses.tell()
 
 
 def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: int) -> Plan:
@@ -149,7 +152,7 @@ def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[No
         yield
     except (Exception, SystemExit) as error:
         _ask_again(recorder)
-        if not isinstance(error, (Refused, SystemExit)):
+        if not isinstance(error, (Refused, SystemExit)) and not str(error).startswith(OURS):
             _ask_otherwise(recorder.guesses, tries)
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, Refused) and cause and (why := explain(cause)):

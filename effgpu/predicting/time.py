@@ -37,6 +37,7 @@ BUS_BOUND = "PCI Express"
 
 # Of the rate of a large product. NeuSight's linear layers in fp32; in 16 bits Liger-Kernel's SwiGLU on an A100.
 PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}
+LARGE_DEPTHWISE, WIDE_DEPTHWISE = 0.12, 49  # the share of the fp32 rate of a depthwise kernel above 7 × 7; guessed
 # Rows and columns of the tile that a multiprocessor computes at a time, and the share of its rate. NeuSight, fp32.
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 64, 0.8), (64, 32, 0.6), (32, 32, 0.45))
 FILL = 32  # what filling and draining a tile costs without tensor cores, as depth
@@ -179,8 +180,12 @@ def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
     if kernel.kind == ATTENTION:
         share = shares.attention.get(f"{kernel.layout} {format}", shares.attention[kernel.layout])
         return kernel.flops / (rate * share)
-    if not kernel.product or kernel.layout.startswith("depthwise"):
+    if not kernel.product:
         return 0.0
+    if kernel.layout.startswith("depthwise"):
+        return kernel.flops / (gpu.rate("fp32") * LARGE_DEPTHWISE) if kernel.product[3] > WIDE_DEPTHWISE else 0.0
+    if 1 in kernel.product[1:3]:  # with a vector: cuBLAS's gemv reads the matrix once
+        return kernel.flops / rate
     if kernel.kind == CONVOLUTION:
         return _multiply(kernel.product, rate * _convolution_share(kernel, gpu), gpu, format == "fp32")
     share = PRODUCT_SHARE[format] * (shares.across[kernel.across] if format == "tf32" else 1.0)

@@ -20,6 +20,9 @@ MOST = 4_000_000
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2}  # which argument it is
 _MADE = ("arange", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices", "randint", "randperm")
+# Whatever the other operand is: true or anything is true, and zero with anything is zero.
+_DECIDED_BY = {"logical_or": True, "bitwise_or": True, "__or__": True}
+_DECIDED_BY |= {"logical_and": False, "bitwise_and": False, "__and__": False, "mul": False}
 
 
 class Values:
@@ -90,8 +93,18 @@ class Values:
                 self._fill(result, _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]])
             elif name in _MADE if not given else all(self._knows(tensor) for tensor in given) and _is_certain(func):
                 self._repeat(func, args, kwargs, result)
+            elif name in _DECIDED_BY and self._is_decided(_DECIDED_BY[name], result.dtype, given):
+                self._fill(result, _DECIDED_BY[name])
         elif isinstance(result, tuple) and given and all(map(self._knows, given)) and _is_certain(func):  # sort, topk
             self._repeat(func, args, kwargs, *filter(_is_fake, result))
+
+    def _is_decided(self, by: bool, dtype: torch.dtype, given: list[torch.Tensor]) -> bool:
+        """Whether one of the operands decides alone, as all its numbers are true, or zero."""
+        if dtype.is_floating_point or (by and dtype is not torch.bool):
+            return False
+        known = [self.of(tensor) for tensor in given if self._knows(tensor)]
+        with _disable_current_modes():
+            return any(bool(each.all() if by else not each.any()) for each in known)
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
