@@ -1216,6 +1216,31 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
     assert predict(variant, "T4").owners["optimizer state"] == 2 * 4 * 64 * 10_000
 
 
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_cell_is_two_products_and_a_kernel(kind, bias):
+    """aten/src/ATen/native/cuda/RNN.cu. Each keeps 6 of its state: of an LSTM's 4 gates, cell and state, of a GRU's 5."""
+
+    def variant(steps):
+        cell, rows = kind(64, 1024, bias=bias), torch.rand(256, 64)
+
+        def step():
+            state = None
+            for _ in range(steps):
+                state = cell(rows, state)
+            (state[0] if kind is nn.LSTMCell else state).sum().backward()
+            assert all(weight.grad is not None and weight.grad.shape == weight.shape for weight in cell.parameters())
+
+        return step
+
+    few, more = (predict(partial(variant, steps), "T4") for steps in (10, 20))
+    count = lambda predicted, name: sum(
+        number for segment in predicted.segments for kernel, number in segment.kernels.items() if name in kernel.name
+    )
+    assert count(more, "(gates)") == 40 and count(more, "mm") - count(few, "mm") == 10 * (2 + 3)
+    assert (more.allocated - few.allocated) / (10 * 4 * 256 * 1024) == pytest.approx(6, abs=0.2)
+
+
 def test_what_a_step_asks_of_the_gpu_counts_however_its_attention_runs():
     """An A100 has a walk of its own where a step asks whether it is an H100."""
 

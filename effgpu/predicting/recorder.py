@@ -350,6 +350,11 @@ class Recorder(TorchDispatchMode):
         if self.segments:
             self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
 
+    def note_cell(self, kernel: Kernel) -> None:
+        """One kernel of a cell's."""
+        if self.segments:
+            self._add_kernels([kernel], 1)
+
     def note_groups(self, kernel: Kernel, count: int, read: int | None) -> None:
         """So many equal products, after a read of so many bytes that say how they are cut; None: in one kernel."""
         self._multiplied = True

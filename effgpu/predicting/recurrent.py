@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from effgpu.predicting.kernels import OTHER, PRODUCT, Kernel, format_of_recurrent
+from effgpu.predicting.kernels import OTHER, PRODUCT, Kernel, format_of_recurrent, touching
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 # Numbers that cuDNN keeps for the backward pass for each token, layer and number of the hidden state: the gates, the
 # cell's state and its tanh, the layer's output; of a GRU also the part of the candidate that a gate multiplies. cuDNN
 # does not publish its reserve: this is what the formulas need.
 KEPT = {"lstm": 7, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
+STATES, WORKSPACE = {"lstm": 2, "gru": 1}, {"lstm": 4, "gru": 5}  # of a cell, and what it keeps, by its hidden state
 
 
 def kernels(kind: str, tokens: int, steps: int, sizes: list[tuple[int, int, int]], like: torch.Tensor) -> Iterator:
@@ -94,6 +95,44 @@ def run_packed(note, kind: str, data, batch_sizes, hx, params, has_biases, layer
     directions = 2 if bidirectional else 1
     shape = data.shape[0], batch_sizes.shape[0], (data.shape[0], directions * states[0].shape[-1]), len(states)
     return _run(note, kind, shape, len(params) // (layers * directions), data, states, params)
+
+
+class _Cell(torch.autograd.Function):
+    """One step's gates as one operation, after two products: aten/src/ATen/native/cuda/RNN.cu."""
+
+    @staticmethod
+    def forward(ctx, note, kind, input_gates, hidden_gates, *states_and_biases):
+        states = states_and_biases[: STATES[kind]]
+        results = tuple(map(torch.empty_like, states))
+        rows, hidden = states[0].shape
+        kept = input_gates.new_empty(rows, WORKSPACE[kind] * hidden)
+        note(touching(f"{kind} (gates)", [input_gates, hidden_gates, *states, *results, kept]))
+        ctx.note, ctx.kind, ctx.biases = note, kind, len(states_and_biases) - len(states)
+        ctx.save_for_backward(kept, *((states[-1], results[-1]) if kind == "lstm" else ()))
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        kept, *_ = ctx.saved_tensors
+        rows, hidden = grads[0].shape
+        gates = [kept.new_empty(rows, GATES[ctx.kind] * hidden) for _ in range(1 if ctx.kind == "lstm" else 2)]
+        states = tuple(map(torch.empty_like, grads))
+        ctx.note(touching(f"{ctx.kind} backward (gates)", [*grads, *ctx.saved_tensors, *gates, *states]))
+        biases = [each.sum(0) for each in gates] if ctx.biases else []
+        both = lambda found: [found[0], found[-1]] if found else []
+        of_states = [None, states[-1]] if ctx.kind == "lstm" else states  # the hidden one's comes by its product
+        return None, None, *both(gates), *of_states, *both(biases)
+
+
+def run_cell(note: Callable, kind: str, inputs, hx, w_ih, w_hh, b_ih=None, b_hh=None):
+    """aten::lstm_cell and aten::gru_cell."""
+    given = [inputs, *(hx if kind == "lstm" else [hx]), w_ih, w_hh, *(() if b_ih is None else (b_ih, b_hh))]
+    if torch.is_autocast_enabled("cpu"):
+        lower = torch.get_autocast_dtype("cpu")
+        given = [each.to(lower) for each in given]
+    inputs, *states, w_ih, w_hh = given[: 3 + STATES[kind]]
+    results = _Cell.apply(note, kind, inputs @ w_ih.t(), states[0] @ w_hh.t(), *states, *given[3 + STATES[kind] :])
+    return results if kind == "lstm" else results[0]
 
 
 def _run(note: Callable, kind: str, shape: tuple, weights_per_layer: int, inputs, states: list, params: list):

@@ -56,16 +56,20 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
     kernels["dropout", "AutogradCPU"] = dropout
     kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(attention, recorder)
     for func, layers in recurrent_layers(recorder).items():
-        kernels[func._schema.name.removeprefix("aten::") + "." + func._schema.overload_name, "AutogradCPU"] = layers
+        kernels[str(func).removeprefix("aten.").removesuffix(".default"), "AutogradCPU"] = layers
     return kernels
 
 
 def recurrent_layers(recorder: "Recorder") -> dict:
-    """aten/src/ATen/native/RNN.cpp: with cuDNN, which layers of a network over time are one call."""
+    """aten/src/ATen/native/RNN.cpp: which layers over time are one call of cuDNN, and which cells are one."""
+    cells = {
+        getattr(aten, f"{kind}_cell").default: functools.partial(recurrent.run_cell, recorder.note_cell, kind)
+        for kind in recurrent.WORKSPACE
+    }
     if not torch.backends.cudnn.enabled:
-        return {}
+        return cells
     runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
-    return {
+    return cells | {
         getattr(getattr(aten, kind), overload): functools.partial(run, recorder.note_recurrent, kind)
         for kind in recurrent.GATES
         for overload, run in runs
