@@ -1219,7 +1219,7 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_cell_is_two_products_and_a_kernel(kind, bias):
-    """aten/src/ATen/native/cuda/RNN.cu. Each keeps 6 of its state: of an LSTM's 4 gates, cell and state, of a GRU's 5."""
+    """aten/src/ATen/native/cuda/RNN.cu. Each keeps 6 of its state: 4 gates, cell and state, or a GRU's 5 and state."""
 
     def variant(steps):
         cell, rows = kind(64, 1024, bias=bias), torch.rand(256, 64)
