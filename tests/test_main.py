@@ -29,7 +29,6 @@ pathlib.Path("pids.part").write_text(f"{os.getpid()} {worker.pid}")
 os.rename("pids.part", "pids")
 time.sleep(600)"""
 HEAVY = ("transformers", "datasets", "matplotlib")
-HEAVIER = ("torch", *HEAVY)
 RUN = [sys.executable, "-m", "effgpu", "run"]
 
 

@@ -214,7 +214,8 @@ class SeedBench(Bench):
         """Those of a comparison; behind its speed the loss and the metric, each against the baseline's."""
         columns = Comparison._columns(self)
         place = 1 + [name for name, _ in columns].index("against the baseline")
-        return [*columns[:place], *self._end_columns(), *columns[place:], self._steps_column()]
+        seeds = "seeds", lambda m: str(len(self.kept(m.label)))
+        return [*columns[:place], *self._end_columns(), *columns[place:], seeds]
 
     def _end_columns(self) -> list[Column]:
         columns = []
@@ -240,9 +241,6 @@ class SeedBench(Bench):
         if lost := found.count(None):
             return f"not reached with {lost} of {len(found)} seeds"
         return units.format_seconds(statistics.fmean(found) if found else None)
-
-    def _steps_column(self) -> Column:
-        return "seeds", lambda m: str(len(self.kept(m.label)))
 
     def how_timed(self) -> str:
         """How the commands ran, in one sentence."""

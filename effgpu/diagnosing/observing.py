@@ -178,7 +178,7 @@ class Moves(TorchFunctionMode):
         return result
 
     def _note_move(self, name: str, tensor: torch.Tensor, args: tuple, kwargs: dict) -> None:
-        size, where = tensor.numel() * tensor.element_size(), goes_to(args, kwargs)
+        size, where = tensor.nbytes, goes_to(args, kwargs)
         find = functools.partial(find_site, until=self._loop)
         if name in _TO_HOST or (tensor.is_cuda and where == "cpu"):
             if self._is_on_gpu(tensor) and (tensor.dim() or name != "tolist"):

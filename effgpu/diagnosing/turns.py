@@ -259,7 +259,7 @@ def _time_calls(has_reads: bool) -> Plan:
     seconds = []
     for _ in range(_CALLING):
         torch.cuda.synchronize()
-        with UntilRead(lambda: time.perf_counter()) if has_reads else contextlib.nullcontext() as until:
+        with UntilRead(time.perf_counter) if has_reads else contextlib.nullcontext() as until:
             began = time.perf_counter()
             yield 1
             ended = time.perf_counter()

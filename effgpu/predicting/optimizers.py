@@ -121,7 +121,7 @@ class Optimizers:
         for optimizer in self.stepped:
             if isinstance(optimizer, LBFGS):
                 (group,) = optimizer.param_groups
-                size = round_size(sum(each.numel() * each.element_size() for each in group["params"]))
+                size = round_size(sum(each.nbytes for each in group["params"]))
                 left = group["history_size"] - len(optimizer.state[group["params"][0]].get("old_dirs", ()))
                 self._recorder.blocks += [Block(size, 0, "optimizer state", place="gpu") for _ in range(2 * left)]
 

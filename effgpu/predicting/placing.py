@@ -237,7 +237,7 @@ class ScriptRecorder(Recorder):
     def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
         """A real tensor moves to the GPU."""
         if self.segments:
-            size, pinned = real.numel() * real.element_size(), real in self.pinned
+            size, pinned = real.nbytes, real in self.pinned
             waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
             site = find_site(until=self.loop)
             self.events.append(Event(COPY, site, bytes=size, waits=waits, pinned=pinned))
@@ -268,7 +268,7 @@ class _Placer(Translator):
         if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
         if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
-            self._recorder.wait(fakes[0].numel() * fakes[0].element_size())
+            self._recorder.wait(fakes[0].nbytes)
         if name == "get_device" and fakes:
             return super().__torch_function__(func, types, args, kwargs)
         args, kwargs, where = self._find_place(func, name, args, kwargs)
@@ -330,7 +330,7 @@ class _Placer(Translator):
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
         if where == CPU and not non_blocking:
-            self._recorder.wait(fake.numel() * fake.element_size())
+            self._recorder.wait(fake.nbytes)
         if self._recorder.segments:
             self._recorder._note_copy(fake, pinned=where != CPU)
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True):

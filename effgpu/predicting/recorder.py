@@ -623,7 +623,7 @@ class Recorder(TorchDispatchMode):
         if not tensor.dim():
             return tensor.item()
         if not self.is_on_host(tensor):
-            self.wait(tensor.numel() * tensor.element_size())
+            self.wait(tensor.nbytes)
         known, assumed = self.values.of(tensor), self.values.are_assumed(tensor)
         with on_real_tensors():
             if (known is None or assumed) and tensor.numel():
@@ -642,11 +642,8 @@ class Recorder(TorchDispatchMode):
     def again(self) -> None:
         """Forget all but what to answer, for another walk."""
         answers, taken, awaits = self.guesses.answers, self.taken, self.awaits_update
-        self.__init__(*self._made_of())
+        self.__init__(self.capability)
         self.guesses.answers, self.taken, self.awaits_update = answers, taken, awaits
-
-    def _made_of(self) -> tuple:
-        return (self.capability,)
 
     def placed(self, on_host: bool) -> contextlib.AbstractContextManager:
         """Inside, new fake tensors are where a step puts them."""

@@ -80,7 +80,7 @@ class Values:
         if written:
             named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
             changed = [t for t in tensors_of([named.get(name) for name in written]) if isinstance(t, FakeTensor)]
-            if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(name, changed[0], args):
+            if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(changed[0], args):
                 return
             known = _is_certain(func) and all(self._knows(tensor) for tensor in given)
             if known:
@@ -111,10 +111,10 @@ class Values:
             return _is_small(tensor) and not tensor.requires_grad
         return bool(self._known) and tensor.untyped_storage()._cdata in self._known and _is_small(tensor)
 
-    def _overwrite(self, name: str, tensor: torch.Tensor, args: tuple) -> bool:
+    def _overwrite(self, tensor: torch.Tensor, args: tuple) -> bool:
         """Whether all of a storage has got known numbers."""
         storage, source = tensor.untyped_storage(), args[1] if len(args) > 1 else 0
-        if not _is_small(tensor) or tensor.numel() * tensor.element_size() != storage.nbytes():
+        if not _is_small(tensor) or tensor.nbytes != storage.nbytes():
             return False
         if isinstance(source, torch.Tensor):
             source = self.of(source) if self._knows(source) else None

@@ -1,11 +1,9 @@
 """Language models with adapters (LoRA), in 16 and in 4 bits, as published runs had them: the audit walks them."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 BLOCK, OUTER = 64, 256  # weights with one absmax, and absmax with one of their own (double quantization)
 
@@ -43,145 +41,6 @@ class Linear4bit(nn.Module):
 
     def forward(self, x):
         return _Dequantized.apply(x, self.weight, self.shape)
-
-
-def _linear(inputs, outputs, quantized, bias=False):
-    if quantized:
-        return Linear4bit(inputs, outputs, quantized == "nf4-dq")
-    layer = nn.Linear(inputs, outputs, bias=bias)
-    return layer.requires_grad_(False)
-
-
-# --- LitGPT's models with adapters on queries and values ---
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A model of LitGPT: `llama` has RMS norms and a gated MLP, others run attention and MLP beside each other."""
-
-    layers: int
-    width: int
-    heads: int
-    inner: int
-    vocabulary: int
-    llama: bool = True
-    rotary: float = 1.0
-    shared_norm: bool = False
-    bias: bool = False
-
-
-LITGPT = {
-    "phi-1.5": Sizes(24, 2048, 32, 8192, 51200, False, 0.5, True, True),
-    "StableLM Alpha 3B": Sizes(16, 4096, 32, 16384, 50688, False, 0.25, False, True),
-    "Llama 2 7B": Sizes(32, 4096, 32, 11008, 32000),
-    "Llama 2 13B": Sizes(40, 5120, 40, 13824, 32000),
-}
-
-
-class _Norm(nn.Module):
-    """LitGPT's RMS norm: in 32 bits."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
-
-    def forward(self, x):
-        wide = x.float()
-        normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
-        return (self.weight * normed).to(x.dtype)
-
-
-class _Merged(nn.Module):
-    """Queries, keys and values in one product, with adapters of rank 8 on the first and the last."""
-
-    def __init__(self, sizes, quantized):
-        super().__init__()
-        width = sizes.width
-        self.width, self.base = width, _linear(width, 3 * width, quantized, sizes.bias)
-        self.dropout = nn.Dropout(0.05)
-        self.down, self.up = (nn.Parameter(torch.zeros(*shape)) for shape in ((16, width), (2 * width, 8)))
-
-    def forward(self, x):
-        merged = self.base(x)
-        low = F.linear(self.dropout(x), self.down)
-        added = F.conv1d(low.transpose(-2, -1), self.up[..., None], groups=2).transpose(-2, -1)
-        padded = added.new_zeros(*x.shape[:-1], 3 * self.width)
-        padded = torch.cat([added[..., : self.width], padded[..., : self.width], added[..., self.width :]], -1)
-        return merged + padded * 2.0
-
-
-class _LitBlock(nn.Module):
-    def __init__(self, sizes, quantized):
-        super().__init__()
-        self.sizes, linear = sizes, partial(_linear, quantized=quantized, bias=sizes.bias)
-        norm = _Norm if sizes.llama else lambda width: nn.LayerNorm(width).requires_grad_(False)
-        self.norm1 = norm(sizes.width)
-        self.norm2 = None if sizes.shared_norm else norm(sizes.width)
-        self.qkv, self.out = _Merged(sizes, quantized), linear(sizes.width, sizes.width)
-        self.up = nn.ModuleList(linear(sizes.width, sizes.inner) for _ in range(1 + sizes.llama))
-        self.down = linear(sizes.inner, sizes.width)
-
-    def _attend(self, x, cos, sin):
-        q, k, v = self.qkv(x).unflatten(-1, (self.sizes.heads, 3, -1)).permute(0, 2, 3, 1, 4).unbind(2)
-        q, k = (self._rotate(t, cos, sin) for t in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
-
-    def _rotate(self, x, cos, sin):
-        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        left, right = turned.chunk(2, -1)
-        return torch.cat([turned * cos + torch.cat([-right, left], -1) * sin, rest], -1)
-
-    def _mlp(self, x):
-        if self.sizes.llama:
-            return self.down(F.silu(self.up[0](x)) * self.up[1](x))
-        return self.down(F.gelu(self.up[0](x)))
-
-    def forward(self, x, cos, sin):
-        normed = self.norm1(x)
-        attended = self._attend(normed, cos, sin)
-        if self.sizes.llama:
-            x = attended + x
-            return self._mlp(self.norm2(x)) + x
-        return self._mlp(self.norm2(x) if self.norm2 else normed) + attended + x
-
-
-class _LitModel(nn.Module):
-    def __init__(self, sizes, quantized, length):
-        super().__init__()
-        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width).requires_grad_(False)
-        self.blocks = nn.ModuleList(_LitBlock(sizes, quantized) for _ in range(sizes.layers))
-        norm = _Norm if sizes.llama else lambda width: nn.LayerNorm(width).requires_grad_(False)
-        self.norm = norm(sizes.width)
-        self.head = _linear(sizes.width, sizes.vocabulary, quantized, sizes.bias and sizes.shared_norm)
-        turned = int(sizes.rotary * sizes.width // sizes.heads)
-        for name in ("cos", "sin"):
-            self.register_buffer(name, torch.zeros(length, turned))
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return [self.head(part) for part in self.norm(x).split(128, dim=1)]
-
-
-def litgpt(name, length, batch=1, quantized=""):
-    """A micro-batch of LitGPT's LoRA script, in bfloat16, with the longest text, and an update. The loss is chunked."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    model = _LitModel(LITGPT[name], quantized, length).train()
-    torch.set_default_dtype(dtype)
-    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-
-    def step():
-        tokens, labels = (torch.zeros(batch, length, dtype=torch.long) for _ in range(2))
-        parts = [part.flatten(0, 1) for part in model(tokens)]
-        losses = map(partial(F.cross_entropy, reduction="none"), parts, (t.flatten() for t in labels.split(128, dim=1)))
-        torch.cat(list(losses)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 # --- Qwen with adapters on all its linear layers ---
