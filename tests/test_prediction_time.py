@@ -615,9 +615,9 @@ def test_no_row_both_calibrates_and_is_audited():
 
 @pytest.mark.slow
 def test_nine_of_ten_published_transformers_lie_in_their_range():
-    """Of every third one: `make predictions` predicts all."""
+    """Of every sixth one: `make predictions` predicts all."""
     chosen = [c for c in published_times.CASES if not c.calibrates and not c.convolutional]
-    outcomes = [published_times.run(case) for case in chosen[::3]]
+    outcomes = [published_times.run(case) for case in chosen[::6]]
     assert sum(o.is_inside for o in outcomes) >= 0.9 * len(outcomes)
     errors = sorted(abs(o.error) for o in outcomes)
     assert errors[len(errors) // 2] < 0.08
