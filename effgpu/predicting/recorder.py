@@ -102,7 +102,11 @@ class Recorder(TorchDispatchMode):
         self._events = 0
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
-        self._summed: tuple[Block | None, Block | None] = None, None  # one gradient, and the sum that was just made
+        self._summed: tuple[Block | None, Block | None, int] = (
+            None,
+            None,
+            0,
+        )  # a gradient, its sum, whose storage that is
         self._continued: dict[int, Block] = {}  # the block that a sum's goes on in, by the sum's
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
@@ -440,31 +444,32 @@ class Recorder(TorchDispatchMode):
 
     def _note_sum(self, one: torch.Tensor, result: torch.Tensor) -> None:
         """Autograd adds a gradient to the one that it holds, which is in another node's result, by an operation."""
-        block = self._blocks.get(one.untyped_storage()._cdata) if _has_storage(one) else None
-        made = self._blocks.get(result.untyped_storage()._cdata) if _has_storage(result) else None
+        if not (_has_storage(one) and _has_storage(result)):
+            return
+        key = result.untyped_storage()._cdata
+        block, made = self._blocks.get(one.untyped_storage()._cdata), self._blocks.get(key)
         if block and made and block.node not in (-1, _number_node()) and block.size == made.size:
-            self._summed = block, made
+            self._summed = block, made, key
 
     def _drop(self, key: int, block: Block) -> None:
         block = self._continued.pop(id(block), block)
-        if block is self._summed[0] and self._summed[1] is self.blocks[-1]:
-            self._go_on(key, *self._summed)
-            return
-        self._events += 1
-        block.died = self._events
         if self._blocks.get(key) is block:
             del self._blocks[key]
             self._zeros.discard(key)
             self.values.forget(key)
+        if block is self._summed[0] and self._summed[1] is self.blocks[-1]:
+            self._go_on(*self._summed)
+        else:
+            self._events += 1
+            block.died = self._events
 
-    def _go_on(self, key: int, block: Block, made: Block) -> None:
+    def _go_on(self, block: Block, made: Block, key: int) -> None:
         """A sum takes the place of what nobody else holds. PyTorch only makes a new tensor as it sees us looking on.
 
         torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
         """
         self.blocks.pop()
-        del self._blocks[key]
-        self._blocks.update({key: block for key, each in list(self._blocks.items()) if each is made})
+        self._blocks[key], self._summed = block, (None, None, 0)
         self._continued[id(made)] = block
 
     def _see_real(self, value: object) -> None:
