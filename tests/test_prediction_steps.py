@@ -1216,6 +1216,19 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
     assert predict(variant, "T4").owners["optimizer state"] == 2 * 4 * 64 * 10_000
 
 
+def test_a_deformable_convolution_takes_what_its_taps_see():
+    from torchvision.ops import deform_conv2d
+
+    def variant(size):
+        weight = nn.Parameter(torch.rand(64, 64, size, size))
+        images, offset = torch.rand(8, 64, 32, 32), torch.rand(8, 2 * size**2, 32, 32)
+        return lambda: deform_conv2d(images, offset, weight, padding=size // 2).sum().backward()
+
+    small, large = (predict(partial(variant, size), "T4") for size in (1, 3))
+    assert large.allocated - small.allocated > 8 * (4 * 8 * 64 * 32**2), "nine taps, not one"
+    assert any("deform_conv2d computes" in what for what in large.unknown)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_cell_is_two_products_and_a_kernel(kind, bias):

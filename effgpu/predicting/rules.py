@@ -209,10 +209,19 @@ def _sort(tensor: torch.Tensor, *how: object) -> int:
     return 4 * places if row < tensor.numel() else 2 * places + tensor.numel() * tensor.element_size()
 
 
+def _deform(images: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor, *_: object) -> int:
+    """torchvision/csrc/ops/cuda/deform_conv2d_kernel.cu: what a kernel's taps see, of up to 32 images at a time."""
+    at_once = max(number for number in range(1, 33) if images.shape[0] % number == 0)
+    taps, points = math.prod(weight.shape[2:]), math.prod(offset.shape[2:])
+    return images.element_size() * at_once * images.shape[1] * taps * points
+
+
 TEMPORARY = {  # bytes that a kernel takes while it runs
     "aten::_cdist_backward": _cdist_backward,
     "aten::_pdist_backward": _pdist_backward,
     "aten::sort": _sort,
+    "torchvision::deform_conv2d": _deform,
+    "torchvision::_deform_conv2d_backward": lambda _, *given: _deform(*given),
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }
