@@ -37,7 +37,9 @@ BUS_BOUND = "PCI Express"
 
 # Of the rate of a large product. NeuSight's linear layers in fp32; in 16 bits Liger-Kernel's SwiGLU on an A100.
 PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}
-LARGE_DEPTHWISE, WIDE_DEPTHWISE = 0.12, 49  # the share of the fp32 rate of a depthwise kernel above 7 × 7; guessed
+# The share of the fp32 rate that a depthwise kernel of more than 7 × 7 reaches, and the gradient of a depthwise weight,
+# which reads both images once for each of its places. Guessed; timm's networks of the audit come out nearer with it.
+LARGE_DEPTHWISE, WIDE_DEPTHWISE = 0.12, 49
 # Rows and columns of the tile that a multiprocessor computes at a time, and the share of its rate. NeuSight, fp32.
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 64, 0.8), (64, 32, 0.6), (32, 32, 0.45))
 FILL = 32  # what filling and draining a tile costs without tensor cores, as depth
