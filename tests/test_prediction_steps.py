@@ -1216,6 +1216,18 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
     assert predict(variant, "T4").owners["optimizer state"] == 2 * 4 * 64 * 10_000
 
 
+def test_boxes_of_all_classes_are_taken_at_once_as_on_a_gpu():
+    """Also where the step never names it: a CPU takes one class after the other from 1,000 boxes on."""
+    from torchvision.ops import batched_nms
+
+    def variant():
+        layer, boxes, classes = nn.Linear(4, 4), torch.rand(2000, 4), torch.randint(0, 90, (2000,))
+        return lambda: layer(boxes[batched_nms(boxes, boxes[:, 0], classes, 0.5)]).sum().backward()
+
+    kernels = Counter(kernel.name for segment in predict(variant, "T4").segments for kernel in segment.kernels)
+    assert kernels["nms"] == 1
+
+
 def test_a_deformable_convolution_takes_what_its_taps_see():
     from torchvision.ops import deform_conv2d
 

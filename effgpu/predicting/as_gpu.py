@@ -16,7 +16,7 @@ from effgpu.predicting.disguise import disguised
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
-from effgpu.predicting.rules import kernels
+from effgpu.predicting.rules import boxes_at_once, kernels
 
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
 
@@ -55,6 +55,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
                 flex.MODULE: functools.partial(flex.in_one_kernel, recorder),
                 triton_kernels.MODULE: functools.partial(triton_kernels.left_out, recorder),
                 "torch.distributed.fsdp": ranks.refusing_shards,
+                "torchvision.ops.boxes": boxes_at_once,
                 "transformers.trainer": functools.partial(_noting_what_train_adds, recorder),
             }
         ),

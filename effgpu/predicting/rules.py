@@ -3,14 +3,17 @@
 Each rule names its source in PyTorch.
 """
 
+import contextlib
 import functools
 import math
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
+from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
 from effgpu.predicting.kernels import SHORT_SORT, length_of_sorted
@@ -169,6 +172,16 @@ def attention(
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, dropout_p, is_causal, None, **options
     )[0]
+
+
+def boxes_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
+    """torchvision/ops/boxes.py, batched_nms: a GPU takes the boxes of all classes at once, up to 100,000 numbers."""
+    one_by_one = module._batched_nms_vanilla
+
+    def choose(boxes: torch.Tensor, *others: object) -> torch.Tensor:
+        return (one_by_one if boxes.numel() > 100_000 else module._batched_nms_coordinate_trick)(boxes, *others)
+
+    return replaced([(module, "_batched_nms_vanilla", choose)])
 
 
 def _flash_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *__: object) -> int:
