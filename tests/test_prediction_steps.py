@@ -1274,7 +1274,7 @@ def test_what_a_step_asks_of_the_gpu_counts_however_its_attention_runs():
         size = 2**26 if torch.cuda.get_device_capability() < (9, 0) else 1
 
         def step():
-            x = layer(torch.ones(2, 4, 8, 64, device="cuda"))
+            x = layer(torch.ones(2, 4, 8, 64, device="cuda")).bfloat16()
             attended = nn.functional.scaled_dot_product_attention(x, x, x)
             (attended.sum() + torch.ones(size, device="cuda").sum()).backward()
 
