@@ -194,7 +194,7 @@ class Comparison:
             return measured
         columns = [("predicted", lambda m: m.label), *self._full_size_columns()]
         lines = ["Predicted, at full size. Brackets: where about 9 of 10 published times lie (docs/predict.md)."]
-        lines += self._say_what_is_unchecked()
+        lines += [*self._say_what_is_unchecked(), *self._say_what_is_untimed()]
         if self.device.kind == "cuda":
             return [*measured, (*self._fill(columns), " ".join(lines))]
         return [(*self._fill(columns), " ".join([*lines, self._tell_small(), *self._tell_variables()]))]
@@ -306,6 +306,11 @@ class Comparison:
         for one in (one for predicted in self.full_size.values() for one in predicted if one.unchecked):
             names.setdefault(one.unchecked, {})[one.gpu] = None
         return [f"Not checked against any run: {missing} on {', '.join(those)}." for missing, those in names.items()]
+
+    def _say_what_is_untimed(self) -> list[str]:
+        """Of which variants a part of the time is not known."""
+        reasons = {label: {one.untimed: None for one in gpus if one.untimed} for label, gpus in self.full_size.items()}
+        return [f"Not known of {label}: {'; '.join(those)}." for label, those in reasons.items() if those]
 
     def _say_how_far_off(self) -> str:
         """What was measured over what was predicted: +8 % is more than predicted."""

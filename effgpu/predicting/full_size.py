@@ -27,6 +27,7 @@ class FullSize:
     "optimizer"; in the rest it waits for the CPU. `ratio` is the time over the baseline's on the same GPU. Seconds and
     ratio are (expected, low, high): 9 of 10 published transformers lie between low and high. They are None for a GPU
     whose speed is not known. `unchecked` is the kind of network and the format of which no run was compared there.
+    `untimed` is what is not known of the time: then the step takes at least so long, and there is no ratio.
     """
 
     gpu: str
@@ -39,11 +40,14 @@ class FullSize:
     parts: dict[str, float] = field(default_factory=dict)
     ratio: Range | None = None
     unchecked: str = ""
+    untimed: str = ""
 
     def tell_time(self) -> str:
         """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit."""
         if self.seconds is None:
             text = units.NOT_MEASURED
+        elif self.untimed:
+            text = f"at least {units.format_seconds(self.seconds[1])}"
         elif self.ratio is None:
             text = units.format_seconds(self.seconds[0])
         else:
@@ -117,13 +121,15 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
         return FullSize(gpu.name, gpu.memory, *memory)
     time = prediction.time(gpu)
     is_baseline = baseline is None or baseline is prediction
-    ratio = None if is_baseline else _against(time, baseline.time(gpu))
+    untimed = prediction.untimed(gpu)
+    has_ratio = not (is_baseline or untimed or baseline.untimed(gpu))
+    ratio = _against(time, baseline.time(gpu)) if has_ratio else None
     work = {kind: row.seconds for kind, row in time.table.items()}
     products = sum(work.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
     update = work.get(OPTIMIZER, 0.0)
     parts = {PRODUCT: products, REST: sum(work.values()) - products - update, OPTIMIZER: update}
     seconds = time.expected, time.low, time.high
-    return FullSize(gpu.name, gpu.memory, *memory, time.bound, seconds, parts, ratio, time.tell_unchecked())
+    return FullSize(gpu.name, gpu.memory, *memory, time.bound, seconds, parts, ratio, time.tell_unchecked(), untimed)
 
 
 def _against(time: Time, baseline: Time) -> Range:

@@ -226,8 +226,11 @@ class Prediction:
 
     def _tell_time(self, gpu: Gpu) -> str:
         """The time with its range; the least where the time of a part of the step is not known."""
-        partly = any(what.startswith(UNTIMED) for what in self.for_gpu(gpu)[0].unknown)
-        return f"at least {format_seconds(self.time(gpu).low)}" if partly else str(self.time(gpu))
+        return f"at least {format_seconds(self.time(gpu).low)}" if self.untimed(gpu) else str(self.time(gpu))
+
+    def untimed(self, gpu: Gpu) -> str:
+        """What is not known of the step's time alone; empty if nothing is."""
+        return "; ".join(what for what in self.for_gpu(gpu)[0].unknown if what.startswith(UNTIMED))
 
     def _summary(self) -> list[tuple[str, str]]:
         return [
