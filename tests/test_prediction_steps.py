@@ -635,6 +635,14 @@ def test_what_is_counted_in_a_mask_is_what_an_index_takes():
     assert shapes == [(2048, 2048, 0), (1024, 1024, 0)]
 
 
+def test_a_list_of_tensors_may_be_multiplied_by_a_count():
+    def scale(out, labels):
+        torch._foreach_mul_([labels], (labels > 0).sum())
+        return out
+
+    assert not predict(choosing(scale), "T4", steps=1).unknown
+
+
 def test_one_operand_may_decide_alone():
     """transformers' `generate` ends so: one of its criteria is true for all texts."""
     read = []

@@ -39,7 +39,7 @@ from effgpu.predicting.time import (
     time_ratio,
 )
 from effgpu.predicting.timeline import COPY, Event, Timeline
-from effgpu.units import GiB, MiB
+from effgpu.units import GiB, MiB, format_seconds
 
 pytestmark = pytest.mark.usefixtures("short_collections")
 
@@ -265,13 +265,8 @@ def test_a_ratio_is_the_other_one_turned_round():
     ],
 )
 def test_products_of_rare_numbers_take_their_own_rate(gpu, dtype, expected):
-    made = partial(forward, lambda x: x @ x.t(), 4096, 4096)
-
-    def variant():
-        matrix = torch.empty(4096, 4096, dtype=dtype)
-        return lambda: matrix @ matrix.t()
-
-    assert seconds(variant, gpu) == pytest.approx(expected, rel=0.3) and made
+    product = forward(lambda x: x @ x.t(), 4096, 4096, dtype=dtype)
+    assert seconds(product, gpu) == pytest.approx(expected, rel=0.3)
 
 
 def test_a_product_with_a_vector_reads_its_matrix_once():
@@ -279,6 +274,15 @@ def test_a_product_with_a_vector_reads_its_matrix_once():
     assert seconds(forward(lambda x: x @ x[0], 16384, 16384)) == pytest.approx(matrix / 1.7e12, rel=0.4)
     one_column = forward(lambda x: F.linear(x, x[:1]), 65536, 4096)
     assert seconds(one_column) == pytest.approx(4 * 65536 * 4096 / 1.7e12, rel=0.4)
+
+
+def test_a_convolution_with_one_channel_is_no_product_with_a_vector():
+    def variant(channels):
+        layer, images = nn.Conv2d(512, channels, 3, bias=False).cuda(), torch.rand(16, 512, 64, 64).cuda()
+        return lambda: layer(images)
+
+    one, two = (seconds(partial(variant, channels), "T4") for channels in (1, 2))
+    assert one > 0.9 * two
 
 
 def test_a_long_row_is_sorted_in_passes_with_a_second_buffer():
@@ -330,6 +334,22 @@ def test_large_depthwise_kernels_compute_for_longer_than_they_read():
 def test_where_a_part_is_not_known_the_time_is_at_least_so_long():
     table = repr(predict(forward(lambda x: torch.linalg.svd(x)[0], 64, 64), "T4"))
     assert "at least " in table and "[" not in next(line for line in table.splitlines() if line.startswith("T4"))
+
+
+def test_a_comparison_has_no_ratio_where_a_part_is_not_known():
+    """Nor against a baseline of which one is not."""
+
+    def variant(width, svd=False):
+        layer, rows = nn.Linear(width, width), torch.rand(8, width)
+        decompose = torch.linalg.svdvals if svd else lambda x: x
+        return lambda: decompose(layer(rows)).sum().backward()
+
+    variants = {"known": variant, "not": partial(variant, svd=True)}
+    for order in (("known", "not"), ("not", "known")):
+        found = predict_full_size({name: variants[name] for name in order}, {"width": 64}, ["T4"])
+        (known,), (other,) = found["known"], found["not"]
+        assert known.ratio is other.ratio is None and "_linalg_svd" in other.untimed and not known.untimed
+        assert other.tell_time().startswith("at least ") and known.tell_time() == format_seconds(known.seconds[0])
 
 
 def test_the_bus_of_an_h100_is_faster_in_a_copy_as_in_a_send():

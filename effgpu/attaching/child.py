@@ -78,13 +78,7 @@ def main(path: str) -> NoReturn:
     planned = getattr(importlib.import_module(module), name)
     started = _note_processes()
     give_size()
-    tell_failed = threading.excepthook
-
-    def note_failed(args):
-        marks.in_thread = True
-        tell_failed(args)
-
-    threading.excepthook = note_failed
+    _note_failed_threads(marks)
     threading.Thread(target=_tell_where, args=(Path(order["answer"]).with_name(WHERE), marks), daemon=True).start()
     try:
         with planned(marks, **order["options"]) as make_plan, marks.pushing(lambda: guarded(make_plan())):
@@ -139,6 +133,16 @@ def _note_processes() -> list[str]:
     multiprocessing.process.BaseProcess.start = note
     subprocess.Popen.__init__ = note_command
     return started
+
+
+def _note_failed_threads(marks: "Marks") -> None:
+    tell = threading.excepthook
+
+    def note(args):
+        marks.in_thread = True
+        tell(args)
+
+    threading.excepthook = note
 
 
 def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:

@@ -164,11 +164,8 @@ class Checkpoints:
         ways = [(os, name, move) for name in ("rename", "replace")]
         ways += [(shutil, name, copy) for name in ("copyfile", "copy", "copy2")]
         ways += [(os, name, link) for name in ("link", "symlink")]
-        ways += [(os, name, remove) for name in ("remove", "unlink")] + [
-            (shutil, "rmtree", remove),
-            (os, "mkdir", make),
-        ]
-        ways += [(os, "stat", look), (builtins, "open", open_other), (io, "open", open_other)]
+        ways += [(os, "remove", remove), (os, "unlink", remove), (shutil, "rmtree", remove)]
+        ways += [(os, "mkdir", make), (os, "stat", look), (builtins, "open", open_other), (io, "open", open_other)]
         with replaced((owner, name, _instead(getattr(owner, name), way)) for owner, name, way in ways):
             yield
 

@@ -72,6 +72,7 @@ def _without_checkpoints(recorder: Recorder, module: ModuleType) -> contextlib.A
 
 def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     save, load, generator = torch.save, torch.load, torch.Generator
+    save_compiled, address = torch.jit.RecursiveScriptModule.save, torch.UntypedStorage.data_ptr
 
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
@@ -106,17 +107,14 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
         return address(storage) if storage.device.type != "meta" else storage._cdata
 
-    write_script = torch.jit.RecursiveScriptModule.save
-
-    @functools.wraps(write_script)
-    def save_script(module, f, *args, **kwargs):
+    @functools.wraps(save_compiled)
+    def save_compiled_values(module, f, *args, **kwargs):
         if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
             recorder.unwritten[f"torch.jit.save to {_name(f)}"] = None
         else:
-            write_script(module, f, *args, **kwargs)
+            save_compiled(module, f, *args, **kwargs)
 
-    yield torch.jit.RecursiveScriptModule, "save", save_script
-    address = torch.UntypedStorage.data_ptr
+    yield torch.jit.RecursiveScriptModule, "save", save_compiled_values
     yield torch, "save", save_values
     yield torch, "load", load_mapped
     yield torch, "Generator", Generator

@@ -27,7 +27,7 @@ _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
 
 # FLOPs in fp64 of a multiprocessor in each cycle: CUDA C++ Programming Guide, throughput of arithmetic instructions.
 _FP64, _FP64_ELSEWHERE, _CYCLES = {(6, 0): 64, (7, 0): 64, (8, 0): 128, (9, 0): 256, (10, 0): 128}, 4, 1.5e9
-_FP8 = (8, 9)  # the lowest capability whose tensor cores multiply it, at twice the rate of fp16
+FP8, FP8_FROM = "float8", (8, 9)  # the lowest capability whose tensor cores multiply it, at twice the rate of fp16
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Gpu:
         rates = dict(self.rates)
         if format == "fp64":
             return _FP64.get(self.capability, _FP64_ELSEWHERE) * self.multiprocessors * _CYCLES
-        if format.startswith("float8") and self.capability >= _FP8:
+        if format.startswith(FP8) and self.capability >= FP8_FROM:
             return 2 * rates["fp16"]
         return rates.get(format) or rates["fp32"]
 

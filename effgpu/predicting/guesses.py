@@ -192,9 +192,7 @@ def _tellings(file: str) -> frozenset[int]:
     nodes = list(ast.walk(parse(file)))
     reads = _count_reads(nodes)
     tests = [node for node in nodes if isinstance(node, ast.If)]
-    telling = [
-        node.test for node in tests if all(_tells(each, reads - _count_reads(ast.walk(node))) for each in _under(node))
-    ]
+    telling = [node.test for node in tests if all(_tells(each, node, reads) for each in _under(node))]
     return frozenset(line for test in telling for line in range(test.lineno, test.end_lineno + 1))
 
 
@@ -206,12 +204,13 @@ def _count_reads(nodes: Iterable[ast.AST]) -> Counter:
     return Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
 
 
-def _tells(statement: ast.stmt, read_elsewhere: Counter) -> bool:
+def _tells(statement: ast.stmt, within: ast.If, reads: Counter) -> bool:
     if isinstance(statement, ast.If):
-        return all(_tells(each, read_elsewhere) for each in _under(statement))
+        return all(_tells(each, within, reads) for each in _under(statement))
     if isinstance(statement, ast.Assign | ast.AugAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return all(isinstance(target, ast.Name) and not read_elsewhere[target.id] for target in targets)
+        here = _count_reads(ast.walk(within))
+        return all(isinstance(target, ast.Name) and reads[target.id] == here[target.id] for target in targets)
     return called_name(statement) in _TELL
 
 
@@ -279,6 +278,7 @@ class Guesses:
             self.made.append(Guess(site, where, value))
             return value
         decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame) and not counted)
+        truth = value is True  # what a test is taken as: that two numbers are equal is none
         if decides and only_tells(frame):
             return False if isinstance(value, bool) else value
         if decides and type(value) is int:
@@ -286,9 +286,7 @@ class Guesses:
         self.made.append(Guess(site, where, value))
         if decides:
             self._check_ends(site, where)
-            self._recorder.unknown[
-                f"{where} decides by a value, taken as {value if isinstance(value, bool) else False}"
-            ] = None
+            self._recorder.unknown[f"{where} decides by a value, taken as {truth}"] = None
         elif isinstance(value, float):
             self._recorder.assumptions[f"{where} reads a number, taken as {value:g}"] = None
         else:

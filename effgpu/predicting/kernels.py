@@ -70,9 +70,7 @@ _SECOND_READ = {  # the arguments that are read twice
 _SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 _NORMS = (*_SECOND_READ, *_SOFTMAX, "native_layer_norm", "_fused_rms_norm")
 _SORTS = ("sort", "argsort", "_unique", "_unique2", "unique_dim")
-SHORT_SORT = (
-    4096  # elements of a row that a block of threads sorts in its own memory: aten/src/ATen/native/cuda/Sort.cpp
-)
+SHORT_SORT = 4096  # elements of a row that one block of threads sorts: aten/src/ATen/native/cuda/Sort.cpp
 _SHORT_ROW = 1024  # elements of a softmax's row that registers hold: PersistentSoftmax.cuh reads them once
 _LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu reads them three times
 _LAUNCHES = {  # kernels of an operation, where it is more than one
@@ -163,15 +161,8 @@ def _measure_distances(name: str, args: tuple, result: torch.Tensor) -> Kernel:
     (rows, depth), columns = args[0].shape[-2:], args[1].shape[-2]
     product = result.numel() // max(1, rows * columns), rows, columns, depth + 2
     moved = _size(result) + _size(args[0]) + _size(args[1])
-    return Kernel(
-        name,
-        PRODUCT,
-        _multiplied_as(result.dtype, torch.backends.cuda.matmul),
-        2 * math.prod(product),
-        moved,
-        1,
-        product,
-    )
+    format = _multiplied_as(result.dtype, torch.backends.cuda.matmul)
+    return Kernel(name, PRODUCT, format, 2 * math.prod(product), moved, 1, product)
 
 
 def length_of_sorted(tensor: torch.Tensor, how: tuple) -> int:

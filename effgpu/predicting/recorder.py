@@ -29,7 +29,7 @@ from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.counting import HALF, Counting
-from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.gpus import FP8, FP8_FROM, Gpu
 from effgpu.predicting.guesses import CHOSEN, ZEROS, Guesses
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import (
@@ -67,6 +67,7 @@ _IN_PLACE = {
     aten.put.default: ("TakeBackward0", aten.put_.default),
     aten.masked_scatter.default: ("MaskedSelectBackward0", aten.masked_scatter_.default),
 }
+_NO_SUM = None, None, 0
 _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
@@ -102,11 +103,7 @@ class Recorder(TorchDispatchMode):
         self._events = 0
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
-        self._summed: tuple[Block | None, Block | None, int] = (
-            None,
-            None,
-            0,
-        )  # a gradient, its sum, whose storage that is
+        self._summed: tuple = _NO_SUM  # a gradient, the sum that was just made of it, and the sum's storage
         self._continued: dict[int, Block] = {}  # the block that a sum's goes on in, by the sum's
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
@@ -284,7 +281,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.add.Tensor:
             self._note_sum(args[0], result)
         if name in TEMPORARY and self.capability:
-            self._take_for_a_moment(TEMPORARY[name](*args))
+            self._take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
         if self.fakes:
             self.values.follow(func, args, kwargs, result)
         if self.capability and not self._moving and not _is_meta(result):
@@ -328,7 +325,7 @@ class Recorder(TorchDispatchMode):
             name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
             self.unknown[f"{UNTIMED} {name} computes: only what it reads and writes"] = None
         for kernel in kernels:
-            if kernel.product and kernel.format.startswith("float8") and self.capability >= (8, 9):
+            if kernel.product and kernel.format.startswith(FP8) and self.capability >= FP8_FROM:
                 self.assumptions["products in 8 bits take half as long as in fp16"] = None
             elif kernel.product and kernel.format not in TIMED:
                 self.unknown[f"{UNTIMED} products in {kernel.format} take"] = None
@@ -469,7 +466,7 @@ class Recorder(TorchDispatchMode):
         torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace.
         """
         self.blocks.pop()
-        self._blocks[key], self._summed = block, (None, None, 0)
+        self._blocks[key], self._summed = block, _NO_SUM
         self._continued[id(made)] = block
 
     def _see_real(self, value: object) -> None:

@@ -37,9 +37,10 @@ BUS_BOUND = "PCI Express"
 
 # Of the rate of a large product. NeuSight's linear layers in fp32; in 16 bits Liger-Kernel's SwiGLU on an A100.
 PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}
-# The share of the fp32 rate that a depthwise kernel of more than 7 × 7 reaches, and the gradient of a depthwise weight,
-# which reads both images once for each of its places. Guessed; timm's networks of the audit come out nearer with it.
-LARGE_DEPTHWISE, WIDE_DEPTHWISE = 0.12, 49
+# A depthwise convolution that adds up to 49 products for a number (7 × 7) takes as long as it reads. With more, as in
+# larger kernels and in each gradient of a weight, which adds up all pixels, it reaches this share of the fp32 rate.
+# Guessed, and kept as timm's networks of the audit come out nearer with it.
+READ_AT_ONCE, DEPTHWISE_SHARE = 49, 0.12
 # Rows and columns of the tile that a multiprocessor computes at a time, and the share of its rate. NeuSight, fp32.
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 64, 0.8), (64, 32, 0.6), (32, 32, 0.45))
 FILL = 32  # what filling and draining a tile costs without tensor cores, as depth
@@ -185,11 +186,12 @@ def _arithmetic(kernel: Kernel, gpu: Gpu) -> float:
     if not kernel.product:
         return 0.0
     if kernel.layout.startswith("depthwise"):
-        return kernel.flops / (gpu.rate("fp32") * LARGE_DEPTHWISE) if kernel.product[3] > WIDE_DEPTHWISE else 0.0
-    if 1 in kernel.product[1:3]:  # with a vector: cuBLAS's gemv reads the matrix once
-        return kernel.flops / rate
+        *_, depth = kernel.product
+        return kernel.flops / (gpu.rate("fp32") * DEPTHWISE_SHARE) if depth > READ_AT_ONCE else 0.0
     if kernel.kind == CONVOLUTION:
         return _multiply(kernel.product, rate * _convolution_share(kernel, gpu), gpu, format == "fp32")
+    if 1 in kernel.product[1:3]:  # with a vector: cuBLAS's gemv reads the matrix once
+        return kernel.flops / rate
     share = PRODUCT_SHARE[format] * (shares.across[kernel.across] if format == "tf32" else 1.0)
     if not kernel.even and format != "fp32":
         share *= MISALIGNED

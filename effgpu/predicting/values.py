@@ -64,7 +64,7 @@ class Values:
         """Do with the known numbers what an operation has done with the fake tensors."""
         self._follow(func, args, kwargs, result)
         if self._assumed and any(map(self.are_assumed, tensors_of((args, kwargs)))):
-            made = [*tensors_of(result), *(args[:1] if _written(func) else ())]
+            made = filter(_is_fake, tensors_of((result, args[:1] if _written(func) else ())))
             self._assumed |= {each.untyped_storage()._cdata for each in made if self._knows(each)}
 
     def _follow(self, func, args: tuple, kwargs: dict, result: object) -> None:
