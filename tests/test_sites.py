@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -92,8 +94,13 @@ def test_pytorchs_own_reads_are_told_from_those_that_it_is_asked_for():
     assert asked == [True, False]
 
 
-def test_a_cell_is_called_a_cell():
-    assert str(Site("/tmp/ipykernel_7/2972.py", 3)) == "cell:3"
+def test_a_cell_is_named_as_in_ipythons_tracebacks():
+    cells = "from effgpu.attaching.sites import find_site", "2 + 2\n\nprint(find_site())"
+    script = f"""from IPython.core.interactiveshell import InteractiveShell
+for cell in {cells}: InteractiveShell.instance().run_cell(cell, store_history=True)"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "In[2]:3: print(find_site())\n", done.stderr
+    assert Site("/tmp/ipython-input-2972.py", 3).where == "cell:3", "of a kernel that is gone"
     assert Site(f"{os.sep}x{os.sep}train.py", 3).where == "train.py:3"
 
 

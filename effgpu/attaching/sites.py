@@ -17,7 +17,8 @@ _TORCH, _EFFGPU = (str(path) + os.sep for path in (Path(torch.__file__).parent, 
 _COURSE = f"{_EFFGPU}course{os.sep}"  # stands for a reader
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = "site-packages", "dist-packages"
-_TYPED = "<stdin>", "<string>"
+_TYPED = "<stdin>", "<string>", "<ipython-input"
+_CELLS = "ipykernel", "ipython-input"  # in the names of files that hold a notebook's cells, on Colab too
 READER, LIBRARY, TORCH, OTHER = "reader", "library", "torch", "other"
 
 
@@ -91,21 +92,24 @@ def whose(file: str) -> str:
         return READER if file.startswith(_COURSE) else OTHER
     if any(part in _INSTALLED for part in Path(file).parts):
         return LIBRARY
-    if file.startswith(_PYTHON) or (file.startswith("<") and file not in _TYPED):
+    if file.startswith(_PYTHON) or (file.startswith("<") and not file.startswith(_TYPED)):
         return OTHER
     return READER
 
 
 def name_file(path: str) -> str:
-    """The name of a file of code, as a reader knows it: a notebook's cell lies in a file with a number for its name.
+    """The name of a file of code, as a reader knows it: of an installed library, from the library's folder on.
 
-    An installed library's is shown from the library's folder on.
+    A notebook's cell lies in a file with a number for its name. IPython's tracebacks call it `In[7]`, and so do we.
     """
     parts = Path(path).parts
     installed = next((number for number, part in enumerate(parts) if part in _INSTALLED), None)
     if installed is not None:
         return "/".join(parts[installed + 1 :])
-    return "cell" if "ipykernel" in path else Path(path).name
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if cell := shell and getattr(shell.compile, "format_code_name", lambda path: None)(path):  # since IPython 8
+        return cell[1]
+    return "cell" if any(part in path for part in _CELLS) else Path(path).name
 
 
 def once_a_file(find: Callable[[str], Any]) -> Callable[[str], Any]:
