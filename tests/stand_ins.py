@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torchvision.models import ResNet18_Weights, resnet18
 from torchvision.utils import save_image
 
 from effgpu.course import corpus, hub
@@ -15,7 +16,7 @@ BERT = {"vocab_size": 1000, "dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads
 
 
 def save(folder: Path) -> dict[str, str]:
-    """Save a folder for each name of `hub`. Returns them."""
+    """Save a folder for each name of `hub`, and the weights of a ResNet-18. Returns the folders."""
     tokenizer = corpus.load_tokenizer(1000)
     tokenizer.eos_token = "[PAD]"
     torch.manual_seed(0)
@@ -37,4 +38,7 @@ def save(folder: Path) -> dict[str, str]:
         path = folder / "images" / ("train" if number < 5 else "test") / str(label % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_image(image, path)
+    checkpoints = folder / "hub" / "checkpoints"  # where TORCH_HOME is this folder
+    checkpoints.mkdir(parents=True)
+    torch.save(resnet18().state_dict(), checkpoints / Path(ResNet18_Weights.DEFAULT.url).name)
     return {name: str(folder / saved) for name, saved in NAMES.items()}

@@ -173,15 +173,11 @@ def test_resnets_weights_without_a_network(monkeypatch, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_resnets_weights_are_read_from_the_cache(monkeypatch, tmp_path):
+def test_resnets_weights_are_read_from_the_cache(monkeypatch, saved):
     """A checkpoint of torchvision's name in its cache is what a download leaves there."""
-    from torchvision.models import ResNet18_Weights, resnet18
-
-    torch.manual_seed(1)
-    weights = resnet18().state_dict()
-    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
-    torch.save(weights, tmp_path / "hub" / "checkpoints" / Path(ResNet18_Weights.DEFAULT.url).name)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(saved))
+    (file,) = (saved / "hub" / "checkpoints").iterdir()
+    weights = torch.load(file)
     model = hub.load_resnet(10)
     assert torch.equal(model.conv1.weight, weights["conv1.weight"]) and model.fc.out_features == 10
 

@@ -13,6 +13,7 @@ import stand_ins
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from test_lessons import (
+    CHECKED,
     LESSONS,
     checked_with_what_they_need,
     code,
@@ -100,10 +101,16 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
         again = [nbformat.from_dict(cell) for cell in cells if is_checked(cell) or not only_measures(cell)]
         assert not run(again), "the second run in one kernel"
         assert told(again) == told(cells), "the checked cells of the second run differ from those of the first"
-        for number, source in enumerate(solutions(path), start=1):
-            assert not run([nbformat.v4.new_code_cell(source)]), f"solution {number}"
+        for number, (source, text) in enumerate(solutions(path), start=1):
+            if ON_THE_HUB in source:
+                continue
+            cell = nbformat.v4.new_code_cell(source)
+            assert not run([cell]), f"solution {number}"
+            printed = "".join(output.get("text", "") for output in cell.outputs)
+            assert not numbers(" ".join(PRINTS.findall(text))) - numbers(printed), f"solution {number}: {printed}"
 
 
+ON_THE_HUB = "from effgpu.course import hub\n"  # begins a solution that needs a network
 DEFINES = ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
 SHORTER = {"18_pruning": ("in range(3)]", "in range(1)]")}  # what a vocabulary of 50,257 makes long
 REAL = [path for path in LESSONS if any("\nreal = False" in f"\n{cell.source}" for cell in code(read(path)))]
@@ -125,6 +132,26 @@ def test_runs_with_pretrained_weights_and_data_that_somebody_has_saved(path, tmp
         assert "or set real = False" in error and "ConnectionError" in error
         assert not run([nbformat.v4.new_code_cell(f"from effgpu.course import hub; {found}")])
         assert not run(cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in LESSONS if ON_THE_HUB in prose(read(path))], ids=lambda path: path.stem
+)
+def test_a_solution_with_pretrained_weights_runs_on_what_somebody_has_saved(path, tmp_path, monkeypatch):
+    """In a kernel that has run what the solution needs of its lesson, and nothing that measures."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "saved"))
+    folders = stand_ins.save(tmp_path / "saved")
+    notebook = read(path)
+    for cell in code(notebook):
+        cell.metadata["tags"] = []
+    (source,) = [source for source, _ in solutions(path) if ON_THE_HUB in source]
+    notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": [CHECKED]}))
+    imports, *needed = checked_with_what_they_need(notebook)
+    found = "; ".join(f"hub.{name} = {folder!r}" for name, folder in folders.items())
+    with start_kernel(path, tmp_path, monkeypatch) as run:
+        assert not run([imports, nbformat.v4.new_code_cell(ON_THE_HUB + found), *needed])
+    assert re.search(r"\d\.\d", text_of(needed[-1]))
 
 
 def test_the_network_is_really_cut_off(tmp_path):
@@ -162,10 +189,17 @@ def told(cells) -> list[str]:
     return [text_of(cell) for cell in cells if is_checked(cell)]
 
 
-def solutions(path) -> list[str]:
-    """The Python in the folded solutions of a lesson's exercises."""
+PRINTS = re.compile(r"\b[Ii]t prints .*?[.:](?=\s|$)", re.DOTALL)  # a sentence, which a solution's output bears out
+
+
+def solutions(path) -> list[tuple[str, str]]:
+    """The Python in the folded solutions of a lesson's exercises, and the text after it."""
     folded = re.findall(r"<summary>Solution</summary>(.*?)</details>", prose(read(path)), re.DOTALL)
-    return [source for part in folded for source in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
+    return [found for part in folded for found in re.findall(r"```python\n(.*?)```(.*?)(?=```|$)", part, re.DOTALL)]
+
+
+def numbers(text: str) -> set[float]:
+    return {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
 
 
 @contextmanager
