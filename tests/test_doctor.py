@@ -466,7 +466,7 @@ def test_what_may_be_large_or_nothing_is_no_finding():
 
 def test_the_largest_batch_is_that_of_the_step_with_so_many_samples(found):
     expected = effgpu.largest(lambda times: with_rows(training(), 4096 * times, 64), "T4")
-    told = f": fits; a batch {expected.fits} times as large fits, one {expected.may_fit} times as large may fit"
+    told = f": fits; {expected.fits} times the batch fits, too, and {expected.may_fit} times may fit"
     assert found.batches.fits == expected.fits and told in str(found)
 
 

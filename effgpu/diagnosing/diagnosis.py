@@ -132,7 +132,7 @@ class Diagnosis:
         lines += [f"{one.name}, perhaps: {one.in_words(self.seconds)}" for one in self.perhaps]
         if small := ", ".join(one.name for one in self.examined if one not in self._large):
             alone = " alone" if self.hidden else ""
-            lines.append(f"below {THRESHOLD:.0%} each{alone}: {small}")
+            lines.append(f"looked at, and below {THRESHOLD:.0%} each{alone}: {small}")
         return lines + self._describe_memory() + units.join_places(self.notes)
 
     def _describe_memory(self) -> list[str]:
@@ -142,7 +142,7 @@ class Diagnosis:
         lines = [f"memory, predicted: {memory.total()} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
         if self.batches is not None:
             fits, may_fit = self.batches.fits, self.batches.may_fit
-            lines[0] += f"; a batch {fits} times as large fits, one {may_fit} times as large may fit"
+            lines[0] += f"; {fits} times the batch fits, too, and {may_fit} times may fit"
         if memory.verdict() == FITS:
             return lines
         lines.append("  {} – {} of it are CUDA's own".format(*map(units.format_bytes, gpu.context)))
