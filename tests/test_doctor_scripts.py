@@ -65,6 +65,13 @@ while True:
 """
 
 
+def test_the_time_beside_the_memory_is_that_of_the_step_which_predict_counts(run, capfd):
+    """Steps follow, such as one in 16 bits: they are no part of it."""
+    _, told, _ = run(GAN)
+    assert main(["predict", "--gpu", "T4", "--json", "-", "--", "python", "train.py"]) == 0
+    assert told["memory"]["gpus"] == json.loads(capfd.readouterr().out)["gpus"]
+
+
 def test_16_bits_save_as_much_of_a_step_that_two_networks_share_as_writing_them_down_does(run):
     (_, told, _), (_, after, _) = run(GAN), run(GAN.replace("len(sys.argv) == 1", "False"))
     (precision,) = (each for each in told["findings"] if each["name"] == PRECISION)

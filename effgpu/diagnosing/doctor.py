@@ -173,8 +173,8 @@ def walk_step(variant: Variant, batches: Batches, gpu: Gpu, *, halve: bool = Fal
     recorder = Recorder(gpu.capability)
 
     def note(event) -> None:
-        if recorder.segments:
-            recorder.events.append(event)
+        if recorder.noting:
+            recorder.events.append(event._replace(beside=True))
 
     def fed() -> Callable[[], object]:
         step = variant()

@@ -149,7 +149,7 @@ class ScriptRecorder(Recorder):
             self.products[-1] += 1
         elif func.overloadpacket in _FORWARD and self._lacks_gradients():
             self._passes[-1] += 1
-            if self.segments:
+            if self.noting:
                 self.passes_within += 1
             else:
                 self.passes_before += 1
@@ -170,7 +170,7 @@ class ScriptRecorder(Recorder):
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
-        return not self.segments and self._lacks_gradients()
+        return not self.noting and self._lacks_gradients()
 
     def _lacks_gradients(self) -> bool:
         if self.optimizers.working or torch.is_grad_enabled():
@@ -236,7 +236,7 @@ class ScriptRecorder(Recorder):
 
     def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
         """A real tensor moves to the GPU."""
-        if self.segments:
+        if self.noting:
             size, pinned = real.nbytes, real in self.pinned
             waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
             site = find_site(until=self.loop)
@@ -331,8 +331,7 @@ class _Placer(Translator):
             return result
         if where == CPU and not non_blocking:
             self._recorder.wait(fake.nbytes)
-        if self._recorder.segments:
-            self._recorder._note_copy(fake, pinned=where != CPU)
+        self._recorder._note_copy(fake, pinned=where != CPU)
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True):
             return result.clone()
 

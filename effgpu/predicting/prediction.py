@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral, Real
 from time import monotonic
 
@@ -34,7 +34,7 @@ from effgpu.predicting.kernels import UNTIMED, Segment
 from effgpu.predicting.ranks import alone
 from effgpu.predicting.recorder import COMPILED, Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
-from effgpu.predicting.timeline import Event, Timeline
+from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
     NOT_MEASURED,
     MiB,
@@ -89,11 +89,11 @@ class Prediction:
     `assumptions` says what was taken for granted, such as the values that the step read. `unknown` says what could not
     be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
     step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
-    `segments` are the kernels of the last step, from which `time` follows. `notes` says what else was seen of a script.
-    `older` is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats. `paged` are
-    the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it: no part of
-    the peak. `events` are what the CPU asks of the GPU in the last step, in order, for `timeline`. `peak` says who owns
-    the peak: (line, owner, bytes); `kept` what each step leaves behind, so that memory grows from step to step.
+    `notes` says what else was seen of a script. `older` is the prediction for GPUs below `holds_from`, on which the
+    step takes other kernels or formats. `paged` are the bytes of an optimizer's state that lie on the GPU as far as
+    there is room, as bitsandbytes keeps it: no part of the peak. `events` are what the CPU asks of the GPU in the last
+    step, in order: `time` and `timeline` follow from them, and `segments`. `peak` says who owns the peak: (line, owner,
+    bytes); `kept` what each step leaves behind, so that memory grows from step to step.
     `before` is the peak of a script before the steps that are counted, where that is the higher one; else 0. `tight`
     is what the allocator would hold where it has to give back what it has cached, if `reserved` is far more.
     """
@@ -107,7 +107,6 @@ class Prediction:
     unknown: tuple[str, ...] = ()
     resting: int = 0
     holds_from: tuple[int, int] = (0, 0)
-    segments: tuple[Segment, ...] = ()
     older: "Prediction | None" = None
     notes: tuple[str, ...] = ()
     paged: int = 0
@@ -116,6 +115,11 @@ class Prediction:
     kept: tuple[tuple[Site | None, int], ...] = ()
     before: int = 0
     tight: int | None = None
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The kernels and calls of the last step, from one wait to the next."""
+        return segments_of(self.events)
 
     @property
     def compiled(self) -> bool:
@@ -484,7 +488,6 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         tuple(recorder.unknown),
         resting,
         recorder.holds_from,
-        segments=tuple(recorder.segments),
         notes=(
             *(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
             *(f"left as it is, a file from before: {file}" for file in recorder.checkpoints.left_alone),

@@ -37,7 +37,6 @@ from effgpu.predicting.kernels import (
     TIMED,
     UNTIMED,
     Kernel,
-    Segment,
     copy_over_bus,
     has_sparse,
     lacks_rule,
@@ -127,7 +126,7 @@ class Recorder(TorchDispatchMode):
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
         self.cudnn_attends = False  # on a GPU that prefers its kernel
-        self.segments: list[Segment] = []  # of the last step
+        self.noting = False  # whether the step that runs is one whose kernels are noted, on a GPU
         self.events: list[Event] = []  # of the last step, in their order
         self._scores = Scores()  # of attention in the last step
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
@@ -169,7 +168,7 @@ class Recorder(TorchDispatchMode):
 
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
-        self.segments, self.events, self.looked_up, self._scores = [Segment()], [], [], Scores()
+        self.noting, self.events, self.looked_up, self._scores = bool(self.capability), [], [], Scores()
 
     def end_step(self) -> None:
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
@@ -301,19 +300,19 @@ class Recorder(TorchDispatchMode):
             self._zeros.add(args[1].untyped_storage()._cdata)
         elif name in ("mm", "bmm", "addmm", "baddbmm"):
             self._multiplied = True
-        elif name == "embedding" and self.segments and (known := self.values.of(args[1])) is not None:
+        elif name == "embedding" and self.noting and (known := self.values.of(args[1])) is not None:
             self.looked_up.append(known)
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
         return result
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
-        """Note the kernels of an operation, if it is in the step that counts, on a GPU."""
-        if self.segments and self.capability:
+        """Note the kernels of an operation, if it is in the step that counts."""
+        if self.noting:
             self._note(func, args, kwargs, result)
 
     def _note(self, func, args, kwargs, result) -> None:
-        """Add the kernels of an operation to the segment, with the calls that the CPU makes for it."""
+        """Note the kernels of an operation, with the calls that the CPU makes for it."""
         kernels = note(func, args, kwargs, result, bool(self.optimizers.working))
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
@@ -336,11 +335,12 @@ class Recorder(TorchDispatchMode):
         reads_on = self._phase() == FORWARD and self._scores.read_on(func, args, kwargs, result)
         self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)), reads_on)
 
-    def _add_kernels(self, kernels: list[Kernel], calls: float, reads_on: bool = False) -> None:
-        self.segments[-1].kernels.update(kernels)
-        self.segments[-1].calls += calls
-        site = sites.find_site(outermost=True, until=self.loop) if kernels else None
-        self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase(), reads_on=reads_on))
+    def _add_kernels(self, kernels: list[Kernel], calls: float, reads_on: bool = False) -> bool:
+        """Note kernels, if they are in the step that counts, and return whether they are."""
+        if self.noting:
+            site = sites.find_site(outermost=True, until=self.loop) if kernels else None
+            self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase(), reads_on=reads_on))
+        return self.noting
 
     def _phase(self) -> str:
         return UPDATE if self.optimizers.working else FORWARD if _current_graph_task_id() == -1 else BACKWARD
@@ -348,19 +348,15 @@ class Recorder(TorchDispatchMode):
     def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
         """One call of cuDNN, which runs each of these kernels so often."""
         self._multiplied = True
-        if self.segments:
-            self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
+        self._add_kernels([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
 
     def note_cell(self, kernel: Kernel) -> None:
         """One kernel of a cell's."""
-        if self.segments:
-            self._add_kernels([kernel], 1)
+        self._add_kernels([kernel], 1)
 
     def note_groups(self, kernel: Kernel, count: int, read: int | None) -> None:
         """So many equal products, after a read of so many bytes that say how they are cut; None: in one kernel."""
         self._multiplied = True
-        if not self.segments:
-            return
         if read is None:
             self._add_kernels([experts.joined(kernel, count)], 1)
         else:
@@ -369,9 +365,8 @@ class Recorder(TorchDispatchMode):
 
     def note_custom(self, name: str, tensors: list[torch.Tensor]) -> None:
         """A kernel of Triton's with these arguments."""
-        if self.segments and self.capability:
+        if self._add_kernels([touching(name, tensors)], 1):
             self.unknown[f"{UNTIMED} the Triton kernel {name} computes: only what it reads and writes"] = None
-            self._add_kernels([touching(name, tensors)], 1)
 
     def _quantized(self, func) -> Callable | None:
         """What an operation of bitsandbytes' is made of, if it is."""
@@ -379,9 +374,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_8_bits(self, kernel: Kernel) -> None:
         self._multiplied = True
-        if self.segments:
+        if self._add_kernels([kernel], 1):
             self.assumptions["products in 8 bits take as long as in fp16"] = None
-            self._add_kernels([kernel], 1)
 
     def page(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in memory that moves to the host where the GPU is full, by itself: PyTorch does not count it."""
@@ -557,18 +551,15 @@ class Recorder(TorchDispatchMode):
             return True
         if "host" not in places or "gpu" in places:
             return False
-        if runs_kernel(func) and self.segments:
+        if runs_kernel(func) and self.noting:
             self.unknown[f"{UNTIMED} the CPU takes for what it computes itself, such as {func.overloadpacket}"] = None
         return True
 
     def _note_copy(self, tensor: torch.Tensor, pinned: bool = True) -> None:
         """A copy over the bus is the GPU's work, in the same stream as its kernels."""
-        if not (self.segments and self.capability):
-            return
-        if pinned:
+        if self._add_kernels([copy_over_bus(tensor, pinned)], 1) and pinned:
             text = "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
             self.assumptions[text] = None
-        self._add_kernels([copy_over_bus(tensor, pinned)], 1)
 
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
@@ -635,9 +626,7 @@ class Recorder(TorchDispatchMode):
 
     def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
-        if self.segments:
-            self.segments[-1].calls += 1
-            self.segments.append(Segment())
+        if self.noting:
             site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
             self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, phase=self._phase()))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from effgpu.attaching.sites import Site
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import Kernel
+from effgpu.predicting.kernels import Kernel, Segment
 from effgpu.predicting.time import LAUNCH_RANGE, bus_rate, kernel_seconds
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
@@ -31,7 +31,7 @@ class Event(NamedTuple):
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
     has done it. `scale` is the share of the GPU's work that is left. `site` is, of a kernel, the line of the step
     itself; of a read or a copy, the line that asks for it. `reads_on` says that kernels read scores of attention
-    that is over.
+    that is over, `beside` that the event is seen by the timeline alone: it is part of no segment.
     """
 
     kind: str
@@ -44,11 +44,25 @@ class Event(NamedTuple):
     scale: float = 1.0
     phase: str = FORWARD
     reads_on: bool = False
+    beside: bool = False
 
     @property
     def optimizing(self) -> bool:
         """Whether an optimizer's step asks for it."""
         return self.phase == UPDATE
+
+
+def segments_of(events: Iterable[Event]) -> tuple[Segment, ...]:
+    """What runs between two waits. The copy of a batch is in none: a prediction's time is without loading."""
+    found = [Segment()]
+    for event in events:
+        if event.kind == COPY or event.beside:
+            continue
+        found[-1].kernels.update(event.kernels)
+        found[-1].calls += event.calls
+        if event.waits:
+            found.append(Segment())
+    return tuple(found)
 
 
 # A fused kernel of attention has batched products, which other devices run one by one.
