@@ -21,6 +21,7 @@ from effgpu.measuring.device import find_device
 from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, _pop_mode_temporarily
 from effgpu.predicting import prediction, recorder
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size
+from effgpu.predicting.facts import UNKNOWN, Fact
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import known_gpus
 from effgpu.predicting.hardware import as_it_is
@@ -666,7 +667,8 @@ def test_nothing_global_stays_changed(fails):
 
 def made(allocated, reserved=None, unknown=(), resting=0):
     owners = dict.fromkeys(prediction.OWNERS, 0) | {"activations": allocated}
-    return Prediction(allocated, owners, reserved or allocated, Range(0, 0), tuple(GPUS.values()), (), unknown, resting)
+    said = tuple(Fact(UNKNOWN, what) for what in unknown)
+    return Prediction(allocated, owners, reserved or allocated, Range(0, 0), tuple(GPUS.values()), said, resting)
 
 
 @given(st.integers(0, 200 * GiB), st.integers(0, 8 * GiB), st.sampled_from(list(GPUS)))

@@ -30,9 +30,14 @@ class Site(NamedTuple):
     inside: str = ""
 
     @property
+    def place(self) -> str:
+        """The file's name and the line's number."""
+        return f"{name_file(self.file)}:{self.line}"
+
+    @property
     def where(self) -> str:
-        """The file's name and the line's number, with the library's."""
-        return f"{name_file(self.file)}:{self.line}" + f" (in {self.inside})" * bool(self.inside)
+        """The same, with the library's."""
+        return self.place + f" (in {self.inside})" * bool(self.inside)
 
     def __str__(self) -> str:
         linecache.checkcache(self.file)  # which may have changed since an earlier answer

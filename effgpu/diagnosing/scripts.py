@@ -23,11 +23,11 @@ from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
 from effgpu.measuring.torch_internals import _BaseDataLoaderIter, _current_graph_task_id
+from effgpu.predicting.facts import WORKERS_IDLE
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import STEPS, Prediction
-from effgpu.predicting.recorder import WORKERS_IDLE
 from effgpu.predicting.scripts import recording, walk
 from effgpu.predicting.timeline import OUTSIDE_ATTENTION, Event
 from effgpu.predicting.translator import on_real_tensors
@@ -214,8 +214,8 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it failed outside of the script: {why}",)
         padding = padding_share(tokens)
-    assumed = tuple(what for what in predicted.assumptions if what != WORKERS_IDLE)  # they did run, for the loader
-    return replace(predicted, assumptions=assumed), Observed(
+    said = tuple(fact for fact in predicted.said if fact != WORKERS_IDLE)  # they did run, for the loader
+    return replace(predicted, said=said), Observed(
         events=predicted.events,
         halved=halved,
         has_loader=loader is not None,

@@ -13,9 +13,10 @@ from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, worker
 from effgpu.predicting import flex, imports, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
+from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN, WORKERS_IDLE
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
-from effgpu.predicting.recorder import COMPILED, WORKERS_IDLE, Recorder
+from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.rules import boxes_at_once, kernels
 
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
@@ -148,9 +149,9 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     def note_compiled():
         from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
 
-        recorder.assumptions[COMPILED] = None
+        recorder.say(*COMPILED)
         if budget < 1:
-            recorder.unknown[f"how much less compiled code keeps, with activation_memory_budget={budget:g}"] = None
+            recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
 
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
@@ -159,7 +160,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         finally:
             loader.num_workers = workers
         if workers:
-            recorder.assumptions[WORKERS_IDLE] = None
+            recorder.say(*WORKERS_IDLE)
             _be_first_worker(made, loader)
         return made
 
@@ -245,7 +246,7 @@ def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextli
         wanted = (getattr(trainer.args, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
         if any(wanted) and not any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
             without = "without the gradient checkpointing of the Trainer's arguments"
-            recorder.assumptions[f"{without}, which only trainer.train() switches on"] = None
+            recorder.say(ASSUMED, f"{without}, which only trainer.train() switches on")
         return train_on(trainer, model, *batch, **options)
 
     return replaced([(module.Trainer, "training_step", noted)])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from effgpu.measuring.torch_internals import _disable_current_modes
+from effgpu.predicting.facts import ASSUMED
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -93,7 +94,7 @@ def _bincount(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     with _disable_current_modes():
         count = least if known is None or not known.numel() else max(least, int(known.max()) + 1)
     if known is None:
-        recorder.assumptions["the numbers that bincount gets are below its minlength"] = None
+        recorder.say(ASSUMED, "the numbers that bincount gets are below its minlength")
     dtype = torch.int64 if weights is None else weights.dtype if weights.dtype is torch.float32 else torch.float64
     made = _empty(recorder, (count,), dtype)
     if weights is None:

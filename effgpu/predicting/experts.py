@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from effgpu.predicting.facts import ASSUMED
 from effgpu.predicting.kernels import Kernel, note
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def multiply(
 
 def _note(recorder: "Recorder", a: torch.Tensor, b: torch.Tensor, groups: int) -> None:
     """The kernels of a product for each group."""
-    recorder.assumptions[_EQUAL] = None
+    recorder.say(ASSUMED, _EQUAL)
     at_once = recorder.capability[0] in _IN_ONE_KERNEL and a.dtype is torch.bfloat16
     if recorder.capability[0] >= min(_IN_ONE_KERNEL):
         recorder.note_capability()

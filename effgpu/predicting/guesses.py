@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from effgpu.attaching.sites import called_name, once_a_file, parse
+from effgpu.predicting.facts import ASSUMED, CHOSEN, NOT_KNOWN, UNKNOWN, tell
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -21,8 +22,6 @@ _TORCH = Path(torch.__file__).parent
 # between the line that reads and the operation that is called for it
 _INTERNAL = "_tensor.py", "_ops.py", "overrides.py", "utils"
 _BETWEEN = str(Path(__file__).parent), *(str(_TORCH / name) for name in _INTERNAL)
-CHOSEN = "of what it chooses from by value"
-ZEROS = "an array, taken as zeros"
 _MOST_GUESSES, _LONGEST = 1000, 20.0  # at one place in a step, in so many seconds
 _MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
 
@@ -274,7 +273,7 @@ class Guesses:
             value = self.answers.get(site, passes)
             checked = "checks a value, taken as passed"
             text = checked if isinstance(value, bool) else f"reads a number, taken as {value:g}"
-            self._recorder.assumptions[f"{where} {text}"] = None
+            self._recorder.say(ASSUMED, f"{where} {text}")
             self.made.append(Guess(site, where, value))
             return value
         decides = isinstance(value, bool) or (isinstance(value, int) and is_compared(frame) and not counted)
@@ -286,18 +285,18 @@ class Guesses:
         self.made.append(Guess(site, where, value))
         if decides:
             self._check_ends(site, where)
-            self._recorder.unknown[f"{where} decides by a value, taken as {truth}"] = None
+            self._recorder.say(UNKNOWN, f"{where} decides by a value, taken as {truth}")
         elif isinstance(value, float):
-            self._recorder.assumptions[f"{where} reads a number, taken as {value:g}"] = None
+            self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value:g}")
         else:
             why = f"{where} reads a whole number, taken as {value}: no size may depend on it"
             if self._counting is not None and makes_a_statistic(frame):
-                self._recorder.assumptions[f"{where} reads a number, taken as {value}"] = None
+                self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value}")
                 self._counting = why
             elif counted:
-                self._recorder.assumptions[f"{where} reads a count, taken as {value}"] = None
+                self._recorder.say(ASSUMED, f"{where} reads a count, taken as {value}")
             else:
-                self._recorder.unknown[why] = None
+                self._recorder.say(UNKNOWN, why)
         return value
 
     def _check_ends(self, site: Hashable, where: str) -> None:
@@ -318,7 +317,7 @@ class Guesses:
         if not why:
             return value
         self.statistics = True
-        return Statistic(value, lambda: self._recorder.unknown.setdefault(why))
+        return Statistic(value, lambda: self._recorder.say(UNKNOWN, why))
 
     def answer_otherwise(self, kind: type = object) -> bool:
         """After an error: take the last guess of this kind the other way round in the next walk. False if all were."""
@@ -331,6 +330,6 @@ class Guesses:
 
     def tell(self) -> str:
         """The last things that were guessed, or are not known, for an error that may come of them; empty if none is."""
-        chosen = [line for line in self._recorder.assumptions if CHOSEN in line or ZEROS in line]
+        said = self._recorder.said
         read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.made[-2:]]
-        return ", ".join(dict.fromkeys([*chosen[-2:], *read, *list(self._recorder.unknown)[-1:]]))
+        return ", ".join(dict.fromkeys([*tell(said, CHOSEN)[-2:], *read, *tell(said, *NOT_KNOWN)[-1:]]))

@@ -16,7 +16,6 @@ COPY = "copies to the CPU and back"
 KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER, COPY)
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 FORMATS |= {torch.complex64: "fp32", torch.complex128: "fp64"}
-UNTIMED = "how long"  # begins what is not known of the time alone
 TIMED = (*FORMATS.values(), "tf32")  # of which GPUs' rates are known
 
 # Operations whose arithmetic counts, by the beginning of their name: a GPU runs them, but no rule tells their time.

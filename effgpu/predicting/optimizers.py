@@ -15,7 +15,7 @@ from effgpu.attaching.sites import LIBRARY, READER, find_site, whose
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.allocator import Block, round_size
-from effgpu.predicting.kernels import UNTIMED
+from effgpu.predicting.facts import ASSUMED, UNTIMED
 from effgpu.predicting.rare import find_remainders
 from effgpu.predicting.rules import defaults_to_foreach
 
@@ -76,18 +76,18 @@ class Optimizers:
                 raise RuntimeError(f"predict: {text}: give it a smaller max_iter, such as 20, and three steps")
             self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
             group.update(dict.fromkeys(_TOLERANCES, -1.0))
-            assumptions = self._recorder.assumptions
-            assumptions[f"LBFGS calls its closure as often as it may, {group['max_iter']} times"] = None
-            assumptions[f"LBFGS keeps as many of its directions as it may, {group['history_size']}"] = None
+            say = functools.partial(self._recorder.say, ASSUMED)
+            say(f"LBFGS calls its closure as often as it may, {group['max_iter']} times")
+            say(f"LBFGS keeps as many of its directions as it may, {group['history_size']}")
         by_default = self._recorder.capability and defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
             if not all(isinstance(parameter, FakeTensor) for parameter in group["params"]):
-                self._recorder.unknown[f"{UNTIMED} the optimizer takes on the CPU, where its weights are"] = None
+                self._recorder.say(UNTIMED, "the optimizer takes on the CPU, where its weights are")
             gradients = [parameter.grad for parameter in group["params"]]
             if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-                self._recorder.unknown[f"{UNTIMED} the {type(optimizer).__name__} takes for sparse gradients"] = None
+                self._recorder.say(UNTIMED, f"the {type(optimizer).__name__} takes for sparse gradients")
             self._recorder.name(gradients, "gradients")
             self._recorder.name(group["params"], "weights")
         wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
@@ -114,7 +114,7 @@ class Optimizers:
     def name_rare_updates(self) -> None:
         """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known."""
         for site in sorted({site for code in self._code for site in find_remainders(code)}):
-            self._recorder.unknown[f"{UNTIMED} an optimizer takes for what it does only in some steps: {site}"] = None
+            self._recorder.say(UNTIMED, f"an optimizer takes for what it does only in some steps: {site}")
 
     def fill_histories(self) -> None:
         """Count what LBFGS has yet to keep: two vectors for each direction, as large as its weights."""

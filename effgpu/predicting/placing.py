@@ -25,11 +25,11 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block, find_peak
+from effgpu.predicting.facts import COMPILED, UNKNOWN, UNTIMED, memory_is_known
 from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
-from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.parameters import is_plain
-from effgpu.predicting.recorder import COMPILED, LARGE, Recorder, device_while_looked_up
+from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
@@ -178,12 +178,12 @@ class ScriptRecorder(Recorder):
         return _current_graph_task_id() == -1 and not _in_autograd_function()
 
     def _read(self, func, args, kwargs):
-        before = dict(self.assumptions), dict(self.unknown)
+        before = dict(self.said)
         try:
             return super()._read(func, args, kwargs)
         finally:
             if self._evaluates():
-                self.assumptions, self.unknown = before
+                self.said = before
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self.on_host:
@@ -194,7 +194,7 @@ class ScriptRecorder(Recorder):
             super()._add(tensor)
             for block in filter(self.is_on_gpu, self.blocks[before:]):
                 self.room.taken += block.size
-                if self.room.taken > self.room.size and not self._may_need_less():
+                if self.room.taken > self.room.size and COMPILED not in self.said and memory_is_known(self.said):
                     self.room.run_out(block.size)
             return
         storage = tensor.untyped_storage()
@@ -205,9 +205,6 @@ class ScriptRecorder(Recorder):
     def _drop(self, key: int, block: Block) -> None:
         super()._drop(key, block)
         self.room.taken -= block.size * self.is_on_gpu(block)
-
-    def _may_need_less(self) -> bool:
-        return COMPILED in self.assumptions or any(not why.startswith(UNTIMED) for why in self.unknown)
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
@@ -220,7 +217,7 @@ class ScriptRecorder(Recorder):
         elif not self.on_host:
             super()._note(func, args, kwargs, result)
         elif self.optimizers.working:
-            self.unknown[f"{UNTIMED} the optimizer takes on the CPU, where its weights are"] = None
+            self.say(UNTIMED, "the optimizer takes on the CPU, where its weights are")
 
     def _find_crossing(self, args: tuple) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
         """Of copies between the host and the GPU: the host's tensor, the GPU's, and whether that is written."""
@@ -340,7 +337,7 @@ class _Placer(Translator):
         if (kind := type(real)) in (torch.Tensor, torch.nn.Parameter):
             return fake
         if not is_plain(kind):
-            self._recorder.unknown[f"what {kind.__name__} does on the GPU that a plain tensor does not"] = None
+            self._recorder.say(UNKNOWN, f"what {kind.__name__} does on the GPU that a plain tensor does not")
             return fake
         made = fake.as_subclass(kind)
         vars(made).update(vars(real))

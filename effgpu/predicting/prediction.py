@@ -28,11 +28,22 @@ from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.as_gpu import as_gpu
+from effgpu.predicting.facts import (
+    ASSUMED,
+    ASSUMPTIONS,
+    COMPILED,
+    NOT_KNOWN,
+    UNKNOWN,
+    UNTIMED,
+    Fact,
+    memory_is_known,
+    tell,
+)
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
-from effgpu.predicting.kernels import UNTIMED, Segment
+from effgpu.predicting.kernels import Segment
 from effgpu.predicting.ranks import alone
-from effgpu.predicting.recorder import COMPILED, Recorder
+from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
@@ -86,16 +97,17 @@ class Prediction:
 
     `allocated` is the peak of allocated memory and `owners` divides it. `reserved` is what PyTorch's caching allocator
     would hold for it. `workspaces` is what cuBLAS and cuDNN take beside it. `gpus` are the GPUs of the table.
-    `assumptions` says what was taken for granted, such as the values that the step read. `unknown` says what could not
-    be predicted; where it is not empty, no verdict is "fits". `resting` is the part of the peak that stays from step to
-    step: weights, gradients, optimizer state. `holds_from` is the lowest compute capability that the prediction is for.
-    `notes` says what else was seen of a script. `older` is the prediction for GPUs below `holds_from`, on which the
-    step takes other kernels or formats. `paged` are the bytes of an optimizer's state that lie on the GPU as far as
-    there is room, as bitsandbytes keeps it: no part of the peak. `events` are what the CPU asks of the GPU in the last
-    step, in order: `time` and `timeline` follow from them, and `segments`. `peak` says who owns the peak: (line, owner,
-    bytes); `kept` what each step leaves behind, so that memory grows from step to step.
-    `before` is the peak of a script before the steps that are counted, where that is the higher one; else 0. `tight`
-    is what the allocator would hold where it has to give back what it has cached, if `reserved` is far more.
+    `said` is what was taken for granted, such as the values that the step read, and what could not be predicted:
+    `assumptions` and `unknown` tell it. Where memory depends on what is not known, no verdict is "fits" unless twice as
+    much does. `resting` is the part of the peak that stays from step to step: weights, gradients, optimizer state.
+    `holds_from` is the lowest compute capability that the prediction is for. `notes` says what else was seen of a
+    script. `older` is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
+    `paged` are the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it:
+    no part of the peak. `events` are what the CPU asks of the GPU in the last step, in order: `time` and `timeline`
+    follow from them, and `segments`. `peak` says who owns the peak: (line, owner, bytes); `kept` what each step leaves
+    behind, so that memory grows from step to step. `before` is the peak of a script before the steps that are counted,
+    where that is the higher one; else 0. `tight` is what the allocator would hold where it has to give back what it has
+    cached, if `reserved` is far more.
     """
 
     allocated: int
@@ -103,8 +115,7 @@ class Prediction:
     reserved: int
     workspaces: Range
     gpus: tuple[Gpu, ...]
-    assumptions: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    said: tuple[Fact, ...] = ()
     resting: int = 0
     holds_from: tuple[int, int] = (0, 0)
     older: "Prediction | None" = None
@@ -124,12 +135,17 @@ class Prediction:
     @property
     def compiled(self) -> bool:
         """Whether the step runs code that torch.compile has compiled."""
-        return COMPILED in self.assumptions
+        return COMPILED in self.said
 
     @property
-    def _may_need_more(self) -> bool:
-        """Whether something is not known that memory depends on."""
-        return any(not why.startswith(UNTIMED) for why in self.unknown)
+    def assumptions(self) -> tuple[str, ...]:
+        """What was taken for granted, in words."""
+        return tell(self.said, *ASSUMPTIONS)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What could not be predicted, in words."""
+        return tell(self.said, *NOT_KNOWN)
 
     def for_gpu(self, gpu: "str | float | Gpu | None" = None) -> "tuple[Prediction, Gpu]":
         """The prediction for a GPU, which is `older` on some, and the GPU; None is the first of `gpus`."""
@@ -142,7 +158,7 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
         one, gpu = self.for_gpu(gpu)
-        is_known = not one._may_need_more and gpu.capability >= one.holds_from
+        is_known = memory_is_known(one.said) and gpu.capability >= one.holds_from
         passing = 0 if not is_known else (one.allocated - one.resting) * (1 - COMPILED_LESS * one.compiled)
         low = int((one.resting + passing) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
         return Range(max(low, int(one.before * (1 - LESS)) + gpu.context[0]), one._most(gpu) + one.paged)
@@ -179,7 +195,7 @@ class Prediction:
         What is paged needs no room.
         """
         one, gpu = self.for_gpu(gpu)
-        return one._most(gpu) * (2 if one._may_need_more else 1)
+        return one._most(gpu) * (1 if memory_is_known(one.said) else 2)
 
     def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
@@ -234,7 +250,7 @@ class Prediction:
 
     def untimed(self, gpu: Gpu) -> str:
         """What is not known of the step's time alone; empty if nothing is."""
-        return "; ".join(what for what in self.for_gpu(gpu)[0].unknown if what.startswith(UNTIMED))
+        return "; ".join(tell(self.for_gpu(gpu)[0].said, UNTIMED))
 
     def _summary(self) -> list[tuple[str, str]]:
         return [
@@ -447,31 +463,31 @@ def count(recorder: Recorder, steps: int) -> Plan:
     if not recorder.awaits_update or every == 1 or not recorder.optimizers.built:
         return
     if not every:
-        recorder.unknown[f"what the optimizer takes, which made no step in {calls} calls"] = None
+        recorder.say(UNKNOWN, f"what the optimizer takes, which made no step in {calls} calls")
         return
     for left in reversed(range(-calls % every or every)):
         yield from call(last=not left)
-    recorder.assumptions[f"times are those of every {every} calls' last, in which the optimizer makes its step"] = None
+    recorder.say(ASSUMED, f"times are those of every {every} calls' last, in which the optimizer makes its step")
 
 
 def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
     """What was recorded, as the prediction for these GPUs."""
     for idle in recorder.idle:
-        recorder.unknown[f"what {idle} takes, which made no step in those that were looked at"] = None
+        recorder.say(UNKNOWN, f"what {idle} takes, which made no step in those that were looked at")
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
-        recorder.assumptions[f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own"] = None
+        recorder.say(ASSUMED, f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own")
     if recorder.holds_from > (0, 0) and any(gpu.context == UNKNOWN_CONTEXT for gpu in gpus):  # given as a size
         least = ".".join(map(str, recorder.holds_from))
         text = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
-        recorder.assumptions[text] = None
+        recorder.say(ASSUMED, text)
     if paged := recorder.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
-        recorder.assumptions[f"{text}: the time that it takes to move is not counted"] = None
+        recorder.say(ASSUMED, f"{text}: the time that it takes to move is not counted")
     if len(made := recorder.made[-2:]) > 1 and max(made) > _VARIES * min(made) + MiB:
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
-        recorder.assumptions[f"{differ}: the time is the last one's, and the peak that of the larger"] = None
+        recorder.say(ASSUMED, f"{differ}: the time is the last one's, and the peak that of the larger")
     recorder.optimizers.fill_histories()
     recorder.optimizers.name_rare_updates()
     peak, owners, resting = _divide(recorder)
@@ -484,8 +500,7 @@ def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
         reserved,
         Range(*recorder.workspaces()),
         gpus,
-        tuple(recorder.assumptions),
-        tuple(recorder.unknown),
+        tuple(recorder.said),
         resting,
         recorder.holds_from,
         notes=(

@@ -29,13 +29,13 @@ from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
 from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.counting import HALF, Counting
+from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, UNTIMED, Fact
 from effgpu.predicting.gpus import FP8, FP8_FROM, Gpu
-from effgpu.predicting.guesses import CHOSEN, ZEROS, Guesses
+from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import (
     CONVOLUTION,
     TIMED,
-    UNTIMED,
     Kernel,
     copy_over_bus,
     has_sparse,
@@ -71,8 +71,6 @@ _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
 PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
-COMPILED = "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
-WORKERS_IDLE = "a DataLoader's workers do not run: batches are loaded by the step itself"
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
@@ -94,8 +92,7 @@ class Recorder(TorchDispatchMode):
         self.fakes: FakeTensorMode | None = None  # the mode of `as_gpu`
         self.blocks: list[Block] = []
         self.first = 0
-        self.assumptions: dict[str, None] = {}  # in the order of their appearance
-        self.unknown: dict[str, None] = {}
+        self.said: dict[Fact, None] = {}  # in the order of their appearance
         self.holds_from = (0, 0)  # the lowest capability that behaves the same
         self._most_from = 0  # the event from which on the most in use is asked for
         self.emptied = 0  # the event at which the allocator last held no more than what was in use, as all was full
@@ -157,6 +154,10 @@ class Recorder(TorchDispatchMode):
             return device_while_looked_up(fake)
         block = self._blocks.get(fake.untyped_storage()._cdata) if _has_storage(fake) else None
         return device_while_looked_up(fake) if block is not None and block.place == "host" else FIRST_GPU
+
+    def say(self, kind: str, text: str) -> None:
+        """Something is taken for granted, or not known: one of the kinds of `facts`."""
+        self.said[Fact(kind, text)] = None
 
     def note_capability(self) -> None:
         """The step has asked what the GPU is: another one may take another way."""
@@ -317,17 +318,17 @@ class Recorder(TorchDispatchMode):
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
             if func.namespace == "torch_nn":  # PyTorch's own, in Python: linear_cross_entropy in chunks
-                self.unknown[f"what {name} computes, and takes while it does"] = None
+                self.say(UNKNOWN, f"what {name} computes, and takes while it does")
             else:
-                self.assumptions[f"{name} takes as long as reading its arguments and writing its results"] = None
+                self.say(ASSUMED, f"{name} takes as long as reading its arguments and writing its results")
         if kernels and lacks_rule(func, args):
             name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
-            self.unknown[f"{UNTIMED} {name} computes: only what it reads and writes"] = None
+            self.say(UNTIMED, f"{name} computes: only what it reads and writes")
         for kernel in kernels:
             if kernel.product and kernel.format.startswith(FP8) and self.capability >= FP8_FROM:
-                self.assumptions["products in 8 bits take half as long as in fp16"] = None
+                self.say(ASSUMED, "products in 8 bits take half as long as in fp16")
             elif kernel.product and kernel.format not in TIMED:
-                self.unknown[f"{UNTIMED} products in {kernel.format} take"] = None
+                self.say(UNTIMED, f"products in {kernel.format} take")
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         if kernels and self.optimizers.working:
             self.optimizers.note_kernel()
@@ -366,7 +367,7 @@ class Recorder(TorchDispatchMode):
     def note_custom(self, name: str, tensors: list[torch.Tensor]) -> None:
         """A kernel of Triton's with these arguments."""
         if self._add_kernels([touching(name, tensors)], 1):
-            self.unknown[f"{UNTIMED} the Triton kernel {name} computes: only what it reads and writes"] = None
+            self.say(UNTIMED, f"the Triton kernel {name} computes: only what it reads and writes")
 
     def _quantized(self, func) -> Callable | None:
         """What an operation of bitsandbytes' is made of, if it is."""
@@ -375,7 +376,7 @@ class Recorder(TorchDispatchMode):
     def _note_8_bits(self, kernel: Kernel) -> None:
         self._multiplied = True
         if self._add_kernels([kernel], 1):
-            self.assumptions["products in 8 bits take as long as in fp16"] = None
+            self.say(ASSUMED, "products in 8 bits take as long as in fp16")
 
     def page(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in memory that moves to the host where the GPU is full, by itself: PyTorch does not count it."""
@@ -475,7 +476,7 @@ class Recorder(TorchDispatchMode):
                 )
             if value.dim() and value.numel() and not self._moving:
                 self._add(value)
-                self.assumptions["tensors that were made outside of the function are on the GPU, too"] = None
+                self.say(ASSUMED, "tensors that were made outside of the function are on the GPU, too")
 
     def in_use(self) -> int:
         """Bytes on the GPU now."""
@@ -552,14 +553,14 @@ class Recorder(TorchDispatchMode):
         if "host" not in places or "gpu" in places:
             return False
         if runs_kernel(func) and self.noting:
-            self.unknown[f"{UNTIMED} the CPU takes for what it computes itself, such as {func.overloadpacket}"] = None
+            self.say(UNTIMED, f"the CPU takes for what it computes itself, such as {func.overloadpacket}")
         return True
 
     def _note_copy(self, tensor: torch.Tensor, pinned: bool = True) -> None:
         """A copy over the bus is the GPU's work, in the same stream as its kernels."""
         if self._add_kernels([copy_over_bus(tensor, pinned)], 1) and pinned:
             text = "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
-            self.assumptions[text] = None
+            self.say(ASSUMED, text)
 
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
@@ -659,7 +660,7 @@ class Recorder(TorchDispatchMode):
     def numbers_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor, on which a size depends; None if they are not known. Said if they are assumed."""
         if self.values.are_assumed(tensor) and (where := _reader()):
-            self.assumptions[f"{where} reads counts, taken as equal"] = None
+            self.say(ASSUMED, f"{where} reads counts, taken as equal")
         return self.values.of(tensor)
 
     def choose_from(self, number: int, known: int | None = None, share: float = HALF) -> int:
@@ -667,9 +668,8 @@ class Recorder(TorchDispatchMode):
         if known is not None and self.taken is None:
             return known
         share = share if self.taken is None else self.taken
-        if where := _reader():
-            where = where.partition(" (in ")[0]  # one line for all that a library chooses below it
-            self.assumptions[f"{where} takes {100 * share:.3g}% {CHOSEN} (taken={share:.3g})"] = None
+        if where := _reader(inside=False):  # one line for all that a library chooses below it
+            self.say(CHOSEN, f"{where} takes {100 * share:.3g}% of what it chooses from by value (taken={share:.3g})")
         return round(share * number)
 
     def choose_rows(self, *_: object, **__: object) -> int:
@@ -684,7 +684,7 @@ class Recorder(TorchDispatchMode):
             with on_real_tensors():
                 return known.numpy(force=True).copy()
         if where := _reader():
-            self.assumptions[f"{where} reads {ZEROS}"] = None
+            self.say(CHOSEN, f"{where} reads an array, taken as zeros")
         return numpy.zeros(tuple(tensor.shape), numpy.dtype(str(tensor.dtype).removeprefix("torch.")))
 
     def note_module(self, module: torch.nn.Module, *_: object) -> None:
@@ -755,9 +755,9 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, FakeTensor) and value.fake_device.type == "meta"
 
 
-def _reader() -> str | None:
-    """The line that reads a value; None where PyTorch reads it for itself, without effect."""
+def _reader(*, inside: bool = True) -> str | None:
+    """The line that reads a value, with a library's that it called; None where PyTorch reads it for itself."""
     if sites.asked_by_torch(_READS_WITHOUT_EFFECT):
         return None
     site = sites.find_site()
-    return site.where if site else "the step"
+    return (site.where if inside else site.place) if site else "the step"

@@ -11,11 +11,11 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
+from effgpu.predicting.facts import UNKNOWN, UNTIMED
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.full import Room
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import Guesses
-from effgpu.predicting.kernels import UNTIMED
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import OURS, STEPS, conclude, count, explain, walking_as
 from effgpu.predicting.ranks import alone
@@ -110,10 +110,10 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
     *earlier, counted, _ = recorder.products
     if max(earlier) > MORE_WORK * counted:
         most = f"{max(earlier)} matrix products in its backward pass, and {counted} in the one that was counted"
-        recorder.unknown[f"{UNTIMED} work takes that comes only in some steps: one before had {most}"] = None
+        recorder.say(UNTIMED, f"work takes that comes only in some steps: one before had {most}")
         return
     for site in dict.fromkeys(site for code in recorder.loop for site in find_passes(code)):
-        recorder.unknown[f"what the backward pass takes that comes only in some steps: {site}"] = None
+        recorder.say(UNKNOWN, f"what the backward pass takes that comes only in some steps: {site}")
 
 
 def _tell_step(marks: Marks, recorder: ScriptRecorder, steps: int) -> Iterator[str]:
