@@ -21,6 +21,7 @@ from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.variants import Variant, check_worked, run_variant
+from effgpu.predicting.asked import Asked
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
 from effgpu.predicting.prediction import Largest, Prediction, largest, walk
 from effgpu.predicting.recorder import Recorder
@@ -170,23 +171,25 @@ def walk_step(variant: Variant, batches: Batches, gpu: Gpu, *, halve: bool = Fal
 
     Raises RuntimeError, with the reason, for a step that cannot run without values.
     """
-    recorder = Recorder(gpu.capability)
 
-    def note(event) -> None:
-        if recorder.noting:
-            recorder.events.append(event._replace(beside=True))
+    def recorded_by(recorder: Recorder) -> Variant:
+        def note(event) -> None:
+            if recorder.noting:
+                recorder.events.append(event._replace(beside=True))
 
-    def fed() -> Callable[[], object]:
-        step = variant()
+        def fed() -> Callable[[], object]:
+            step = variant()
 
-        def run() -> object:
-            moves = Moves(batches.batch, note, pinned=batches.pinned)
-            with moves, in_16_bits(gpu) if halve else contextlib.nullcontext():
-                return step(*batches.batch)
+            def run() -> object:
+                moves = Moves(batches.batch, note, pinned=batches.pinned)
+                with moves, in_16_bits(gpu) if halve else contextlib.nullcontext():
+                    return step(*batches.batch)
 
-        return run
+            return run
 
-    return walk(fed, (gpu,), recorder)
+        return fed
+
+    return walk(recorded_by, Asked((gpu,), gpu.capability))
 
 
 def _largest_batch(variant: Variant, batch: tuple, gpu: Gpu) -> Largest | None:

@@ -23,11 +23,12 @@ from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
 from effgpu.measuring.torch_internals import _BaseDataLoaderIter, _current_graph_task_id
+from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import WORKERS_IDLE
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
-from effgpu.predicting.prediction import STEPS, Prediction
+from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import recording, walk
 from effgpu.predicting.timeline import OUTSIDE_ATTENTION, Event
 from effgpu.predicting.translator import on_real_tensors
@@ -189,12 +190,12 @@ def predicting(marks: Marks, gpu: Gpu, **again: object) -> Iterator[Callable[[],
     """
     loading = Loading()
     marks.listeners.append(loading.next_step)
-    with replaced(loading.replacing()), recording(marks, (gpu,), gpu.capability, **again) as recorder:
+    with replaced(loading.replacing()), recording(marks, Asked((gpu,), gpu.capability), **again) as recorder:
         yield functools.partial(_predict, marks, gpu, recorder, loading)
 
 
 def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:
-    predicted: Prediction = yield from walk(marks, recorder, (gpu,), STEPS)
+    predicted: Prediction = yield from walk(marks, recorder)
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours

@@ -46,7 +46,7 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
         disguised(),
         _observed_by(recorder),
         answering_as(
-            recorder.gpu,
+            recorder.asked.gpu,
             recorder.note_capability,
             InUse(recorder.in_use, recorder.most_in_use, recorder.forget_most),
         ),

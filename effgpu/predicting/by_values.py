@@ -69,7 +69,7 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
         return None
     recorder.wait()
     tensor, known = given["self"], recorder.numbers_of(given["self"])
-    if known is not None and recorder.taken is None:
+    if known is not None and recorder.asked.taken is None:
         with _disable_current_modes():
             found = func(*(known if value is tensor else value for value in given.values()))
         made = [_empty(recorder, tuple(each.shape), each.dtype) for each in found]

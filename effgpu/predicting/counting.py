@@ -36,7 +36,7 @@ class Counting:
         """The share of its elements that are true: by predicates, as `taken` says, or by ranges."""
         if mask in self._recorder.truths:
             return float(self._recorder.truths[mask])
-        return self._shares.get(mask, HALF) if self._recorder.taken is None else self._recorder.taken
+        return self._shares.get(mask, HALF) if self._recorder.asked.taken is None else self._recorder.asked.taken
 
     def spread(self, made: torch.Tensor, total: int) -> None:
         """Assume of counts that they are equal, and `total` together."""

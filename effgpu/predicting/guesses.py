@@ -4,7 +4,7 @@ import ast
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -246,9 +246,9 @@ def _asked(test: ast.expr, wanted: bool) -> bool | None:
 class Guesses:
     """What a step has read of values that nobody knows, and what was taken for them. The recorder says which."""
 
-    def __init__(self, recorder: "Recorder"):
+    def __init__(self, recorder: "Recorder", answers: Mapping[Hashable, bool | int | float]):
         self.made: list[Guess] = []
-        self.answers: dict[Hashable, bool | int | float] = {}  # what to take in place of a guess, by the place in code
+        self.answers = dict(answers)  # what to take in place of a guess, by the place in code
         self.statistics = False  # whether a guess is one, such as that of right answers
         self._recorder = recorder
         self._asked: dict[Hashable, tuple[int, float]] = {}  # how often a place has decided by a guess, and since when

@@ -10,12 +10,13 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching.sites import Site, find_site
+from effgpu.attaching.steps import Marks
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
     FakeTensor,
@@ -25,6 +26,7 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import Block, find_peak
+from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import COMPILED, UNKNOWN, UNTIMED, memory_is_known
 from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
@@ -60,8 +62,9 @@ _UNDONE = (
 class ScriptRecorder(Recorder):
     """Records what a script does on the GPU. What has no fake tensor in it runs for real, unrecorded."""
 
-    def __init__(self, capability: tuple[int, int] | None):
-        super().__init__(capability)
+    def __init__(self, asked: Asked, answers: Mapping[Hashable, bool] | None, marks: Marks, room: Room):
+        super().__init__(asked, answers)
+        self.room, self._marks = room, marks
         self.on_host = False  # whether what is made now is in the host's memory
         self.trouble: Exception | None = None  # the last operation that has no fake result
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
@@ -71,7 +74,6 @@ class ScriptRecorder(Recorder):
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
-        self.room = Room()
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -90,6 +92,7 @@ class ScriptRecorder(Recorder):
 
     def next_step(self) -> None:
         """A step is over."""
+        self.loop = self._marks.loop or self.loop
         self.products.append(0)
         self._passes.append(0)
 

@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from time import monotonic
 
 from effgpu.attaching import scripts
-from effgpu.attaching.commands import Program, read_program
+from effgpu.attaching.commands import read_program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
@@ -28,6 +28,7 @@ from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
 from effgpu.predicting.allocator import count_reserved, find_peak
 from effgpu.predicting.as_gpu import as_gpu
+from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import (
     ASSUMED,
     ASSUMPTIONS,
@@ -61,7 +62,6 @@ from effgpu.units import (
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
 OURS = "predict: "  # begins an error that says why a step has no prediction
-STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
 _GIVES_BACK = (
@@ -349,14 +349,13 @@ def predict(
     if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
         raise ValueError(f"taken: expected a share from 0 to 1, got {taken!r}")
     gpus = _find_gpus(gpu)
-    walked = partial(walk, variant)
-    if isinstance(variant, (str, list, tuple)):
-        walked = partial(_walk_script, read_program(variant))
+    program = read_program(variant) if isinstance(variant, (str, list, tuple)) else None
 
     def walk_on(capability: tuple[int, int]) -> Prediction:
-        recorder = Recorder(capability)
-        recorder.taken, recorder.awaits_update = taken, True
-        return walked(gpus, recorder, steps)
+        asked = Asked(gpus, capability, steps, taken, awaits_update=program is None)
+        if program is None:
+            return walk(lambda _: variant, asked)
+        return scripts.run(program, "effgpu.predicting.scripts:planned", asked=asked)
 
     predicted = walk_on((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
@@ -374,33 +373,18 @@ def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
     return gpus
 
 
-def walk(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int = STEPS) -> Prediction:
-    """The prediction for these GPUs, with the kernels that a GPU of the recorder's capability takes.
+def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
+    """The prediction that is asked for: of a variant, which `variant_of` gives for whoever records it.
 
-    Raises RuntimeError, with the reason, for a step that cannot run without values.
+    It is walked again with another guess where an error follows a value that was guessed. Raises RuntimeError, with the
+    reason, for a step that cannot run without values.
     """
-    _walk_until_checks_pass(variant, gpus, recorder, steps)
-    return conclude(recorder, gpus)
-
-
-def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int) -> None:
-    """Walk the variant, and again with another guess where an error follows a value that was guessed."""
-    first = None
+    first, answers = None, {}
     while True:
-        walking_as(recorder, gpus)
+        recorder = Recorder(asked, answers)
         try:
-            with (
-                gpu_lock.free(),
-                gc_frozen(),
-                random_states_kept(),
-                weights_without_values(recorder),
-                as_gpu(recorder),
-                replaced(alone()),
-                warnings.catch_warnings(),
-            ):
-                # to copy a module asks for its tensors' addresses, and a fake tensor has none
-                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-                return run_variant(variant, lambda step: drive(count(recorder, steps), _check_takes_nothing(step)))
+            _walk_once(variant_of(recorder), recorder)
+            break
         except Exception as error:
             if why := explain(error):
                 raise RuntimeError(f"predict: {why}") from error
@@ -413,7 +397,23 @@ def _walk_until_checks_pass(variant: Variant, gpus: tuple[Gpu, ...], recorder: R
                 read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
                 text = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
                 raise RuntimeError(f"predict: {text}") from first[0]
-        recorder.again()
+        answers = recorder.guesses.answers
+    return conclude(recorder)
+
+
+def _walk_once(variant: Variant, recorder: Recorder) -> None:
+    with (
+        gpu_lock.free(),
+        gc_frozen(),
+        random_states_kept(),
+        weights_without_values(recorder),
+        as_gpu(recorder),
+        replaced(alone()),
+        warnings.catch_warnings(),
+    ):
+        # to copy a module asks for its tensors' addresses, and a fake tensor has none
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        run_variant(variant, lambda step: drive(count(recorder), _check_takes_nothing(step)))
 
 
 def _check_takes_nothing(step: Step) -> Step:
@@ -425,19 +425,7 @@ def _check_takes_nothing(step: Step) -> Step:
     return step
 
 
-def _walk_script(program: Program, gpus: tuple[Gpu, ...], recorder: Recorder, steps: int) -> Prediction:
-    """As `walk`, for a script, which has a recorder of the same capability in its own process."""
-    options = {"gpus": gpus, "capability": recorder.capability, "steps": steps, "taken": recorder.taken}
-    return scripts.run(program, "effgpu.predicting.scripts:planned", **options)
-
-
-def walking_as(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Recorder:
-    """The recorder, for the hardware of the first of these GPUs that has its capability, if any."""
-    recorder.gpu = next((gpu for gpu in gpus if gpu.capability == recorder.capability), None)
-    return recorder
-
-
-def count(recorder: Recorder, steps: int) -> Plan:
+def count(recorder: Recorder) -> Plan:
     """The plan of a prediction, from the moment when all is built: the last step's kernels are noted.
 
     Of a function whose optimizer makes no step in its first call, it is the call with the second: gradients accumulate,
@@ -452,15 +440,16 @@ def count(recorder: Recorder, steps: int) -> Plan:
 
     def waits() -> bool:
         more = calls < MOST_CALLS and monotonic() - began < PATIENCE
-        return recorder.awaits_update and recorder.optimizers.built and not every and more
+        return asked.awaits_update and recorder.optimizers.built and not every and more
 
+    asked = recorder.asked
     recorder.start()
     began, calls, every = monotonic(), 0, 0
-    while calls < steps or waits():
+    while calls < asked.steps or waits():
         calls += 1
-        yield from call(last=calls >= steps)  # each may be the last one
+        yield from call(last=calls >= asked.steps)  # each may be the last one
         every = every or calls * bool(recorder.optimizers.stepped)
-    if not recorder.awaits_update or every == 1 or not recorder.optimizers.built:
+    if not asked.awaits_update or every == 1 or not recorder.optimizers.built:
         return
     if not every:
         recorder.say(UNKNOWN, f"what the optimizer takes, which made no step in {calls} calls")
@@ -470,8 +459,9 @@ def count(recorder: Recorder, steps: int) -> Plan:
     recorder.say(ASSUMED, f"times are those of every {every} calls' last, in which the optimizer makes its step")
 
 
-def conclude(recorder: Recorder, gpus: tuple[Gpu, ...]) -> Prediction:
-    """What was recorded, as the prediction for these GPUs."""
+def conclude(recorder: Recorder) -> Prediction:
+    """What was recorded, as the prediction that was asked for."""
+    gpus = recorder.asked.gpus
     for idle in recorder.idle:
         recorder.say(UNKNOWN, f"what {idle} takes, which made no step in those that were looked at")
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):

@@ -6,7 +6,7 @@ import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -27,10 +27,11 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import Block, find_peak, round_size
+from effgpu.predicting.asked import Asked
 from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.counting import HALF, Counting
 from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, UNTIMED, Fact
-from effgpu.predicting.gpus import FP8, FP8_FROM, Gpu
+from effgpu.predicting.gpus import FP8, FP8_FROM
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import (
@@ -82,13 +83,12 @@ device_while_looked_up = FakeTensor.device.fget
 class Recorder(TorchDispatchMode):
     """Every storage that operations create, as a `Block` with its owner, in order of events.
 
-    `capability` is that of the GPU that the step is to run on: it decides between attention's kernels. With None, the
-    step runs as on a CPU: without a GPU's rules, and sizes are not rounded. `as_gpu` puts it to work, on fake tensors.
+    `asked` says for which GPU, `answers` are those of `Guesses`. `as_gpu` puts it to work, on fake tensors.
     """
 
-    def __init__(self, capability: tuple[int, int] | None):
+    def __init__(self, asked: Asked, answers: Mapping[Hashable, bool | int | float] | None = None):
         super().__init__()
-        self.capability = capability
+        self.asked, self.capability = asked, asked.capability
         self.fakes: FakeTensorMode | None = None  # the mode of `as_gpu`
         self.blocks: list[Block] = []
         self.first = 0
@@ -104,13 +104,12 @@ class Recorder(TorchDispatchMode):
         self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self.values = Values()
         self.counting = Counting(self)
-        self.guesses = Guesses(self)
+        self.guesses = Guesses(self, answers or {})
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
         self.checkpoints = Checkpoints()
-        self.taken: float | None = None  # the share that an index takes that depends on values; None: as known, or half
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
@@ -118,7 +117,6 @@ class Recorder(TorchDispatchMode):
         self.idle: list[str] = []  # those that have made no step where others have, at the end of the last one
         self.optimizers = Optimizers(self)
         self.products = [0]  # of the backward pass of each of a script's steps, and of the one that has begun
-        self.awaits_update = False  # whether a function is called until one has
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
         self._convolved, self._multiplied = 0, False
@@ -127,7 +125,6 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []  # of the last step, in their order
         self._scores = Scores()  # of attention in the last step
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
-        self.gpu: Gpu | None = None  # whose hardware PyTorch answers for
         self.compiled = 0  # how deep in code that would be compiled
         self._ends: list[int] = []  # of steps
         self._made: list[list[Block]] = [[]]  # by the forward pass of each step, and of the one that has begun
@@ -631,12 +628,6 @@ class Recorder(TorchDispatchMode):
             site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
             self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, phase=self._phase()))
 
-    def again(self) -> None:
-        """Forget all but what to answer, for another walk."""
-        answers, taken, awaits = self.guesses.answers, self.taken, self.awaits_update
-        self.__init__(self.capability)
-        self.guesses.answers, self.taken, self.awaits_update = answers, taken, awaits
-
     def placed(self, on_host: bool) -> contextlib.AbstractContextManager:
         """Inside, new fake tensors are where a step puts them."""
         return contextlib.nullcontext()
@@ -665,9 +656,10 @@ class Recorder(TorchDispatchMode):
 
     def choose_from(self, number: int, known: int | None = None, share: float = HALF) -> int:
         """How many of so many elements an operation takes that depends on values, which is said if it is not known."""
-        if known is not None and self.taken is None:
+        taken = self.asked.taken
+        if known is not None and taken is None:
             return known
-        share = share if self.taken is None else self.taken
+        share = share if taken is None else taken
         if where := _reader(inside=False):  # one line for all that a library chooses below it
             self.say(CHOSEN, f"{where} takes {100 * share:.3g}% of what it chooses from by value (taken={share:.3g})")
         return round(share * number)

@@ -11,13 +11,13 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
+from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import UNKNOWN, UNTIMED
 from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.full import Room
-from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import OURS, STEPS, conclude, count, explain, walking_as
+from effgpu.predicting.prediction import OURS, conclude, count, explain
 from effgpu.predicting.ranks import alone
 from effgpu.predicting.rare import find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
@@ -30,45 +30,35 @@ _LONG = 5.0  # seconds of forward passes that are worth a line
 
 
 @contextlib.contextmanager
-def planned(
-    marks: Marks,
-    gpus: tuple[Gpu, ...],
-    capability: tuple[int, int],
-    steps: int,
-    taken: float | None,
-    **again: object,
-) -> Iterator[Callable[[], Plan]]:
-    """What makes the plan whose result is the Prediction for these GPUs; inside, the script's GPU has this capability.
+def planned(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable[[], Plan]]:
+    """What makes the plan whose result is the Prediction that is asked for; inside, the script has its GPU.
 
     Raises Refused for what cannot be walked, and Again, with options of `recording`, where a script may then go on.
     """
-    with recording(marks, gpus, capability, taken, **again) as recorder:
-        yield partial(walk, marks, recorder, gpus, steps)
+    with recording(marks, asked, **again) as recorder:
+        yield partial(walk, marks, recorder)
 
 
 @contextlib.contextmanager
 def recording(
     marks: Marks,
-    gpus: tuple[Gpu, ...],
-    capability: tuple[int, int],
-    taken: float | None = None,
+    asked: Asked,
     *,
     runs_out: bool = True,
     answers: Mapping[Hashable, bool] | None = None,
     tries: int = 2,
     probes: int = 16,
 ) -> Iterator[ScriptRecorder]:
-    """Inside, a script has the first of these GPUs with this capability: what it does is recorded, and not done.
+    """Inside, a script has the GPU that is asked for: what it does is recorded, and not done.
 
     With `runs_out`, a script that catches running out of memory does so where one GPU, the only one, is full. `answers`
     are those of `Guesses`. After an error that follows a guess, so many `tries` take it the other way round. So many
     backward passes are `probes`, such as for a batch that fits, until an optimizer is made.
     """
-    recorder = walking_as(ScriptRecorder(capability), gpus)
-    marks.probes, recorder.taken = probes, taken
-    recorder.room = Room(min(gpu.memory - gpu.context[0] for gpu in gpus), runs_out and len(gpus) == 1)
-    recorder.guesses.answers = dict(answers or {})
-    marks.listeners += [lambda: setattr(recorder, "loop", marks.loop or recorder.loop), recorder.next_step]
+    room = Room(min(gpu.memory - gpu.context[0] for gpu in asked.gpus), runs_out and len(asked.gpus) == 1)
+    recorder = ScriptRecorder(asked, answers, marks, room)
+    marks.probes = probes
+    marks.listeners.append(recorder.next_step)
     with (
         _refusing(marks, recorder, tries),
         weights_without_values(recorder),
@@ -84,10 +74,10 @@ def recording(
             marks.guessed = recorder.guesses.tell()
 
 
-def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: int) -> Plan:
+def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     """The plan whose result is the Prediction of a script's step."""
     _check_on_gpu(recorder)  # the first step is done
-    yield from count(recorder, steps)
+    yield from count(recorder)
     for _ in range(_MORE):
         if not (recorder.evaluated or recorder.ran_more_passes()):
             break
@@ -95,10 +85,10 @@ def walk(marks: Marks, recorder: ScriptRecorder, gpus: tuple[Gpu, ...], steps: i
         yield 1
         recorder.end_step()
     _name_rare_work(recorder)
-    concluded = conclude(recorder, gpus)
+    concluded = conclude(recorder)
     before, site = recorder.peak_before()
-    notes = [*concluded.notes, *(_tell_caught(recorder, gpus, *places) for places in recorder.room.caught.items())]
-    notes += _tell_step(marks, recorder, steps)
+    notes = [*concluded.notes, *(_tell_caught(recorder, *places) for places in recorder.room.caught.items())]
+    notes += _tell_step(marks, recorder)
     if before > _HIGHER * concluded.allocated:
         took = f"before the step that was counted, the script took more, {format_bytes(before)} (predicted)"
         notes.append(f"{took}: {site}" if site else took)
@@ -116,7 +106,7 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
         recorder.say(UNKNOWN, f"what the backward pass takes that comes only in some steps: {site}")
 
 
-def _tell_step(marks: Marks, recorder: ScriptRecorder, steps: int) -> Iterator[str]:
+def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
     """What is part of the step that was counted, and what is not."""
     if marks.source is BACKWARD:
         yield "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
@@ -124,14 +114,15 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder, steps: int) -> Iterator[s
         yield f"the step that was counted trains {share:.2%} of the weights of all modules"
     if recorder.evaluated:
         yield "an evaluation is part of the step that was counted: the script evaluates in each"
-    if recorder.passes_before > steps * recorder.passes_within:  # as many steps came before
+    if recorder.passes_before > recorder.asked.steps * recorder.passes_within:  # as many steps came before
         text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
         took = format_seconds(recorder.without_gradients)
         slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
         yield f"{text} and are not counted{slow}"
 
 
-def _tell_caught(recorder: ScriptRecorder, gpus: tuple[Gpu, ...], catcher: Site, full: Site) -> str:
+def _tell_caught(recorder: ScriptRecorder, catcher: Site, full: Site) -> str:
+    gpus = recorder.asked.gpus
     smallest = min(gpus, key=lambda gpu: gpu.memory - gpu.context[0]).name
     text = f"{full.where} runs out of memory on {with_article(smallest)} (predicted), and {catcher.where} catches that"
     if len(gpus) > 1:

@@ -1,0 +1,28 @@
+"""What a walk is asked for: the GPUs, and how far it goes. A script's process gets the same."""
+
+from dataclasses import dataclass
+
+from effgpu.predicting.gpus import Gpu
+
+STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prediction for these GPUs, with the kernels that one of this compute capability takes.
+
+    With None, the step runs as on a CPU: without a GPU's rules, and sizes are not rounded. `steps` are counted. `taken`
+    is the share that an index takes that depends on values; None: as known, or half. `awaits_update` says that a
+    function is called until an optimizer has made a step.
+    """
+
+    gpus: tuple[Gpu, ...]
+    capability: tuple[int, int] | None
+    steps: int = STEPS
+    taken: float | None = None
+    awaits_update: bool = False
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Whose hardware PyTorch answers for: the first of the GPUs that has this capability."""
+        return next((gpu for gpu in self.gpus if gpu.capability == self.capability), None)
