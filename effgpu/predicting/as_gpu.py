@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 import torch
@@ -14,6 +14,7 @@ from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, worker
 from effgpu.predicting import flex, imports, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN, WORKERS_IDLE
+from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder
@@ -37,9 +38,13 @@ class _Fakes(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def as_gpu(recorder: Recorder) -> Iterator[None]:
-    """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before."""
+def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) -> Iterator[None]:
+    """Inside, tensors are fake, a GPU's rules hold, and `recorder` sees all operations. Afterwards all is as before.
+
+    No weights are read or written, and there is one rank. `more` is what else is replaced.
+    """
     with (
+        weights_without_values(recorder),
         _registered(kernels(recorder) if recorder.capability else {}),
         _replaced(recorder),
         _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
@@ -61,7 +66,11 @@ def as_gpu(recorder: Recorder) -> Iterator[None]:
             }
         ),
         recorder.translator(),
+        replaced([*more, *ranks.alone()]),
+        warnings.catch_warnings(),
     ):
+        # to copy a module asks for its tensors' addresses, and a fake tensor has none
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
 
 

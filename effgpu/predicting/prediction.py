@@ -9,7 +9,6 @@ import contextlib
 import html
 import inspect
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from time import monotonic
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
-from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
 from effgpu.measuring import gpu_lock
@@ -40,10 +38,8 @@ from effgpu.predicting.facts import (
     memory_is_known,
     tell,
 )
-from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.ranks import alone
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
@@ -402,17 +398,7 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
 
 
 def _walk_once(variant: Variant, recorder: Recorder) -> None:
-    with (
-        gpu_lock.free(),
-        gc_frozen(),
-        random_states_kept(),
-        weights_without_values(recorder),
-        as_gpu(recorder),
-        replaced(alone()),
-        warnings.catch_warnings(),
-    ):
-        # to copy a module asks for its tensors' addresses, and a fake tensor has none
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder):
         run_variant(variant, lambda step: drive(count(recorder), _check_takes_nothing(step)))
 
 

@@ -1,24 +1,20 @@
 """The plan of `predict` in a script's own process: its third step is counted, as a function's second call is."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from effgpu.attaching.child import NOTE, Again, Refused, describe
-from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import UNKNOWN, UNTIMED
-from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import OURS, conclude, count, explain
-from effgpu.predicting.ranks import alone
 from effgpu.predicting.rare import find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
 
@@ -59,15 +55,7 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
-    with (
-        _refusing(marks, recorder, tries),
-        weights_without_values(recorder),
-        recorder.checkpoints.kept(),
-        as_gpu(recorder),
-        replaced([*fakes_in_place(recorder), *alone()]),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    with _refusing(marks, recorder, tries), recorder.checkpoints.kept(), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
         finally:
