@@ -1369,6 +1369,25 @@ def test_what_lies_on_the_host_takes_no_room_on_the_gpu(run):
     assert told["notes"] == [] and told["gpus"][0]["verdict"] != "does not fit", errors
 
 
+FETCHES = """
+import torch
+weight = torch.ones(2**16, 64, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+while True:
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        loss = weight.sin().exp().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_is_fetched_from_the_host_is_on_the_gpu(run):
+    """The weight, the copy of it that is fetched, its cosine, and the gradient before and after that."""
+    _, told, errors = run(FETCHES)
+    assert told["allocated"] // 2**24 == 5, errors
+
+
 ASKS_FOR_MEMORY = """
 import torch
 kept = torch.zeros(2**20, device="cuda")

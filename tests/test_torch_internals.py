@@ -17,6 +17,7 @@ OBJECTS = {  # of attributes that only an object has
     "torch._ops.OpOverload": torch.ops.aten.mm.default,
     "torch.autocast": torch.autocast("cpu"),
     "torch.nn.Module": torch.nn.Linear(1, 1),
+    "torch.UntypedStorage": torch.zeros(1).untyped_storage(),
 }
 
 
@@ -26,6 +27,7 @@ def takes(*names):
 
 WORKS = {  # what is not just something to call
     "torch.optim.optimizer._global_optimizer_post_hooks": lambda hooks: type(hooks) is OrderedDict,
+    "torch.UntypedStorage._cdata": lambda key: isinstance(key, int),
     "torch._C.DispatchKey": lambda key: key.AutocastCPU,
     "torch._C._autograd": lambda module: "fail_if_non_empty" in module._saved_tensors_hooks_disable.__doc__,
     "torch.utils.data._utils.worker": lambda module: module._worker_info is None and callable(module.WorkerInfo),

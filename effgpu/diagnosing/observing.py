@@ -15,7 +15,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing.batches import tensors_in
-from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id
+from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id, storage_key
 from effgpu.predicting.kernels import note
 from effgpu.predicting.recorder import OWN_READS
 from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, copy_waits, count_products, is_non_blocking
@@ -117,13 +117,13 @@ class Graphs:
         root = tensor if tensor._base is None else tensor._base
         if site and not (root.is_leaf and root.requires_grad):
             for graphs in (self._kept, self._unused):
-                graphs.setdefault(site, {})[storage._cdata] = storage.nbytes()
+                graphs.setdefault(site, {})[storage_key(storage)] = storage.nbytes()
         return tensor.detach(), site  # the original could keep its own graph alive
 
     def _use(self, kept: tuple[torch.Tensor, Site | None]) -> torch.Tensor:
         tensor, site = kept
         if site:
-            self._unused[site].pop(tensor.untyped_storage()._cdata, None)
+            self._unused[site].pop(storage_key(tensor), None)
         return tensor
 
 

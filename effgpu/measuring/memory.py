@@ -25,6 +25,7 @@ from effgpu.measuring.device import (
     is_out_of_memory,
 )
 from effgpu.measuring.timing import check_step, on_current_gpu
+from effgpu.measuring.torch_internals import storage_key
 from effgpu.measuring.variants import Step, Variant, check_worked, run_variant
 from effgpu.units import check_positive, format_bytes
 
@@ -133,7 +134,7 @@ def saved_bytes(forward: Callable[[], object]) -> int:
         root = tensor if tensor._base is None else tensor._base
         if not isinstance(root, torch.nn.Parameter) and not (root.is_leaf and root.requires_grad):
             storage = saved.untyped_storage()
-            key = storage._cdata, storage.nbytes()
+            key = storage_key(storage), storage.nbytes()
             held[key] += 1
             if held[key] == 1:
                 total += key[1]

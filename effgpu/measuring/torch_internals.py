@@ -49,6 +49,7 @@ CHECKED = {
     "torch._C._ExcludeDispatchKeyGuard": "2.14.1",
     "torch._library.fake_impl.FakeImplCtx": "2.14.1",
     "torch.Tensor._make_subclass": "2.14.1",
+    "torch.UntypedStorage._cdata": "2.14.1",
     "torch._C._functorch.get_unwrapped": "2.14.1",
     "torch._C._functorch.is_functorch_wrapped_tensor": "2.14.1",
     "torch._C._current_graph_task_id": "2.14.1",
@@ -85,6 +86,11 @@ def __getattr__(name: str) -> object:
     except AttributeError as error:
         checked = f"expected it as in PyTorch {CHECKED[path]}, with which effgpu was checked"
         raise ImportError(f"PyTorch {torch.__version__} has no {path}: {checked}") from error
+
+
+def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
+    """What tells a storage, or that of a tensor, from all others that are alive."""
+    return (of.untyped_storage() if isinstance(of, torch.Tensor) else of)._cdata
 
 
 def clear_workspaces() -> None:

@@ -21,11 +21,14 @@ MIN_LARGE = 10 * MiB  # kMinLargeAlloc: a block from here on gets a segment of i
 ROUND_LARGE = 2 * MiB  # kRoundLarge: rounded up to this
 
 
+GPU, HOST, PAGED = "gpu", "host", "paged"  # where a block lies; the last moves between the two by itself
+
+
 @dataclass
 class Block:
     """A storage: its rounded size, the events at which it was allocated and freed, whose it is, and where.
 
-    `place` is "gpu", "host" or "paged", or "" where the step does not say. `site` is the reader's line that made it,
+    `place` is one of the three above, or "" where the step does not say. `site` is the reader's line that made it,
     `node` the number of autograd's node that did; -1 outside of a backward pass.
     """
 

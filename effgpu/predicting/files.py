@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 from effgpu.attaching.replacing import replaced
-from effgpu.measuring.torch_internals import FakeTensor, tree_map_only
+from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
 from effgpu.predicting import imports
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, Recorder
@@ -105,7 +105,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
 
     def tell_storages_apart(storage):
         """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
-        return address(storage) if storage.device.type != "meta" else storage._cdata
+        return address(storage) if storage.device.type != "meta" else storage_key(storage)
 
     @functools.wraps(save_compiled)
     def save_compiled_values(module, f, *args, **kwargs):

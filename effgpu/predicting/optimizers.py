@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from effgpu.attaching.sites import LIBRARY, READER, find_site, whose
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor
-from effgpu.predicting.allocator import Block, round_size
+from effgpu.predicting.allocator import GPU, Block, round_size
 from effgpu.predicting.facts import ASSUMED, UNTIMED
 from effgpu.predicting.rare import find_remainders
 from effgpu.predicting.rules import defaults_to_foreach
@@ -123,7 +123,7 @@ class Optimizers:
                 (group,) = optimizer.param_groups
                 size = round_size(sum(each.nbytes for each in group["params"]))
                 left = group["history_size"] - len(optimizer.state[group["params"][0]].get("old_dirs", ()))
-                self._recorder.blocks += [Block(size, 0, "optimizer state", place="gpu") for _ in range(2 * left)]
+                self._recorder.blocks += [Block(size, 0, "optimizer state", place=GPU) for _ in range(2 * left)]
 
     def name_state(self, optimizer: Optimizer) -> None:
         """Say whose the tensors are that an optimizer keeps."""

@@ -19,13 +19,15 @@ from effgpu.attaching.sites import Site, find_site
 from effgpu.attaching.steps import Marks
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import (
+    DisableTorchFunction,
     FakeTensor,
     _current_graph_task_id,
     _len_torch_function_stack,
     fake_tensor,
+    storage_key,
 )
 from effgpu.predicting import tensor_types
-from effgpu.predicting.allocator import Block, find_peak
+from effgpu.predicting.allocator import HOST, Block, find_peak
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import COMPILED, UNKNOWN, UNTIMED, memory_is_known
 from effgpu.predicting.full import Room
@@ -46,7 +48,6 @@ from effgpu.predicting.translator import (
 )
 from effgpu.predicting.values import MOST
 
-HOST = "host"
 MORE_WORK = 1.1  # by this factor, one step does more than another
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
@@ -109,10 +110,8 @@ class ScriptRecorder(Recorder):
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""
-        if fake.layout is not torch.strided:
-            return False
-        block = self._blocks.get(fake.untyped_storage()._cdata)
-        return block is not None and block.owner == HOST
+        block = self.block_of(fake)
+        return block is not None and block.place == HOST
 
     def device_of(self, fake: FakeTensor) -> torch.device:
         """Where a script finds a fake tensor: all that is not in the host's memory is on the GPU."""
@@ -134,6 +133,11 @@ class ScriptRecorder(Recorder):
     def placing_on_gpu(self) -> contextlib.AbstractContextManager:
         """Inside, new tensors lie on the GPU."""
         return self.placed(False)
+
+    def fetch(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+        """A copy on the GPU of what was sent. `_Placer`, which would leave it on the host, does not see it."""
+        with self.placed(False), DisableTorchFunction():
+            return super().fetch(tensor, pinned)
 
     def take_in(self, real: torch.Tensor) -> torch.Tensor:
         """What a file holds is on the CPU, and real."""
@@ -200,10 +204,10 @@ class ScriptRecorder(Recorder):
                 if self.room.taken > self.room.size and COMPILED not in self.said and memory_is_known(self.said):
                     self.room.run_out(block.size)
             return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._blocks:  # also where it is empty: it may grow
-            block = self._blocks[storage._cdata] = Block(0, self._events, HOST)
-            weakref.finalize(storage, self._drop, storage._cdata, block)
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key not in self._blocks:  # also where it is empty: it may grow
+            block = self._blocks[key] = Block(0, self._events, place=HOST)
+            weakref.finalize(storage, self._drop, key, block)
 
     def _drop(self, key: int, block: Block) -> None:
         super()._drop(key, block)
@@ -212,7 +216,7 @@ class ScriptRecorder(Recorder):
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
             for host, moved, to_gpu in crossing:
-                block = self._blocks.get(moved.untyped_storage()._cdata)
+                block = self.block_of(moved)
                 if to_gpu and not isinstance(host, FakeTensor) and not (block and block.owner == "weights"):
                     self.note_copy(host, is_non_blocking(args, kwargs))
                 else:

@@ -24,9 +24,10 @@ from effgpu.measuring.torch_internals import (
     _current_autograd_node,
     _current_graph_task_id,
     _disable_current_modes,
+    storage_key,
 )
 from effgpu.predicting import by_values, experts, quantized, shapes
-from effgpu.predicting.allocator import Block, find_peak, round_size
+from effgpu.predicting.allocator import GPU, HOST, PAGED, Block, find_peak, round_size
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.counting import HALF, Counting
@@ -71,7 +72,6 @@ _NO_SUM = None, None, 0
 _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
-PAGED = "paged"  # where a block lies that moves between the GPU and the host by itself
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 _READS_WITHOUT_EFFECT = (*OWN_READS, "/nn/utils/clip_grad.py", "/nn/init.py", "/_tensor_str.py")
 
@@ -149,8 +149,12 @@ class Recorder(TorchDispatchMode):
         """
         if not self.names_gpu or self._depth or fake.fake_mode.in_kernel_invocation:
             return device_while_looked_up(fake)
-        block = self._blocks.get(fake.untyped_storage()._cdata) if _has_storage(fake) else None
-        return device_while_looked_up(fake) if block is not None and block.place == "host" else FIRST_GPU
+        block = self.block_of(fake)
+        return device_while_looked_up(fake) if block is not None and block.place == HOST else FIRST_GPU
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The block that a tensor lies in, if it has one."""
+        return self._blocks.get(storage_key(tensor)) if tensor.layout is torch.strided else None
 
     def say(self, kind: str, text: str) -> None:
         """Something is taken for granted, or not known: one of the kinds of `facts`."""
@@ -295,7 +299,7 @@ class Recorder(TorchDispatchMode):
         elif name == "logical_not" and args[0] in self.truths:
             self.truths[result] = not self.truths[args[0]]
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
-            self._zeros.add(args[1].untyped_storage()._cdata)
+            self._zeros.add(storage_key(args[1]))
         elif name in ("mm", "bmm", "addmm", "baddbmm"):
             self._multiplied = True
         elif name == "embedding" and self.noting and (known := self.values.of(args[1])) is not None:
@@ -410,8 +414,8 @@ class Recorder(TorchDispatchMode):
                 self._add(part)
         if tensor.layout is not torch.strided:
             return
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._blocks:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._blocks:
             return
         size = storage.nbytes()
         if not size or _is_meta(tensor):
@@ -426,19 +430,16 @@ class Recorder(TorchDispatchMode):
             self._made[-1].append(block)
         block.site = sites.find_site()
         self.blocks.append(block)
-        self._blocks[storage._cdata] = block
-        finalizer = weakref.finalize(storage, self._drop, storage._cdata, block)
+        self._blocks[key] = block
+        finalizer = weakref.finalize(storage, self._drop, key, block)
         if not isinstance(tensor, FakeTensor):
             self._finalizers.append(finalizer)
 
     def _note_sum(self, one: torch.Tensor, result: torch.Tensor) -> None:
         """Autograd adds a gradient to the one that it holds, which is in another node's result, by an operation."""
-        if not (_has_storage(one) and _has_storage(result)):
-            return
-        key = result.untyped_storage()._cdata
-        block, made = self._blocks.get(one.untyped_storage()._cdata), self._blocks.get(key)
+        block, made = self.block_of(one), self.block_of(result)
         if block and made and block.node not in (-1, _number_node()) and block.size == made.size:
-            self._summed = block, made, key
+            self._summed = block, made, storage_key(result)
 
     def _drop(self, key: int, block: Block) -> None:
         block = self._continued.pop(id(block), block)
@@ -494,7 +495,7 @@ class Recorder(TorchDispatchMode):
 
     def is_on_gpu(self, block: Block) -> bool:
         """Whether a block takes memory of the GPU."""
-        return block.place == "gpu" or (not block.place and not self.names_gpu)
+        return block.place == GPU or (not block.place and not self.names_gpu)
 
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a script has made a fake tensor in the host's memory, or moved it there."""
@@ -508,23 +509,21 @@ class Recorder(TorchDispatchMode):
     def _meet(self, func, args: tuple, kwargs: dict) -> str:
         """Where the results of an operation lie: on the GPU with what it takes, which brings all of that there."""
         given = [t for t in tensors_of((args, kwargs)) if not isinstance(t, FakeTensor) or t.constant is None]
-        blocks = [
-            (tensor, self._blocks.get(tensor.untyped_storage()._cdata)) for tensor in given if _has_storage(tensor)
-        ]
-        if not any(block is not None and block.place == "gpu" for _, block in blocks):
+        blocks = [(tensor, self.block_of(tensor)) for tensor in given]
+        if not any(block is not None and block.place == GPU for _, block in blocks):
             return self._placing
         if func.overloadpacket not in _CROSSES and not self._moving:
             for tensor, block in blocks:
-                if block is not None and block.place not in ("gpu", PAGED) and tensor.dim():
-                    if block.place == "host":  # copied there by a name that is not seen: tensor.to(other.device)
+                if block is not None and block.place not in (GPU, PAGED) and tensor.dim():
+                    if block.place == HOST:  # copied there by a name that is not seen: tensor.to(other.device)
                         self._events += 1
                         block.born = self._events
-                    block.place = "gpu"
-        return self._placing or "gpu"
+                    block.place = GPU
+        return self._placing or GPU
 
     def placing_on_gpu(self) -> contextlib.AbstractContextManager:
         """Inside, new tensors lie on the GPU."""
-        return self.placing("gpu")
+        return self.placing(GPU)
 
     @contextlib.contextmanager
     def placing(self, place: str, moving: bool = False) -> Iterator[None]:
@@ -538,16 +537,15 @@ class Recorder(TorchDispatchMode):
 
     def _is_not_the_gpus(self, func, args: tuple, kwargs: dict) -> bool:
         """Whether it is no kernel of the GPU's: a copy over the bus, which is noted here, or the CPU's own work."""
-        given = filter(_has_storage, tensors_of((args, kwargs)))
-        blocks = {id(tensor): self._blocks.get(tensor.untyped_storage()._cdata) for tensor in given}
+        blocks = {id(tensor): self.block_of(tensor) for tensor in tensors_of((args, kwargs))}
         places = {block.place for block in blocks.values() if block is not None} - {PAGED}
-        if func is aten.copy_.default and "gpu" in places and len(places) == 2:
+        if func is aten.copy_.default and GPU in places and len(places) == 2:
             block = blocks[id(args[0])]
-            block.place = block.place or "host"
-            if block.place == "host" or blocks[id(args[1])].place == "host":  # what is loaded has no place
+            block.place = block.place or HOST
+            if HOST in (block.place, blocks[id(args[1])].place):  # what is loaded has no place
                 self._note_copy(args[0])
             return True
-        if "host" not in places or "gpu" in places:
+        if HOST not in places or GPU in places:
             return False
         if runs_kernel(func) and self.noting:
             self.say(UNTIMED, f"the CPU takes for what it computes itself, such as {func.overloadpacket}")
@@ -561,30 +559,30 @@ class Recorder(TorchDispatchMode):
 
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
-        if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor) or _is_meta(tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or _is_meta(tensor):
             return tensor
-        block = self._blocks.get(tensor.untyped_storage()._cdata)
-        if (block is not None and block.place == "gpu") == (place == "gpu"):
+        block = self.block_of(tensor)
+        if (block is not None and block.place == GPU) == (place == GPU):
             return tensor
-        if block is not None and "host" in (place, block.place):  # what is loaded has no place: that takes no time here
-            self._note_copy(tensor, pinned=place == "gpu")
+        if block is not None and HOST in (place, block.place):  # what is loaded has no place: that takes no time here
+            self._note_copy(tensor, pinned=place == GPU)
         with self.placing(place, moving=True):
             return tensor.clone()
 
     def send(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
         """A copy on the CPU, whatever the step says of the tensor."""
         self._note_copy(tensor, pinned)
-        with self.placing("host", moving=True):
+        with self.placing(HOST, moving=True):
             return tensor.detach().clone()
 
     def fetch(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
         """A copy on the GPU of what was sent."""
         self._note_copy(tensor, pinned)
-        with self.placing("gpu", moving=True):
+        with self.placing(GPU, moving=True):
             return tensor.clone()
 
     def _take_for_a_moment(self, size: int) -> None:
-        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2, place="gpu"))
+        self.blocks.append(Block(round_size(size), self._events + 1, died=self._events + 2, place=GPU))
         self._events += 2
 
     def _read(self, func, args, kwargs):
@@ -606,7 +604,7 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             return self.truths[tensor] if tensor in self.truths else self.guesses.take(bool(counted), where)
         if counted is None and tensor.is_floating_point():
-            return self.guesses.take(0.0 if tensor.untyped_storage()._cdata in self._zeros else 1.0, where)
+            return self.guesses.take(0.0 if storage_key(tensor) in self._zeros else 1.0, where)
         return self.guesses.take(1 if counted is None else counted, where, counted=counted is not None)
 
     def read_list(self, tensor: torch.Tensor) -> object:
@@ -706,10 +704,9 @@ class Recorder(TorchDispatchMode):
     def name(self, tensors: Iterable[object], owner: str) -> None:
         """Say of tensors whose they are, if nobody has."""
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                block = self._blocks.get(tensor.untyped_storage()._cdata)
-                if block is not None and block.owner in ("other", "activations"):
-                    block.owner = owner
+            block = self.block_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if block is not None and block.owner in ("other", "activations"):
+                block.owner = owner
 
 
 def _name_node() -> str:
@@ -737,10 +734,6 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.stride()
     with on_real_tensors():
         return torch.empty_like(tensor, device="meta").stride()
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
 
 
 def _is_meta(value: object) -> bool:

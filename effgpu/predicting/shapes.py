@@ -11,7 +11,13 @@ from typing import NamedTuple
 import torch
 
 from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, tree_map_only
+from effgpu.measuring.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    storage_key,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 _PURE, _VIEW, _LISTED = "pure", "view", "listed"
@@ -76,7 +82,7 @@ def _run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
         if len(_known) >= _MOST:
             _known.clear()
         with contextlib.suppress(TypeError, RuntimeError):
-            _known[key] = _outline_of_new(result, mode, {t.untyped_storage()._cdata for t in tensors_of(args)})
+            _known[key] = _outline_of_new(result, mode, {storage_key(t) for t in tensors_of(args)})
         return result
     with in_kernel_invocation_manager(mode):
         if kind == _PURE:
@@ -124,9 +130,9 @@ def _outline_of_new(result: object, mode: FakeTensorMode, taken: set[int]) -> ob
         return result
     outline, storage = _outline(result, mode), result.untyped_storage()
     last = sum((size - 1) * step for size, step in zip(outline.shape, outline.stride)) if result.numel() else -1
-    if storage._cdata in taken or storage.nbytes() != (last + 1) * result.element_size():
+    if storage_key(storage) in taken or storage.nbytes() != (last + 1) * result.element_size():
         raise TypeError
-    taken.add(storage._cdata)
+    taken.add(storage_key(storage))
     return outline
 
 

@@ -24,6 +24,7 @@ from effgpu.measuring.torch_internals import (
     is_functorch_wrapped_tensor,
 )
 from effgpu.predicting import recurrent, tensor_types
+from effgpu.predicting.allocator import GPU, HOST
 from effgpu.predicting.guesses import notice_statistics
 from effgpu.predicting.hardware import FIRST_GPU
 
@@ -99,7 +100,7 @@ class Translator(TorchFunctionMode):
 
     def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
         self._recorder.names_gpu = True
-        return self._recorder.move(tensor, "gpu")
+        return self._recorder.move(tensor, GPU)
 
     def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
         """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
@@ -108,12 +109,12 @@ class Translator(TorchFunctionMode):
             self._recorder.names_gpu = True
             args, kwargs = all_on_cpu(args, kwargs)
             moves = name == "to" and isinstance(args[0], torch.Tensor)
-            with contextlib.nullcontext() if moves else self._recorder.placing("gpu"):
+            with contextlib.nullcontext() if moves else self._recorder.placing(GPU):
                 result = func(*args, **kwargs)
-            return self._recorder.move(result, "gpu") if moves else result
+            return self._recorder.move(result, GPU) if moves else result
         result = func(*args, **kwargs)
         if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
-            result = self._recorder.move(result, "host")
+            result = self._recorder.move(result, HOST)
         return result
 
 

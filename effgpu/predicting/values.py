@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes
+from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key
 
 aten = torch.ops.aten
 # Elements of the largest tensor whose numbers are kept: a mask of 2,000 x 2,000.
@@ -38,7 +38,7 @@ class Values:
             return tensor if _is_small(tensor) and tensor.device.type == "cpu" else None
         if tensor.constant is not None:
             return tensor.constant
-        whole = self._known.get(tensor.untyped_storage()._cdata) if self._known else None
+        whole = self._known.get(storage_key(tensor)) if self._known else None
         if whole is None or whole.dtype is not tensor.dtype or not _is_small(tensor):
             return None
         with _disable_current_modes():
@@ -48,12 +48,12 @@ class Values:
 
     def are_assumed(self, tensor: torch.Tensor) -> bool:
         """Whether the numbers of a tensor are such as `assume` gave, or follow from them."""
-        return bool(self._assumed) and _is_fake(tensor) and tensor.untyped_storage()._cdata in self._assumed
+        return bool(self._assumed) and _is_fake(tensor) and storage_key(tensor) in self._assumed
 
     def assume(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
         """Take what `make` gives as the numbers of a tensor, which nobody knows."""
         if self.keep(tensor, make):
-            self._assumed.add(tensor.untyped_storage()._cdata)
+            self._assumed.add(storage_key(tensor))
 
     def forget(self, storage: int) -> None:
         """Let go of what is known of a storage."""
@@ -65,7 +65,7 @@ class Values:
         self._follow(func, args, kwargs, result)
         if self._assumed and any(map(self.are_assumed, tensors_of((args, kwargs)))):
             made = filter(_is_fake, tensors_of((result, args[:1] if _written(func) else ())))
-            self._assumed |= {each.untyped_storage()._cdata for each in made if self._knows(each)}
+            self._assumed |= {storage_key(each) for each in made if self._knows(each)}
 
     def _follow(self, func, args: tuple, kwargs: dict, result: object) -> None:
         name = func.overloadpacket.__name__
@@ -87,7 +87,7 @@ class Values:
                 self._spread(changed)
             if not known or not self._repeat(func, args, kwargs):
                 for tensor in changed:
-                    self.forget(tensor.untyped_storage()._cdata)
+                    self.forget(storage_key(tensor))
         elif isinstance(result, FakeTensor) and result.layout is torch.strided:
             if name in _FILLED or name in _FILLED_BY:
                 self._fill(result, _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]])
@@ -109,7 +109,7 @@ class Values:
     def _knows(self, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return _is_small(tensor) and not tensor.requires_grad
-        return bool(self._known) and tensor.untyped_storage()._cdata in self._known and _is_small(tensor)
+        return bool(self._known) and storage_key(tensor) in self._known and _is_small(tensor)
 
     def _overwrite(self, tensor: torch.Tensor, args: tuple) -> bool:
         """Whether all of a storage has got known numbers."""
@@ -120,7 +120,7 @@ class Values:
             source = self.of(source) if self._knows(source) else None
         if source is None:
             return False
-        self.forget(storage._cdata)
+        self.forget(storage_key(storage))
         if isinstance(source, torch.Tensor) and source.dim():
             self.keep(tensor, lambda: source.to(tensor.dtype).expand(tensor.shape))
         else:
@@ -131,14 +131,14 @@ class Values:
         """All of a storage's numbers are this one, which takes no memory for each."""
         if tensor.numel() and _is_small(tensor) and tensor.untyped_storage().nbytes() <= MOST * tensor.element_size():
             with _disable_current_modes(), torch.no_grad():
-                self._known[tensor.untyped_storage()._cdata] = torch.as_tensor(value).to(tensor.dtype)
+                self._known[storage_key(tensor)] = torch.as_tensor(value).to(tensor.dtype)
 
     def _spread(self, tensors: list[torch.Tensor]) -> None:
         """Give each element a number of its own, before some of them change."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            if (whole := self._known.get(storage._cdata)) is not None and not whole.dim():
+            if (whole := self._known.get(storage_key(storage))) is not None and not whole.dim():
                 with _disable_current_modes():
-                    self._known[storage._cdata] = whole.repeat(storage.nbytes() // whole.element_size())
+                    self._known[storage_key(storage)] = whole.repeat(storage.nbytes() // whole.element_size())
 
     def _repeat(self, func, args: tuple, kwargs: dict, *results: torch.Tensor) -> bool:
         """Run the operation on the known numbers, and keep what it gives. Returns False if it cannot be."""
@@ -158,7 +158,7 @@ class Values:
         with _disable_current_modes(), torch.no_grad():
             whole = torch.zeros(elements, dtype=tensor.dtype)
             whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(make())
-        self._known[storage._cdata] = whole
+        self._known[storage_key(storage)] = whole
         return True
 
 
