@@ -1,12 +1,11 @@
 """Whether the step that is predicted is the one that runs: what was seen of both is compared."""
 
 import ast
-import linecache
 from collections.abc import Iterator
 
 import torch
 
-from effgpu.attaching.sites import Site
+from effgpu.attaching.sites import Site, parse
 from effgpu.diagnosing.causes import Observed
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.prediction import Prediction
@@ -56,11 +55,7 @@ def find_branches(variant: Variant) -> list[str]:
     code = getattr(getattr(variant, "func", variant), "__code__", None)
     if torch.cuda.is_available() or code is None:
         return []
-    try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    except (SyntaxError, ValueError):
-        return []
-    found = dict.fromkeys(sorted({node.lineno for node in _decisions(tree, at_load=True)}))
+    found = dict.fromkeys(sorted({node.lineno for node in _decisions(parse(code.co_filename), at_load=True)}))
     taken = "a GPU may take another branch here than was taken, as this machine has none"
     return [f"{Site(code.co_filename, line)}: {taken}" for line in found]
 

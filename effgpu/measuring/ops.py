@@ -75,7 +75,7 @@ def runs_kernel(operation) -> bool:
 def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: object) -> int:
     """Bytes that a call reads and writes, without caches. An argument that it changes in place counts as both."""
     touched, most = 0, _rows(name, args, result)
-    given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
+    given = name_arguments(operation, args, kwargs)
     for argument in operation._schema.arguments:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         reads = not (argument.is_out or (writes and name in _OVERWRITE))
@@ -99,6 +99,16 @@ def _rows(name: str, args: tuple, result: object) -> int | None:
         return sum(map(_size, tensors_of(others)))
     values = [_size(other) for other in tensors_of(others) if other.dtype is first.dtype]
     return max(values, default=None) if name in _WRITE_ROWS else None
+
+
+def name_arguments(operation, args: tuple, kwargs: dict) -> dict:
+    """What an operation is called with, by the names of its arguments."""
+    return dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
+
+
+def lists_of(args: tuple) -> list:
+    """The lists of tensors among arguments, as foreach operations have them."""
+    return [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:

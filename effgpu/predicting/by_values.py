@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from effgpu.measuring.ops import name_arguments
 from effgpu.measuring.torch_internals import _disable_current_modes
 from effgpu.predicting.facts import ASSUMED
 
@@ -24,8 +25,7 @@ def run(recorder: "Recorder", func, args: tuple, kwargs: dict) -> Any:
     rule = _RULES.get(func.overloadpacket)
     if rule is None:
         return None
-    names = [argument.name for argument in func._schema.arguments]
-    return rule(recorder, func, dict(zip(names, args)) | kwargs)
+    return rule(recorder, func, name_arguments(func, args, kwargs))
 
 
 def _index(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:

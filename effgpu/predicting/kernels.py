@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from effgpu.measuring.ops import bytes_touched, runs_kernel, tensors_of
+from effgpu.measuring.ops import bytes_touched, lists_of, name_arguments, runs_kernel, tensors_of
 
 PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
 NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
@@ -133,7 +133,7 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     if optimizing and not any(tensor.dim() for tensor in tensors):  # an optimizer's counts of steps are on the CPU
         return []
     moved = bytes_touched(func, name, args, kwargs, result)
-    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    named = name_arguments(func, args, kwargs)
     args = tuple(named.get(argument.name) for argument in func._schema.arguments)  # all of them, in their order
     if name in _PRODUCTS and not has_sparse(args):
         return [_multiply(name, args, moved)]
@@ -249,7 +249,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _count_launches(name: str, args: tuple) -> int:
-    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+    lists = lists_of(args)
     if lists and name.startswith(("_foreach", "_fused", "_amp_foreach")):
         chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
         tensors = _TENSORS_A_LAUNCH[min(len(lists) + (name.startswith("_foreach") and not name.endswith("_")), 5)]

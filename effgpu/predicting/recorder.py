@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effgpu.attaching import sites
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
-from effgpu.measuring.ops import runs_kernel, tensors_of
+from effgpu.measuring.ops import lists_of, runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
     DispatchKey,
@@ -330,12 +330,11 @@ class Recorder(TorchDispatchMode):
                 self.say(ASSUMED, "products in 8 bits take half as long as in fp16")
             elif kernel.product and kernel.format not in TIMED:
                 self.say(UNTIMED, f"products in {kernel.format} take")
-        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
         if kernels and self.optimizers.working:
             self.optimizers.note_kernel()
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         reads_on = self._phase() == FORWARD and self._scores.read_on(func, args, kwargs, result)
-        self._add_kernels(kernels, call + _LISTED * sum(map(len, lists)), reads_on)
+        self._add_kernels(kernels, call + _LISTED * sum(map(len, lists_of(args))), reads_on)
 
     def _add_kernels(self, kernels: list[Kernel], calls: float, reads_on: bool = False) -> bool:
         """Note kernels, if they are in the step that counts, and return whether they are."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key
+from effgpu.measuring.ops import name_arguments, tensors_of
+from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key, tree_map_only
 
 aten = torch.ops.aten
 # Elements of the largest tensor whose numbers are kept: a mask of 2,000 x 2,000.
@@ -78,7 +78,7 @@ class Values:
             return
         given = tensors_of((args, kwargs))
         if written:
-            named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+            named = name_arguments(func, args, kwargs)
             changed = [t for t in tensors_of([named.get(name) for name in written]) if isinstance(t, FakeTensor)]
             if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(changed[0], args):
                 return
@@ -142,7 +142,7 @@ class Values:
 
     def _repeat(self, func, args: tuple, kwargs: dict, *results: torch.Tensor) -> bool:
         """Run the operation on the known numbers, and keep what it gives. Returns False if it cannot be."""
-        real = functools.partial(_map, self.of)
+        real = functools.partial(tree_map_only, torch.Tensor, self.of)
         named = {key: real(value) for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
             made = tensors_of(func(*real(args), **named))
@@ -180,9 +180,3 @@ def _written(func) -> tuple[str, ...]:
     """The arguments that an operation changes."""
     arguments = func._schema.arguments
     return tuple(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
-
-
-def _map(function, value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    return type(value)(_map(function, each) for each in value) if isinstance(value, (list, tuple)) else value
