@@ -169,10 +169,9 @@ def _plot_curves(curves: Curves) -> Figure:
         for ax, place, what in zip(axes, (0, 1), ("steps", "time from the command's start")):
             highest = []
             for color, (label, runs) in zip(cycle(LINES), curves.by_label.items()):
-                for number, run in enumerate(runs):
+                for run in runs:
                     losses = [point[2] for point in run]
-                    name = label if number == 0 else ""
-                    ax.plot([point[place] for point in run], losses, color=color, linewidth=0.8, alpha=0.7, label=name)
+                    ax.plot([point[place] for point in run], losses, color=color, linewidth=0.8, alpha=0.7, label=label)
                     highest += [loss for loss in losses[len(losses) // 20 :] if math.isfinite(loss)]
             ax.set_title(f"loss against {what}")
             ax.set_xlim(left=0)
@@ -200,9 +199,9 @@ def _plot_sweep(
 ) -> Figure:
     with _figure(1, height=3.4) as (figure, (ax,)):
         for color, (label, lines) in zip(cycle(LINES), series.items()):
-            for name, points in zip([label] + [""] * len(lines), lines):
+            for points in lines:
                 xs = sorted(points)
-                ax.plot(xs, [points[x] for x in xs], color=color, marker="o", label=name)
+                ax.plot(xs, [points[x] for x in xs], color=color, marker="o", label=label)
         if log:
             ax.set_xscale("log", base=2)
         xs = sorted({x for lines in series.values() for points in lines for x in points})
@@ -288,7 +287,7 @@ def _plot_rows(comparison: Comparison, times: Sequence[Callable], rest: Sequence
 
 
 def _draw_legend(figure: Figure, axes: Iterable, free=None) -> None:
-    """One legend for all panels, where one is free, else above them in rows of its own."""
+    """One legend for all panels, where one is free, else above them in rows of its own. Marks of one name are one."""
     named = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels())}
     if named and free:
         free.legend(named.values(), named, loc="upper left", ncols=1 + (len(named) > MOST_IN_COLUMN), fontsize=8)
@@ -327,8 +326,8 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
             ax.barh(row, reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
         predicted = comparison.predicted.get(m.label, {}).get(quantity, 0.0) * (unit or 0.0)
         if predicted:
-            label = "" if "predicted" in ax.get_legend_handles_labels()[1] else "predicted"
-            ax.plot(predicted, row, "D", markersize=6, color=ORANGE, markeredgecolor="#222222", label=label, zorder=4)
+            look = {"markersize": 6, "color": ORANGE, "markeredgecolor": "#222222"}
+            ax.plot(predicted, row, "D", **look, label="predicted", zorder=4)
         end = max(high, reserved, predicted, _draw_here(ax, row, comparison, m.label, quantity))
         words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
         text = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
@@ -352,10 +351,9 @@ def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) 
         return 0.0
     middle, low, high = (needed.allocated,) * 3 if quantity == "memory" else needed.seconds or (0.0, 0.0, 0.0)
     if middle:
-        name = "predicted for this GPU"
-        name = "" if name in ax.get_legend_handles_labels()[1] else name
         ax.plot([low, high], [row, row], color=ORANGE, linewidth=1.6, zorder=4)
-        ax.plot(middle, row, "D", markersize=5, color=ORANGE, markeredgecolor="#222222", label=name, zorder=5)
+        look = {"markersize": 5, "color": ORANGE, "markeredgecolor": "#222222"}
+        ax.plot(middle, row, "D", **look, label="predicted for this GPU", zorder=5)
     return high
 
 
@@ -370,8 +368,8 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         parts = needed.parts | {WAITING: expected}
         for name in (name for name in PART_COLORS if name in parts):  # in one order: JSON has the parts in its own
             part = min(parts[name], expected - left)  # of compiled code, the parts are those before fusion: too much
-            seen = part > 0.01 * expected and name not in ax.get_legend_handles_labels()[1]
-            ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=name if seen else "")
+            label = name if part > 0.01 * expected else ""
+            ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=label)
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
         _draw_interval(ax, row, expected, low, high)
@@ -396,10 +394,11 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
             most = max(needed.allocated, needed.total[1])
             ax.barh(row, most, height=0.62, edgecolor=DIM, **look | {"linestyle": ":", "linewidth": 1.0})
             _write(ax, most, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
-    gpu = units.with_article(comparison.full_size_gpus[0])
+    first = next(iter(comparison.full_size.values()))[0]
+    gpu = units.with_article(first.gpu)
     ax.plot([], [], "|-", color=DIM, label="range of a time")
     ax.plot([], [], ":", color=DIM, label="the whole process, at most")
-    ax.axvline(needed.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(needed.memory)}")
+    ax.axvline(first.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(first.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
     ax.set_title(f"peak memory on {gpu} (predicted)")

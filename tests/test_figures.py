@@ -195,6 +195,13 @@ def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_
     assert_readable(figure)
 
 
+def test_a_prediction_of_other_variants_leaves_its_panels_empty(on_gpu):
+    figure = plot(replace(on_gpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels="ab")))
+    time, memory = panels(figure)[2:4]
+    assert not [*time.patches, *texts(time), *memory.patches, *texts(memory)]
+    assert "memory of a T4: 15.0 GiB" in legend(figure)
+
+
 def test_beside_a_prediction_a_cpus_times_are_a_line_and_no_panel(on_cpu):
     figure = plot(replace(on_cpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels="ab")))
     found = [re.split(r", | \(", title)[0] for title in titles(figure)]
