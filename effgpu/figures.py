@@ -18,6 +18,7 @@ from effgpu import units
 from effgpu.benching.seeds import Curves
 from effgpu.comparison import Comparison
 from effgpu.measuring import gpu_lock
+from effgpu.measuring.intervals import CONFIDENCE
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.full_size import REST
@@ -64,8 +65,8 @@ PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN, WAITING: ORANGE}  # 
 WIDTH, WIDTH_BESIDE = 6.4, 4.1  # inches of a panel, with the names of its rows; of one beside it, without
 FINE, MOST_PIXELS = 125, 1_600_000  # dots per inch of a picture, which is shown at 100; dots in all
 LONGEST_LINE = 30  # letters of a variant's name
-LONGEST_IN_LEGEND = 35  # letters of names that stand in two columns
-MOST_IN_COLUMN = 7  # names of a legend in a free panel
+LONGEST_IN_LEGEND = 35  # letters of names of which each takes half of WIDTH
+MOST_IN_FREE = 8  # names of a legend in a free panel
 NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
 
@@ -278,10 +279,8 @@ def _plot_rows(comparison: Comparison, times: Sequence[Callable], rest: Sequence
         _draw_legend(figure, axes, *free[:1])
         devices = {m.device.label: m.device.kind for m in comparison}  # of a bench, there may be two
         notes = [label + " – a CPU's times, not a GPU's" * (kind == "cpu") for label, kind in devices.items()]
-        text = f"measured on {'; '.join(notes)}"
-        if comparison.full_size and comparison.device.kind == "cpu":
-            text = f"what a smaller model takes on {comparison.device.label} stands below the table"
-        figure.supxlabel(text, fontsize=8, x=0.01, ha="left", color=DIM)
+        if not (comparison.full_size and comparison.device.kind == "cpu"):
+            figure.supxlabel(f"measured on {'; '.join(notes)}", fontsize=8, x=0.01, ha="left", color=DIM)
         _fit_texts(figure, axes)
     return figure
 
@@ -289,10 +288,10 @@ def _plot_rows(comparison: Comparison, times: Sequence[Callable], rest: Sequence
 def _draw_legend(figure: Figure, axes: Iterable, free=None) -> None:
     """One legend for all panels, where one is free, else above them in rows of its own. Marks of one name are one."""
     named = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels())}
-    if named and free:
-        free.legend(named.values(), named, loc="upper left", ncols=1 + (len(named) > MOST_IN_COLUMN), fontsize=8)
+    if free and 0 < len(named) <= MOST_IN_FREE:
+        free.legend(named.values(), named, loc="upper left", fontsize=8, labelspacing=0.35)
     elif named:
-        columns = 2 if max(map(len, named)) <= LONGEST_IN_LEGEND else 1
+        columns = int(2 * figure.get_figwidth() / WIDTH) if max(map(len, named)) <= LONGEST_IN_LEGEND else 1
         figure.set_figheight(figure.get_figheight() + NAME_HEIGHT * math.ceil(len(named) / columns))
         figure.legend(named.values(), named, loc="outside upper right", ncols=columns, fontsize=8, borderpad=0)
 
@@ -320,10 +319,12 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
         middle, low, high = level or (0.0, 0.0, 0.0)
         color = DIM if comparison.full_size else BLUE if row else GREY  # beside panels where blue and grey are parts
         ax.barh(row, middle, height=0.62, color=color, hatch="////" if on_cpu and quantity != "memory" else None)
-        _draw_interval(ax, row, middle, low, high)
+        named = bool(comparison.full_size)  # beside marks of predictions
+        _draw_interval(ax, row, middle, low, high, f"{100 * CONFIDENCE:g} % interval of a measured time" * named)
         reserved = (m.peak_reserved or 0) if quantity == "memory" else 0
         if reserved:
-            ax.barh(row, reserved, height=0.62, facecolor="none", edgecolor="#6B7280", linewidth=1, linestyle=":")
+            look = {"facecolor": "none", "edgecolor": "#6B7280", "linewidth": 1, "linestyle": ":"}
+            ax.barh(row, reserved, height=0.62, **look, label="reserved by PyTorch (measured)" * named)
         predicted = comparison.predicted.get(m.label, {}).get(quantity, 0.0) * (unit or 0.0)
         if predicted:
             look = {"markersize": 6, "color": ORANGE, "markeredgecolor": "#222222"}
@@ -337,10 +338,10 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     _value_axis(ax.xaxis, FORMATS[quantity])
     _draw_stored(ax, comparison, others, quantity)
     title = comparison.memory_name if quantity == "memory" else f"{quantity} per {comparison.per}"
-    if quantity == "memory" and any(m.peak_reserved for m in comparison):
+    if comparison.full_size:
+        title += " on this GPU" + " (measured)" * (quantity != "energy")  # which is not predicted
+    elif quantity == "memory" and any(m.peak_reserved for m in comparison):
         title += " (dots: reserved)"
-    elif comparison.full_size:
-        title += " on this GPU" + " (measured)" * (quantity == "time")
     ax.set_title(title)
 
 
@@ -351,9 +352,8 @@ def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) 
         return 0.0
     middle, low, high = (needed.allocated,) * 3 if quantity == "memory" else needed.seconds or (0.0, 0.0, 0.0)
     if middle:
-        ax.plot([low, high], [row, row], color=ORANGE, linewidth=1.6, zorder=4)
-        look = {"markersize": 5, "color": ORANGE, "markeredgecolor": "#222222"}
-        ax.plot(middle, row, "D", **look, label="predicted for this GPU", zorder=5)
+        look = {"markersize": 5, "color": ORANGE, "markeredgecolor": "#222222", "linewidth": 1.6, "markevery": [1]}
+        ax.plot([low, middle, high], [row] * 3, "D-", **look, label="predicted for this GPU, with range", zorder=4)
     return high
 
 
@@ -372,7 +372,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=label)
             left += part
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
-        _draw_interval(ax, row, expected, low, high)
+        _draw_interval(ax, row, expected, low, high, "range of a predicted time")
         seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
         _write(ax, high, row, seconds + needed.tell_time())
     _value_axis(ax.xaxis, units.format_seconds)
@@ -389,24 +389,24 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     for row, m in enumerate(comparison):
         if m.label in comparison.full_size:
             needed = comparison.full_size[m.label][0]
-            look = {"facecolor": "none", "linestyle": "--", "linewidth": 1.5}
-            ax.barh(row, needed.allocated, height=0.62, edgecolor=VERDICT_COLORS[needed.verdict], **look)
-            most = max(needed.allocated, needed.total[1])
-            ax.barh(row, most, height=0.62, edgecolor=DIM, **look | {"linestyle": ":", "linewidth": 1.0})
+            most, look = max(needed.allocated, needed.total[1]), {"height": 0.62, "facecolor": "none"}
+            look |= {"linestyle": "--", "linewidth": 1.5, "edgecolor": VERDICT_COLORS[needed.verdict]}
+            ax.barh(row, needed.allocated, **look, label="predicted peak of the tensors")
+            look |= {"linestyle": ":", "linewidth": 1.0, "edgecolor": DIM}
+            ax.barh(row, most, **look, label="the whole process, at most")
             _write(ax, most, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     first = next(iter(comparison.full_size.values()))[0]
     gpu = units.with_article(first.gpu)
-    ax.plot([], [], "|-", color=DIM, label="range of a time")
-    ax.plot([], [], ":", color=DIM, label="the whole process, at most")
     ax.axvline(first.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(first.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
     ax.set_title(f"peak memory on {gpu} (predicted)")
 
 
-def _draw_interval(ax, row: float, middle: float, low: float, high: float) -> None:
+def _draw_interval(ax, row: float, middle: float, low: float, high: float, label: str) -> None:
     if high > low:
-        ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="#222222", capsize=3, linewidth=1.2)
+        look = {"fmt": "none", "ecolor": "#222222", "capsize": 3, "elinewidth": 1.2, "label": label}
+        ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], **look)
 
 
 def _write(ax, x: float, row: float, text: str) -> None:

@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 from effgpu import figures
 from effgpu.comparison import Comparison
-from effgpu.figures import GREEN, ORANGE, RED, plot
+from effgpu.figures import GREEN, RED, plot
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.gpus import find_gpu
@@ -164,14 +164,26 @@ def test_a_diamond_marks_the_prediction(on_gpu):
 def test_what_was_predicted_for_the_gpu_that_measured_stands_in_its_bars(on_gpu):
     sizes = predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))
     here = {label: needed for label, (needed,) in sizes.items()}
-    figure = plot(replace(on_gpu, full_size=sizes, here=here))
-    time, memory = panels(figure)[:2]
-    diamonds = [[line.get_xdata()[0] for line in ax.lines if line.get_marker() == "D"] for ax in (time, memory)]
-    assert diamonds == [[4.0, 1.0], [20 * GiB, 10 * GiB]] and "predicted for this GPU" in legend(figure)
-    ranges = [
-        list(line.get_xdata()) for line in time.lines if len(line.get_xdata()) == 2 and line.get_color() == ORANGE
-    ]
-    assert ranges == [[3.0, 5.0], [0.8, 1.3]]
+    time, memory = panels(plot(replace(on_gpu, full_size=sizes, here=here)))[:2]
+    drawn = [[list(line.get_xdata()) for line in ax.lines if line.get_marker() == "D"] for ax in (time, memory)]
+    assert drawn == [[[3.0, 4.0, 5.0], [0.8, 1.0, 1.3]], [[20 * GiB] * 3, [10 * GiB] * 3]], "with the range of a time"
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_the_legend_names_every_mark_once_and_hides_nothing(on_gpu, gpus):
+    """Where three GPUs leave a panel free, which is too small for so many names, it stands above, too."""
+    sizes = {label: of * gpus for label, of in predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16")).items()}
+    noisy = tuple((t * (1 + 0.1 * (-1) ** n),) * 2 for n, (t, _) in enumerate(on_gpu["bf16"].turns))
+    rows = (on_gpu["fp32"], replace(on_gpu["bf16"], turns=noisy))
+    here = {label: needed for label, (needed, *_) in sizes.items()}
+    figure = plot(Comparison("noisy", rows, full_size=sizes, here=here))
+    measured = {"99 % interval of a measured time", "reserved by PyTorch (measured)"}
+    predicted = {"predicted for this GPU, with range", "range of a predicted time"}
+    memory = {"predicted peak of the tensors", "the whole process, at most", "memory of a T4: 15.0 GiB"}
+    parts = {"matrix products", "everything else", "optimizer", "waiting for the CPU"}
+    assert sorted(legend(figure)) == sorted(measured | predicted | memory | parts)
+    assert titles(figure)[:2] == ["time per step on this GPU (measured)", "peak memory on this GPU (measured)"]
+    assert_readable(figure)
 
 
 def test_parts_have_one_order_also_where_json_has_sorted_them(on_gpu):
@@ -206,7 +218,7 @@ def test_beside_a_prediction_a_cpus_times_are_a_line_and_no_panel(on_cpu):
     figure = plot(replace(on_cpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels="ab")))
     found = [re.split(r", | \(", title)[0] for title in titles(figure)]
     assert found == ["time per step on a T4", "peak memory on a T4"]
-    assert figure.get_supxlabel() == "what a smaller model takes on Test CPU (CPU, 2 cores) stands below the table"
+    assert figure.get_supxlabel() == "" and len(legend(figure)) == 8
     assert_readable(figure)
 
 
