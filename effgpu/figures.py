@@ -24,7 +24,7 @@ from effgpu.measuring.memory import Trace
 from effgpu.predicting.full_size import REST
 from effgpu.predicting.kernels import OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT
-from effgpu.predicting.timeline import CPU, GPU, Timeline
+from effgpu.predicting.timeline import CPU, GPU, WAIT, WORK, Timeline
 from effgpu.results import stored
 from effgpu.units import FORMATS
 
@@ -465,20 +465,17 @@ def _draw_trace(ax, trace: Trace) -> None:
 
 def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) -> None:
     """A row of what the CPU does, and below it one of the GPU; with the names of what is between, inside or beside."""
-    events = [event for event in timeline.trace()["traceEvents"] if event["ph"] == "X"]
-    start = min((event["ts"] for event in events if event["tid"] == GPU), default=0.0)
-    spans: dict[int, list[tuple[str, float, float]]] = {CPU: [], GPU: []}
-    for event in events:
-        spans[event["tid"]].append((event["name"], (event["ts"] - start) / 1e3, event["dur"] / 1e3))
-    waits = [span for span in spans[CPU] if span[0].startswith("wait")]
-    calls = [span for span in spans[CPU] if not span[0].startswith("wait")]
+    spans = timeline.spans()
+    start = min((span.begin for span in spans if span.track == GPU), default=0.0)
+    spans = [span._replace(begin=1e3 * (span.begin - start), end=1e3 * (span.end - start)) for span in spans]
     edges = {"edgecolor": "white", "linewidth": 0.8 if between else 0.0}
-    for label, row, color, some in (
-        ("the CPU works", 1, ORANGE, calls),
-        ("the CPU waits", 1, "#D1D5DB", waits),
-        ("the GPU runs", 0, BLUE, spans[GPU]),
+    for label, row, color, *what in (
+        ("the CPU works", 1, ORANGE, CPU, WORK),
+        ("the CPU waits", 1, "#D1D5DB", CPU, WAIT),
+        ("the GPU runs", 0, BLUE, GPU, WORK),
     ):
-        bars = [span[1:] for span in some] if between else list(_join(span[1:] for span in some))
+        some = [(span.begin, span.end - span.begin) for span in spans if [span.track, span.doing] == what]
+        bars = some if between else list(_join(some))
         ax.broken_barh(bars, (row - 0.4, 0.8), label=label, facecolor=color, snap=False, **edges)
     ax.set_yticks((1, 0), ("CPU", "GPU"))
     ax.grid(axis="y", visible=False)
@@ -487,15 +484,16 @@ def _draw_timeline(ax, timeline: Timeline, between: tuple[float, float] | None) 
         return
     letters = 12 * WIDTH / (between[1] - between[0])  # of size 7, in a millisecond
     for row, track, color in ((1, CPU, ORANGE), (0, GPU, BLUE)):
-        begins = sorted(begin for _, begin, _ in spans[track])
-        for name, begin, ms in spans[track]:
-            words = re.sub("[ _]+", "\n", name.removeprefix("launch "))
-            end, width = begin + ms, max(map(len, words.split())) / letters
+        own = [span for span in spans if span.track == track]
+        begins = sorted(span.begin for span in own)
+        for _, _, name, begin, end, _ in own:
+            words = re.sub("[ _]+", "\n", name)
+            width = max(map(len, words.split())) / letters
             free = next((after for after in begins if after >= end), math.inf) - end
             if begin < between[0] or end > between[1]:
                 continue
-            if width < ms:
-                ax.text(begin + ms / 2, row, words, ha="center", va="center", size=6.5, clip_on=True)
+            if width < end - begin:
+                ax.text((begin + end) / 2, row, words, ha="center", va="center", size=6.5, clip_on=True)
             elif width < min(free, between[1] - end):  # beside it, in its colour: it does not name the gap
                 ax.text(end, row, words, color=color, ha="left", va="center", size=6.5, clip_on=True)
 

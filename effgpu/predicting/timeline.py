@@ -23,6 +23,7 @@ _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
 _STEPS = 4  # that are played; the first does not count
 CPU, GPU = 1, 2  # the tracks of a trace
+WORK, WAIT = "work", "wait"
 
 
 class Event(NamedTuple):
@@ -50,6 +51,22 @@ class Event(NamedTuple):
     def optimizing(self) -> bool:
         """Whether an optimizer's step asks for it."""
         return self.phase == UPDATE
+
+
+class Span(NamedTuple):
+    """What the CPU or the GPU does for an event, in seconds since the CPU began the step; None is no event's."""
+
+    track: int
+    doing: str
+    name: str
+    begin: float
+    end: float
+    event: Event | None = None
+
+    @property
+    def launches(self) -> bool:
+        """Whether the CPU calls kernels in it."""
+        return self.track == CPU and self.doing == WORK and self.event is not None and bool(self.event.kernels)
 
 
 def segments_of(events: Iterable[Event]) -> tuple[Segment, ...]:
@@ -164,50 +181,40 @@ class Timeline:
         )
         return bool(event.kernels), work * seconds
 
+    def spans(self) -> list[Span]:
+        """What CPU and GPU do in one step, and when."""
+        costs = [(*self._gpu_seconds(e), e.calls * self.launch, e.waits) for e in self.events]
+        played: list[tuple[float, ...]] = []
+        self._play(costs, self.load[0], played)
+        (zero, ready, *_), *played = played
+        loaded = ready - self.compiling if self.load[0] else zero
+        loading = (WAIT, "wait for the loader") if self.workers else (WORK, "load")
+        spans = [Span(CPU, *loading, zero, loaded), Span(CPU, WORK, "compile", loaded, ready)]
+        for event, (called, launched, begins, ends, free) in zip(self.events, played):
+            name = _name(event)
+            spans.append(Span(CPU, WORK, name, called, launched, event))
+            spans.append(Span(GPU, WORK, name, begins, ends, event))
+            spans.append(Span(CPU, WAIT, f"wait for the {_WAITS_FOR[event.kind]}", launched, free, event))
+        return [one._replace(begin=one.begin - zero, end=one.end - zero) for one in spans if one.end > one.begin]
+
     def trace(self) -> dict:
         """One step as Chrome trace events, which Perfetto (ui.perfetto.dev) shows: a track of the CPU, one of the GPU.
 
         Times are microseconds from the moment when the CPU begins the step. `args` holds the reader's line.
         """
-        costs = [(*self._gpu_seconds(e), e.calls * self.launch, e.waits) for e in self.events]
-        played: list[tuple[float, ...]] = []
-        self._play(costs, self.load[0], played)
-        (zero, ready, *_), *played = played
-        slices = []
-
-        def add(track: int, name: str, begin: float, end: float, **about: object) -> None:
-            times = {"ts": 1e6 * (begin - zero), "dur": 1e6 * (end - begin)}
-            slices.append(
-                {
-                    "name": name,
-                    "cat": about.get("phase", "host"),
-                    "ph": "X",
-                    "pid": 1,
-                    "tid": track,
-                    **times,
-                    "args": about,
-                }
-            )
-
-        loading = self.load[0] and ready - self.compiling > zero
-        if loading:
-            add(CPU, "wait for the loader" if self.workers else "load", zero, ready - self.compiling)
-        if self.compiling:
-            add(CPU, "compile", ready - self.compiling, ready)
-        for event, (called, launched, begins, ends, free) in zip(self.events, played):
-            name, about = _name(event), _describe(event)
-            if launched > called:
-                add(
-                    CPU,
-                    f"launch {name}" if event.kind == KERNEL and event.kernels else name,
-                    called,
-                    launched,
-                    **about,
-                )
-            if ends > begins:
-                add(GPU, name, begins, ends, **about)
-            if free > launched:
-                add(CPU, f"wait for the {_WAITS_FOR[event.kind]}", launched, free, **about)
+        slices = [
+            {
+                "name": f"launch {span.name}" if span.launches else span.name,
+                "cat": span.event.phase if span.event else "host",
+                "ph": "X",
+                "pid": 1,
+                "tid": span.track,
+                "ts": 1e6 * span.begin,
+                "dur": 1e6 * (span.end - span.begin),
+                "args": _describe(span.event) if span.event else {},
+            }
+            for span in self.spans()
+        ]
         names = {CPU: "CPU: calls and waits", GPU: f"{self.gpu.name}: kernels and copies"}
         named = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "one step, predicted"}}]
         for track, name in names.items():
