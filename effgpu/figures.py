@@ -330,9 +330,9 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
             look = {"markersize": 6, "color": ORANGE, "markeredgecolor": "#222222"}
             ax.plot(predicted, row, "D", **look, label="predicted", zorder=4)
         end = max(high, reserved, predicted, _draw_here(ax, row, comparison, m.label, quantity))
-        words = comparison.tell(m.label, quantity).replace(units.NOT_MEASURED, "") if row or not level else ""
-        text = f"{FORMATS[quantity](middle)}  {words}".strip() if level else m.failed or words or units.NOT_MEASURED
-        _write(ax, end, row, text)
+        told = comparison.tell(m.label, quantity)
+        words = f"  {told}" if row and told != units.NOT_MEASURED else ""
+        _write(ax, end, row, FORMATS[quantity](middle) + words if level else m.failed or told)
         farthest = max(farthest, end)
     ax.set_xlim(0, (farthest or 1) * 1.15)
     _value_axis(ax.xaxis, FORMATS[quantity])

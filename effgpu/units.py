@@ -50,12 +50,21 @@ def format_speed(ratio: float | None, low: float | None = None, high: float | No
     """
     if ratio is None:
         return NOT_MEASURED
-    inverted = 1 / ratio, high and 1 / high, low and 1 / low
-    word, values = ("slower", (ratio, low, high)) if ratio > 1 else ("faster", inverted)
-    text, *ends = [_three_digits(value) for value in values if value is not None]
-    if text == "1.00" and not ends:
+    if low is None and is_same(ratio):
         return "same"
-    return f"{text} × {word}" + (f" [{', '.join(ends)}]" if ends else "")
+    text = f"{_three_digits(ratio)} × slower" if ratio > 1 else f"{_three_digits(1 / ratio)} × faster"
+    return text if low is None else f"{text} {format_ends(low, high, slower=ratio > 1)}"
+
+
+def format_ends(low: float, high: float, *, slower: bool = False) -> str:
+    """The interval of a ratio, where what is slower counts as more, or less: `0.5, 0.58` -> `"[1.72, 2.00]"`."""
+    ends = (low, high) if slower else (1 / high, 1 / low)
+    return f"[{', '.join(map(_three_digits, ends))}]"
+
+
+def is_same(ratio: float) -> bool:
+    """Whether a ratio rounds to 1, as people read it."""
+    return _three_digits(max(ratio, 1 / ratio)) == "1.00"
 
 
 def format_change(ratio: float | None) -> str:

@@ -20,7 +20,7 @@ from effgpu.comparison import CONTROL, FASTER, INCONCLUSIVE, QUANTITIES, SAME, S
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
-from effgpu.predicting.full_size import tell_ratio
+from effgpu.predicting.full_size import tell_range
 from effgpu.predicting.gpus import known_gpus
 from effgpu.units import GiB
 
@@ -260,11 +260,11 @@ def test_a_small_model_that_fails_on_a_cpu_says_so(make_measurement):
 
 
 def test_a_predicted_difference_is_told_with_its_middle_whatever_the_range():
-    assert tell_ratio((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"
-    assert tell_ratio((1.04, 0.98, 1.11)) == "1.04 × slower [0.980, 1.11]"
-    assert tell_ratio((0.8, 0.5, 1.25)) == "1.25 × faster [0.800, 2.00]"
-    assert tell_ratio((1.001, 0.9, 1.1)) == tell_ratio((0.999, 0.9, 1.1)) == "about the same [0.909, 1.11]"
-    assert tell_ratio((1.0, 1.0, 1.0)) == "same"
+    assert tell_range((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"
+    assert tell_range((1.04, 0.98, 1.11)) == "1.04 × slower [0.980, 1.11]"
+    assert tell_range((0.8, 0.5, 1.25)) == "1.25 × faster [0.800, 2.00]"
+    assert tell_range((1.001, 0.9, 1.1)) == tell_range((0.999, 0.9, 1.1)) == "about the same [0.909, 1.11]"
+    assert tell_range((1.0, 1.0, 1.0)) == "same"
 
 
 def test_the_plot_in_words_tells_each_result(make_measurement):

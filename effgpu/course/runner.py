@@ -25,7 +25,7 @@ from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import AT_ONCE, Device, describe
-from effgpu.predicting.full_size import tell_ratio
+from effgpu.predicting.full_size import tell_range
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
@@ -62,7 +62,7 @@ class Headline:
         if baseline.failed and not measured.failed:
             return f"runs where {baseline.label} does not ({baseline.failed})"
         text = self.comparison.tell(self.label)
-        return text.replace(SAME, f"{SAME} time", 1) if text.startswith(f"{SAME} (") else text
+        return text.replace(SAME, f"{SAME} time", 1) if self.comparison.verdict(self.label) == SAME else text
 
     @property
     def memory(self) -> str:
@@ -83,7 +83,7 @@ class Headline:
         place = next((place for place, each in enumerate(after) if each.verdict != DOES_NOT_FIT), 0)
         old, new = before[place], after[place]
         low, high = new.ratio[1:] if new.ratio else (1, 1)
-        time = tell_ratio(new.ratio).partition(" [")[0] if new.ratio else ""
+        time = tell_range(new.ratio, brackets=False) if new.ratio else ""
         time = "no clear difference in time" if low < 1 < high else time
         lines = [time, _tell_change(old.allocated, new.allocated)]
         rescued = ", so that it fits" if [old.verdict, new.verdict] == [DOES_NOT_FIT, FITS] else ""

@@ -51,7 +51,7 @@ class FullSize:
         elif self.ratio is None:
             text = units.format_seconds(self.seconds[0])
         else:
-            text = tell_ratio(self.ratio)
+            text = tell_range(self.ratio)
         return f"{text}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else text
 
     def tell_memory(self) -> str:
@@ -60,7 +60,7 @@ class FullSize:
         return f"{text}, {self.verdict}" if self.verdict == MAY_NOT_FIT else text
 
 
-def tell_ratio(ratio: Range) -> str:
+def tell_range(ratio: Range, *, brackets: bool = True) -> str:
     """A predicted ratio of times in words, with its range: "1.65 × faster [0.97, 2.09]", which may be a bit slower.
 
     "about the same [0.93, 1.07]", times as fast, is of two steps that differ; "same" of two that run the same kernels.
@@ -68,9 +68,9 @@ def tell_ratio(ratio: Range) -> str:
     value, low, high = ratio
     if low == high == 1:
         return "same"
-    if units.format_speed(value) == "same":
-        return units.format_speed(1.0, low, high).replace("1.00 × faster", "about the same")
-    return units.format_speed(value, low, high)
+    same = units.is_same(value)
+    text = "about the same" if same else units.format_speed(value)
+    return f"{text} {units.format_ends(low, high, slower=value > 1 and not same)}" if brackets else text
 
 
 def predict_full_size(
