@@ -39,6 +39,18 @@ class Ratio:
     high: float
     within: float | None = None
 
+    @classmethod
+    def from_logs(cls, logs: list[float], confidence: float, builds: int = 1) -> "Ratio | None":
+        """The ratio of which blocks, or so many builds or seeds, have these logarithms; None for too few of them."""
+        if (interval := find_interval(logs, builds, confidence)) is None:
+            return None
+        _, low, high = find_interval(logs, builds, one_sided(confidence))
+        return cls(*map(math.exp, interval), within=math.expm1(max(high, -low)))
+
+    def to_dict(self) -> dict[str, float]:
+        """The ratio and its interval, for programs."""
+        return {"ratio": self.value, "low": self.low, "high": self.high}
+
     def verdict(self, min_effect: float = MIN_EFFECT) -> str:
         """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond.
 
@@ -127,10 +139,7 @@ class Comparison:
         ours, theirs = self[label], self.baseline
         scale = (theirs.items or 1) / (ours.items or 1)
         logs = [math.log(a / b * scale) for a, b in zip(ours.times, theirs.times) if a > 0 < b]
-        if (interval := find_interval(logs, ours.builds, self.confidence)) is None:
-            return None
-        _, low, high = find_interval(logs, ours.builds, one_sided(self.confidence))
-        return Ratio(*map(math.exp, interval), within=math.expm1(max(high, -low)))
+        return Ratio.from_logs(logs, self.confidence, ours.builds)
 
     def ratio(self, label: str, quantity: str) -> float | None:
         """The ratio of "time", "memory" or "energy" to the baseline's; None where either was not measured.

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from effgpu.attaching import startup
 from effgpu.attaching.commands import Command, read_command
 from effgpu.attaching.terminal import empty_input
 from effgpu.attaching.ticking import ADDRESS, Connection
+from effgpu.comparison import read_fields
 from effgpu.measuring import device
 from effgpu.measuring.measurement import OUT_OF_MEMORY
 
@@ -232,6 +233,20 @@ class Process:
         with open(self.log, "rb") as output:
             output.seek(max(self._begin, os.path.getsize(self.log) - 20_000))
             return output.read().decode(errors="replace")
+
+
+def keep(labels: Iterable[str], dead: Collection[str]) -> list[str]:
+    """The commands that are worth going on with: none without the baseline or anything to compare with it."""
+    first, *others = labels
+    alive = [label for label in others if label not in dead]
+    return [first, *alive] if first not in dead and (alive or not others) else []
+
+
+def read_device(hello: Mapping) -> device.Device:
+    """The device of a script, as it said at its first step; the CPU where it said nothing."""
+    if described := hello.get("device"):
+        return device.Device(**read_fields(device.Device, described))
+    return device.describe_cpu(hello.get("versions", {}))
 
 
 def end_all(processes: Iterable[Process]) -> None:

@@ -119,8 +119,7 @@ class Bench(Comparison):
         found = {}
         for m in self.measurements[1:]:
             ratio = self.time_ratio(m.label)
-            ends = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high} if ratio else {}
-            found[m.label] = {"verdict": self.verdict(m.label), **ends}
+            found[m.label] = {"verdict": self.verdict(m.label), **(ratio.to_dict() if ratio else {})}
         return found
 
     def to_dict(self) -> dict:

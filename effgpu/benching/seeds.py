@@ -179,11 +179,9 @@ class SeedBench(Bench):
     def time_to_loss(self, label: str) -> Ratio | None:
         """The seconds to the loss that was asked for over the baseline's; None where a seed did not reach it."""
         ours, theirs = ([run.seconds_to_loss for run in self.kept(each)] for each in (label, self.baseline.label))
-        if len(ours) < 2 or None in ours or None in theirs:
+        if None in ours or None in theirs:
             return None
-        logs = [math.log(a / b) for a, b in zip(ours, theirs)]
-        _, low, high = interval_of_builds(logs, one_sided(self.confidence))
-        return Ratio(*map(math.exp, interval_of_builds(logs, self.confidence)), within=math.expm1(max(high, -low)))
+        return Ratio.from_logs([math.log(a / b) for a, b in zip(ours, theirs)], self.confidence, builds=2)
 
     @property
     def seeds_change_nothing(self) -> list[str]:
@@ -258,8 +256,7 @@ class SeedBench(Bench):
                 if change := self.change(label, what):
                     one[what] = {"verdict": change.verdict, **asdict(change), "seeds": change.seeds}
             if ratio := self.time_to_loss(label):
-                ends = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
-                one["time_to_loss"] = {"verdict": ratio.verdict(self.min_effect), **ends}
+                one["time_to_loss"] = {"verdict": ratio.verdict(self.min_effect), **ratio.to_dict()}
         return found
 
     @property

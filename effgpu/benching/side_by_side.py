@@ -10,15 +10,13 @@ from pathlib import Path
 
 from effgpu import units
 from effgpu.attaching.commands import Command
-from effgpu.benching.processes import Fault, Process, end_all
+from effgpu.benching.processes import Fault, Process, end_all, keep, read_device
 from effgpu.benching.progress import Progress
 from effgpu.benching.result import Bench
-from effgpu.comparison import read_fields
 from effgpu.measuring import power, timing
-from effgpu.measuring.device import Device, describe_cpu
 from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, count_fewest, divide_confidence
 from effgpu.measuring.measurement import PRECISION, Measurement
-from effgpu.measuring.turns import choose_blocks, take_blocks, take_builds
+from effgpu.measuring.turns import choose_blocks, log_ratios, take_blocks, take_builds
 
 _TURN = {"cpu": 0.05, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
 _LEAD = {"cpu": 0.0, "cuda": 0.05}  # seconds of a turn that do not count: a GPU's clock is still that of the one before
@@ -80,11 +78,6 @@ class _Record:
         if not self.counted or not all(turn.items for turn in self.counted):
             return None
         return sum(turn.items for turn in self.counted) / sum(turn.steps for turn in self.counted)
-
-    @property
-    def device(self) -> Device:
-        described = self.hello.get("device")
-        return Device(**read_fields(Device, described)) if described else describe_cpu(self.hello.get("versions", {}))
 
 
 class _NotTogether(Exception):
@@ -175,20 +168,21 @@ class SideBySide:
         )
 
     def _measurement(self, label: str, unit: str) -> Measurement:
-        record, first = self.records[label], next(iter(self.records.values()))
+        record = self.records[label]
+        device, first = (read_device(each.hello) for each in (record, next(iter(self.records.values()))))
         items = record.items if all(each.items for each in self.records.values() if each.counted) else None
         if record.fault and record.blocks < (BUILDS if self.alone else self.fewest):
-            return Measurement(label, (), record.device, items, unit, failed=record.fault.short)
+            return Measurement(label, (), device, items, unit, failed=record.fault.short)
         paces = [turn.per_step_of(items) for turn in record.counted]
         watts, turn = record.energy or (None, None)
         clock, throttled = power.summarize(record.clocks)
         return Measurement(
             label,
             tuple(zip(paces[::2], paces[1::2])),
-            record.device,
+            device,
             items,
             unit,
-            record.peak if record.device.kind == first.device.kind else None,  # a process's is not a GPU's
+            record.peak if device.kind == first.kind else None,  # a process's is not a GPU's
             joules=watts and watts * turn.per_step_of(items if turn.items else None),
             sm_clock=clock,
             throttled=throttled,
@@ -205,7 +199,7 @@ class SideBySide:
         take_blocks(
             self._alive,
             lambda label: self._attempt(label, self._take_turn),
-            self._log_ratios,
+            lambda: log_ratios([turn.pace for turn in self.records[label].counted] for label in self._alive()),
             target=self.precision or PRECISION[self.records[alive[0]].hello["kind"]],
             seconds=self.seconds,
             fewest=self.fewest,
@@ -243,14 +237,6 @@ class SideBySide:
             self._attempt(label, lambda label: self._take_turn(label, seconds))
         if self.energy and self.records[label].blocks == BUILDS:
             self._attempt(label, self._take_energy)
-
-    def _log_ratios(self) -> list[list[float]]:
-        """The logarithms of each block's ratio of every command to the first; of one alone, those of its seconds."""
-        first, *others = [
-            [math.log(a.pace + b.pace) for a, b in zip(turns[::2], turns[1::2])]
-            for turns in (self.records[label].counted for label in self._alive())
-        ]
-        return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
 
     def _attempt(self, label: str, act: Callable[[str], object] = lambda label: None) -> None:
         """Let a command's process act, started and warmed up first where it is not there.
@@ -356,10 +342,7 @@ class SideBySide:
         return power.find_board(uuid) if uuid else None
 
     def _alive(self) -> list[str]:
-        """The commands that are worth going on with: none without the baseline or anything to compare with it."""
-        alive = [label for label, record in self.records.items() if record.fault is None]
-        first = next(iter(self.commands))
-        return alive if first in alive and (len(alive) > 1 or len(self.commands) == 1) else []
+        return keep(self.records, [label for label, record in self.records.items() if record.fault])
 
 
 def name_logs(folder: Path, labels: Mapping[str, object]) -> dict[str, Path]:

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from effgpu.attaching.commands import Command
-from effgpu.benching.processes import Ended, Fault, Process, end_all
+from effgpu.benching.processes import Ended, Fault, Process, end_all, keep, read_device
 from effgpu.benching.progress import Progress
 from effgpu.benching.seeds import Run, SeedBench, at_the_end, reached
 from effgpu.benching.side_by_side import name_logs
-from effgpu.comparison import read_fields
-from effgpu.measuring.device import Device, describe_cpu
 from effgpu.measuring.intervals import divide_confidence
 from effgpu.measuring.measurement import Measurement
 from effgpu.units import format_seconds
@@ -106,7 +104,6 @@ class OverSeeds:
         self.logs = name_logs(self.folder, self.commands)
         self.runs: dict[str, list[Run]] = {label: [] for label in self.commands}
         self.sources: dict[str, str] = {}
-        self.device: Device | None = None
         self.kinds: dict[str, str] = {}
         self.hello: dict = {}
 
@@ -122,7 +119,7 @@ class OverSeeds:
         total = self.seeds * len(self.commands)
         self.progress.announce(f"{total} trainings {steps}, one after the other; the first shows how long they take")
         for seed in range(self.seeds):
-            order = self._alive()
+            order = keep(self.commands, self._dead())
             random.SystemRandom().shuffle(order)
             for label in order:
                 self.runs[label].append(self._train(label, seed))
@@ -168,7 +165,7 @@ class OverSeeds:
         )
 
     def _measurement(self, label: str, unit: str) -> Measurement:
-        device, dead = self.device or describe_cpu({}), self._dead()
+        device, dead = read_device(self.hello), self._dead()
         if label in dead:
             return Measurement(label, (), device, failed=self.runs[label][-1].failed)
         alive = [runs for other, runs in self.runs.items() if other not in dead]
@@ -187,12 +184,6 @@ class OverSeeds:
             if len(runs) >= min(_HOPELESS, self.seeds) and all(run.failed for run in runs)
         ]
 
-    def _alive(self) -> list[str]:
-        """The commands that are worth going on with: none without the baseline or anything to compare with it."""
-        alive = [label for label in self.commands if label not in self._dead()]
-        first = next(iter(self.commands))
-        return alive if first in alive and (len(alive) > 1 or len(self.commands) == 1) else []
-
     def _train(self, label: str, seed: int) -> Run:
         self.progress.show(f"{label}, seed {seed}: waiting for its first step")
         followed, began = _Followed(), time.monotonic()
@@ -200,7 +191,8 @@ class OverSeeds:
         self.process = process = Process(command, self.logs[label], self.timeout, self.progress.refresh)
         try:
             process.start()
-            self._meet(label, process.hello)
+            self.kinds[label] = process.hello["kind"]
+            self.hello = self.hello or process.hello
             followed.note(process.hello | {"stamps": [process.hello["at"]]}, process.began)
             for report in process.follow(self.until):
                 followed.note(report, process.began)
@@ -221,12 +213,6 @@ class OverSeeds:
     def _fail(self, label: str, seed: int, short: str, why: str) -> Run:
         self.notes.append(f"{label}, seed {seed}: left out of all commands, as it {why}")
         return Run(seed, failed=short)
-
-    def _meet(self, label: str, hello: dict) -> None:
-        self.kinds[label] = hello["kind"]
-        if self.device is None:
-            described = hello.get("device")
-            self.device = Device(**read_fields(Device, described)) if described else describe_cpu(hello["versions"])
 
     def _show(self, label: str, seed: int, followed: _Followed) -> None:
         done, total = sum(map(len, self.runs.values())), self.seeds * len(self.commands)

@@ -34,7 +34,7 @@ from effgpu.measuring.intervals import (
     interval_of_blocks,
     interval_of_builds,
 )
-from effgpu.measuring.turns import take_blocks, take_builds
+from effgpu.measuring.turns import log_ratios, take_blocks, take_builds
 from effgpu.measuring.variants import BuiltVariants, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
 from effgpu.units import check_positive
@@ -277,7 +277,7 @@ class _Run:
             take_blocks(
                 self.alive,
                 lambda label: turn(label, partial(self.take_turn, built.workers[label])),
-                self.log_ratios,
+                lambda: log_ratios(self.records[label].turns for label in self.alive()),
                 target=self.precision,
                 seconds=self.seconds,
                 blocks=self.blocks,
@@ -300,12 +300,6 @@ class _Run:
         for record in records:
             record.builds = BUILDS
         take_builds(self.alive, take_build, partial(self.progress.show, "timing"))
-
-    def log_ratios(self) -> list[list[float]]:
-        """The logarithms of each block's ratio of every variant to the first, or of the seconds of one alone."""
-        turns = [self.records[label].turns for label in self.alive()]
-        first, *others = [[math.log(max(a + b, 1e-9)) for a, b in zip(each[::2], each[1::2])] for each in turns]
-        return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
 
     def warm_up(self, record: _Record, step: Step) -> None:
         """Run the step until it is compiled, caches are filled and a GPU's clock has risen; note what it takes then.

@@ -1,8 +1,9 @@
 """The scheduler of `compare` and of `bench`: who has its turn when, and how many blocks that takes."""
 
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
 
@@ -55,6 +56,15 @@ def take_blocks(
         else:
             needed = max((count_blocks(logs, target, confidence) for logs in ratios()), default=done)
             wanted = int(max(done, min(needed, MOST_BLOCKS, fit)))
+
+
+def log_ratios(turns: Iterable[Sequence[float]]) -> list[list[float]]:
+    """The logarithms of each block's ratio of every one to the first, of the seconds of their turns; of one alone, its.
+
+    A block has two turns of each.
+    """
+    first, *others = [[math.log(max(a + b, 1e-9)) for a, b in zip(each[::2], each[1::2])] for each in turns]
+    return [[ours - theirs for ours, theirs in zip(other, first)] for other in others] or [first]
 
 
 def choose_blocks(fit: float, seconds: float, fewest: int) -> int:
