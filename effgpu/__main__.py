@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effgpu import __version__
+from effgpu.errors import BadArgument, Refusal
 
 if TYPE_CHECKING:
     from effgpu.diagnosing.diagnosis import Diagnosis
     from effgpu.predicting.prediction import Prediction
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
-_OURS = ("gpu: ", "loader: ", "predict: ", "step: ", "taken: ", "variant ")  # other errors are the script's own
 _OF_A_MODEL = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")
 _BEFORE_A_PREDICTION = """\
 effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
@@ -93,13 +93,11 @@ def _variant_last(arguments: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _refusing(*errors: type[Exception], about: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """Refuse, in one line, where such an error says so. What does not begin as `about` keeps its traceback."""
+def _refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Refuse, in one line, where such an error says so."""
     try:
         yield
     except errors as error:
-        if not str(error).startswith(about):
-            raise
         raise _Refused("; ".join([str(error), *getattr(error, "__notes__", ())])) from error
 
 
@@ -455,8 +453,9 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
     name = words[0] if is_variant else ""
     with _failing(name):
         target, names = _load(name, words[1:]) if is_variant else (only.strip() or words, {})
+    refused = (Refusal,) if is_variant else (TypeError, ValueError, RuntimeError)  # a script's own stay in its process
     try:
-        with _failing(name), _refusing(TypeError, ValueError, RuntimeError, about=_OURS if is_variant else ("",)):
+        with _failing(name), _refusing(*refused):
             if not is_variant:
                 signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
                 print(before.format(only.strip() or shlex.join(words)), file=sys.stderr)
@@ -497,7 +496,7 @@ def _diagnose(chosen: argparse.Namespace) -> "Diagnosis":
             raise _Refused(f"{shlex.join(chosen.words)}: expected a loader called {chosen.loader}")
         found = doctor(target, names[chosen.loader] if chosen.loader else None, chosen.gpu)
         if chosen.trace and not found.timeline:
-            raise ValueError(f"--trace: {found.notes[-1]}")
+            raise BadArgument(f"--trace: {found.notes[-1]}")
     return found
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
+from effgpu.errors import BadArgument
+
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 
 NOT_MEASURED = "–"
@@ -105,7 +107,7 @@ def check_positive(kind: type = Real, **values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
             expected = "whole number" if kind is Integral else "number"
-            raise ValueError(f"{name}: expected a positive {expected}, got {value!r}")
+            raise BadArgument(f"{name}: expected a positive {expected}, got {value!r}")
 
 
 def with_article(name: str) -> str:

@@ -791,7 +791,13 @@ def test_what_a_command_runs(words, argued, here):
 
 
 @pytest.mark.parametrize(
-    "script", ["print('so far')\nint('a')", PLAIN.replace("loss.b", "int('a'); loss.b"), "import sys\nsys.exit(3)"]
+    "script",
+    [
+        "print('so far')\nint('a')",
+        PLAIN.replace("loss.b", "int('a'); loss.b"),
+        "import sys\nsys.exit(3)",
+        "raise RuntimeError('predict: no weights')",
+    ],
 )
 def test_a_script_that_fails_shows_its_own_traceback(script, run):
     code, told, errors = run(script)
@@ -800,6 +806,26 @@ def test_a_script_that_fails_shows_its_own_traceback(script, run):
     if "int" in script:
         assert "Traceback" in errors and "ValueError: invalid literal" in errors and "/effgpu/" not in errors
         assert ("so far" in errors) == ("so far" in script)
+
+
+REFUSES = """
+import contextlib
+from effgpu.errors import BadArgument
+
+@contextlib.contextmanager
+def planned(marks):
+    def plan():
+        raise BadArgument("the step works on GPUs 0, 1")
+        yield
+    yield plan
+"""
+
+
+def test_what_a_plan_itself_refuses_is_no_failure_of_the_script(here, forked):
+    (here / "plans.py").write_text(REFUSES)
+    (here / "train.py").write_text("import torch\ntorch.optim.SGD([torch.ones(1, requires_grad=True)]).step()")
+    with pytest.raises(RuntimeError, match=r"^train.py: the step works on GPUs 0, 1$"):
+        scripts.run(read_program("train.py"), "plans:planned")
 
 
 # --- files ---

@@ -353,6 +353,27 @@ def test_a_functions_file_may_be_part_of_a_package(name, here, monkeypatch):
             r"train.py:variant failed: KeyError: '(a{299}) \.\.\. \(.*:2\)",
         ),
         ("import sys\nsys.exit(3)", 1, r"train.py:variant failed: SystemExit: 3 \(.*train.py:2\)"),
+        (
+            "def variant():\n    rows = iter([1])\n    return lambda: next(rows)",
+            2,
+            "^effgpu: error: the step ran out of data: a measurement calls it often, so let its loader start anew$",
+        ),
+        (
+            "import torch\ndef variant(): torch.multiprocessing.spawn(print, nprocs=2)",
+            2,
+            "^effgpu: error: predict: asks for 2 ranks, and one process is predicted: start it with one$",
+        ),
+        # errors of the file's own that begin as ours do
+        (
+            "def variant():\n    raise ValueError('gpu: all are busy')",
+            1,
+            r"train.py:variant failed: ValueError: gpu: all are busy \(.*train.py:2\)",
+        ),
+        (
+            "def variant():\n    raise RuntimeError('predict: no weights')",
+            1,
+            r"train.py:variant failed: RuntimeError: predict: no weights \(.*train.py:2\)",
+        ),
     ],
 )
 def test_an_error_in_a_functions_file_is_one_line(text, code, told, here, capsys):

@@ -22,7 +22,7 @@ import effgpu
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
 # Each room may import those above it, and itself.
-ROOMS = ["units", "measuring", "attaching", "predicting", "diagnosing", "comparison", "benching", "ablation"]
+ROOMS = ["errors", "units", "measuring", "attaching", "predicting", "diagnosing", "comparison", "benching", "ablation"]
 ROOMS += ["results", "figures", "course", "__main__"]
 PATHS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from effgpu.attaching.terminal import give_size
+from effgpu.errors import Refusal
 
 if TYPE_CHECKING:
     from effgpu.attaching.steps import Marks
@@ -35,7 +36,7 @@ _STARTS_PYTHON = re.compile(r"\S*\b(python[\d.]*|torchrun|accelerate|deepspeed|[
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 
 
-class Refused(Exception):
+class Refused(Refusal):
     """Why a plan cannot go on, in one line, for whoever started it."""
 
 
@@ -68,7 +69,7 @@ def main(path: str) -> NoReturn:
             if os.getpid() != process:
                 leave()
             return (yield from plan)
-        except Refused as why:
+        except Refusal as why:  # of what the plan does itself
             leave(refused=str(why))
 
     from effgpu.attaching.steps import Marks

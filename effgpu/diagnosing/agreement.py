@@ -7,6 +7,7 @@ import torch
 
 from effgpu.attaching.sites import Site, parse
 from effgpu.diagnosing.causes import Observed
+from effgpu.errors import CannotPredict
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.timeline import FORWARD, count_products
@@ -27,15 +28,15 @@ def check_walked(seen: Observed, predicted: Prediction) -> list[str]:
     if ran and walked:
         factor = max(ran, walked) / min(ran, walked)
         if factor > _OTHER:
-            raise RuntimeError(f"predict: {_differs(ran, walked)}: what it decides by values has no prediction")
+            raise CannotPredict(f"{_differs(ran, walked)}: what it decides by values has no prediction")
         if factor > _ALIKE:
             notes.append(f"not known: {_differs(ran, walked)}")
     elif ran:
-        raise RuntimeError(f"predict: {_differs(ran, walked)}: what it decides by values has no prediction")
+        raise CannotPredict(f"{_differs(ran, walked)}: what it decides by values has no prediction")
     updates = any(event.optimizing for event in predicted.events)
     if updates != bool(seen.stepped):
         which = "was walked and not in the one that ran" if updates else "ran and not in the one that was walked"
-        raise RuntimeError(f"predict: the optimizer makes a step in the call that {which}")
+        raise CannotPredict(f"the optimizer makes a step in the call that {which}")
     if seen.optimizers == () and not updates and predicted.owners["gradients"]:
         notes.append("no optimizer made a step in the calls that were looked at: its time and its state are left out")
     return notes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from effgpu.errors import BadType, CannotRun
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.variants import is_function
 from effgpu.predicting.timeline import Range
@@ -95,7 +96,7 @@ class Batches:
         self._served = 0
         self.loader = self._make()
         if self.loader is not None and not isinstance(self.loader, Iterable):
-            raise TypeError(f"loader: expected batches that can be iterated over, got {type(self.loader).__name__}")
+            raise BadType(f"loader: expected batches that can be iterated over, got {type(self.loader).__name__}")
         self.pinned = bool(getattr(self.loader, "pin_memory", False))
         self.batch = self.next()
 
@@ -111,7 +112,7 @@ class Batches:
                 return (batch,)
             self.loader, self._batches = self._make(), None
         ended = f"loader: it ended after {self._served} batches and does not start anew, and a diagnosis takes many"
-        raise RuntimeError(f"{ended}: give a DataLoader, a list, or a function that returns a new iterator")
+        raise CannotRun(f"{ended}: give a DataLoader, a list, or a function that returns a new iterator")
 
     def drain(self) -> None:
         """Take what workers have loaded ahead while nobody waited."""

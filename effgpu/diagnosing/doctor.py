@@ -19,6 +19,7 @@ from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Moves
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
+from effgpu.errors import BadArgument, BadType
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.asked import Asked
@@ -54,10 +55,10 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: "
     measured = gpu is None and find_device().type == "cuda"
     target = _this_gpu() if measured else find_gpu(DEFAULT_GPU if gpu is None else gpu)
     if target.bandwidth is None and not measured:
-        raise ValueError(f"gpu: expected a GPU whose speed is known, such as T4, got {target.name}")
+        raise BadArgument(f"gpu: expected a GPU whose speed is known, such as T4, got {target.name}")
     if isinstance(variant, (str, list, tuple)):
         if loader is not None:
-            raise ValueError("loader: expected none for a script, which has its own")
+            raise BadArgument("loader: expected none for a script, which has its own")
         from effgpu.diagnosing.scripts import diagnose_script
 
         return diagnose_script(read_program(variant), target, measured=measured)
@@ -121,7 +122,7 @@ class _StepWithBatch:
         except Exception as error:
             if self.made == 1 and isinstance(error, TypeError) and error.__traceback__.tb_next is None:
                 takes = "one batch, as there is a loader" if batch else "nothing, as there is no loader"
-                raise TypeError(f"step: expected one that takes {takes} ({error})") from error
+                raise BadType(f"step: expected one that takes {takes} ({error})") from error
             how = "ran out of memory" if is_out_of_memory(error) else "failed"
             error.add_note(f"doctor: the step {how} in call {self.made}. It has to bear being called often.")
             raise

@@ -14,6 +14,7 @@ from typing import Literal
 import psutil
 import torch
 
+from effgpu.errors import BadArgument, CannotRun
 from effgpu.measuring.torch_internals import clear_workspaces
 from effgpu.units import check_positive, format_bytes
 
@@ -105,17 +106,17 @@ def check_accelerator() -> None:
     count = getattr(backend, "current_allocated_memory", None) or getattr(backend, "memory_allocated", None)
     if count is None or count():
         text = f"effgpu measures CUDA's GPUs and CPUs, and cannot wait for the accelerator {kind!r}"
-        raise RuntimeError(f"{text}: move the model and the batches to the CPU, or use a machine with a CUDA GPU")
+        raise CannotRun(f"{text}: move the model and the batches to the CPU, or use a machine with a CUDA GPU")
 
 
 def check_gpus(used: list[int], what: str = "the step") -> None:
     """Raise ValueError if any of the GPUs that are used, by number, is not the current one."""
     here = torch.cuda.current_device() if used else None
     if len(used) > 1:
-        raise ValueError(f"{what} works on GPUs {', '.join(map(str, used))}, and effgpu times one: use one GPU")
+        raise BadArgument(f"{what} works on GPUs {', '.join(map(str, used))}, and effgpu times one: use one GPU")
     if used and used[0] != here:
         text = f"{what} works on GPU {used[0]}, and only the current one ({here}) is measured"
-        raise ValueError(f"{text}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
+        raise BadArgument(f"{text}: call torch.cuda.set_device({used[0]}) first, or set CUDA_VISIBLE_DEVICES")
 
 
 def describe() -> Device:

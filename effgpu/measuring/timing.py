@@ -10,6 +10,7 @@ from numbers import Integral
 
 import torch
 
+from effgpu.errors import BadArgument, BadType
 from effgpu.measuring.device import check_accelerator, check_gpus, find_device
 from effgpu.measuring.variants import check_worked, is_function
 from effgpu.units import check_positive
@@ -107,7 +108,7 @@ def check_step(**named: object) -> None:
     """Raise TypeError, with the name, for what is not a function without arguments, such as a model."""
     ((name, step),) = named.items()
     if not is_function(step):
-        raise TypeError(f"{name}: expected a function that is called without arguments, got {type(step).__name__}")
+        raise BadType(f"{name}: expected a function that is called without arguments, got {type(step).__name__}")
 
 
 def cap_seconds(seconds: float) -> float:
@@ -120,7 +121,7 @@ def cap_seconds(seconds: float) -> float:
     with contextlib.suppress(ValueError):
         if float(cap) > 0:
             return min(seconds, float(cap))
-    raise ValueError(f"{CAP}: expected a positive number of seconds, got {cap!r}")
+    raise BadArgument(f"{CAP}: expected a positive number of seconds, got {cap!r}")
 
 
 def _mark(

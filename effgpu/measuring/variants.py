@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from effgpu.errors import BadArgument, BadType, CannotRun
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import is_out_of_memory, release_memory
 from effgpu.measuring.torch_internals import exchange_compiled_shapes, has_compiled
@@ -64,7 +65,7 @@ class BuiltVariants:
                     self._built[label] = _build(self.variants[label])
                     if (now := _current_gpu()) != gpu:
                         text = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
-                        raise ValueError(f"{text} before effgpu's function")
+                        raise BadArgument(f"{text} before effgpu's function")
                 gpu_lock.free_while_compiling()
                 return action(self._built[label])
         except BaseException as error:
@@ -74,7 +75,7 @@ class BuiltVariants:
                 self._free()
             if isinstance(error, StopIteration):
                 message = "the step ran out of data: a measurement calls it often, so let its loader start anew"
-                raise RuntimeError(message) from error
+                raise CannotRun(message) from error
             raise
 
     def _free(self) -> None:
@@ -137,21 +138,21 @@ def check_worked(result: object) -> None:
     """Raises TypeError for what a step returns that has done nothing: a function, a generator, a coroutine."""
     if isinstance(result, _NOT_RUN):
         got = type(result).__name__
-        raise TypeError(f"step: expected a training step that does its work when called, got a {got} from it")
+        raise BadType(f"step: expected a training step that does its work when called, got a {got} from it")
 
 
 def check_variants(variants: Mapping[str, Variant], name: str = "variants") -> dict[str, Variant]:
     """The variants as a dict. Raises TypeError or ValueError that says what was expected of the argument `name`."""
     if not isinstance(variants, Mapping):
-        raise TypeError(f"{name}: expected a mapping of labels to functions, got {type(variants).__name__}")
+        raise BadType(f"{name}: expected a mapping of labels to functions, got {type(variants).__name__}")
     if not variants:
-        raise ValueError(f"{name}: expected at least one labelled function, got an empty mapping")
+        raise BadArgument(f"{name}: expected at least one labelled function, got an empty mapping")
     for label, variant in variants.items():
         if not isinstance(label, str) or not label.strip():
-            raise TypeError(f"{name}: expected every label to be a non-empty string, got {label!r}")
+            raise BadType(f"{name}: expected every label to be a non-empty string, got {label!r}")
         if not is_function(variant):
             got = type(variant).__name__
-            raise TypeError(f"{name}[{label!r}]: expected a function that returns a training step, got {got}")
+            raise BadType(f"{name}[{label!r}]: expected a function that returns a training step, got {got}")
     return dict(variants)
 
 
@@ -236,11 +237,11 @@ def is_function(value: object) -> bool:
 def _build(variant: Variant) -> Step:
     if not is_function(variant):
         got = type(variant).__name__
-        raise TypeError(f"variant: expected a function that builds and returns a training step, got {got}")
+        raise BadType(f"variant: expected a function that builds and returns a training step, got {got}")
     step = variant()
     if not is_function(step):
         name, got = getattr(variant, "__name__", repr(variant)), type(step).__name__
-        raise TypeError(f"variant {name!r}: expected it to return its training step, a function, got {got}")
+        raise BadType(f"variant {name!r}: expected it to return its training step, a function, got {got}")
     return step
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from effgpu.attaching.replacing import replaced
+from effgpu.errors import CannotPredict
 from effgpu.predicting.facts import UNTIMED
 from effgpu.predicting.recorder import Recorder
 
@@ -22,12 +23,12 @@ def in_one_kernel(recorder: Recorder, module: ModuleType) -> Iterator[None]:
 
     def attend(query, key, value, score_mod, block_mask, scale, options):
         if not recorder.compiled:
-            raise RuntimeError(
-                "predict: FlexAttention is predicted in compiled code alone, as in torch.compile(flex_attention): "
+            raise CannotPredict(
+                "FlexAttention is predicted in compiled code alone, as in torch.compile(flex_attention): "
                 "elsewhere it writes all scores to memory"
             )
         if any(tensor.requires_grad for tensor in _captured(score_mod)):
-            raise RuntimeError("predict: FlexAttention whose score_mod has weights of its own cannot be predicted")
+            raise CannotPredict("FlexAttention whose score_mod has weights of its own cannot be predicted")
         recorder.say(UNTIMED, "FlexAttention takes, counted as if its mask left out no block")
         if key.shape[1] < query.shape[1] or (query.dtype in _HALF and recorder.capability >= (8, 0)):
             recorder.note_capability()

@@ -18,6 +18,7 @@ from functools import cache
 from numbers import Real
 from pathlib import Path
 
+from effgpu.errors import BadArgument
 from effgpu.units import GiB, MiB, align, check_positive, format_bytes, format_count, format_seconds
 
 TABLE = Path(__file__).with_name("gpus.csv")
@@ -75,7 +76,7 @@ def read_table(path: Path) -> dict[str, Gpu]:
             try:
                 gpu = _read(row)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: expected a GPU as in {TABLE.name}, got {error}") from error
+                raise BadArgument(f"{path}, line {number}: expected a GPU as in {TABLE.name}, got {error}") from error
             gpus[gpu.name] = gpu
     return gpus
 
@@ -153,7 +154,7 @@ def find_gpu(gpu: "str | float | Gpu") -> Gpu:
         sizes = [each for each in known.values() if _simplify(re.sub(r" \d+ GB$", "", each.name), _MAKER) == wanted]
         if sizes:
             return min(sizes, key=lambda each: each.memory)
-    raise ValueError(f'gpu: expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')
+    raise BadArgument(f'gpu: expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')
 
 
 # What does not tell cards apart. The size in a GH200's name is that of its CPU's memory.

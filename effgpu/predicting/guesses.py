@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from effgpu.attaching.sites import called_name, once_a_file, parse
+from effgpu.errors import CannotPredict
 from effgpu.predicting.facts import ASSUMED, CHOSEN, NOT_KNOWN, UNKNOWN, tell
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ class Guesses:
         self._asked[site] = times + 1, began
         if times > _MOST_GUESSES and monotonic() - began > _LONGEST:
             text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
-            raise RuntimeError(f"predict: {text}: no loop ends by it, so give that one a number of rounds")
+            raise CannotPredict(f"{text}: no loop ends by it, so give that one a number of rounds")
 
     def read_item(self, read: Callable[[], object]) -> object:
         """What `tensor.item()` gives: a guess that is a statistic says itself who depends on it."""

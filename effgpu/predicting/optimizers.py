@@ -12,6 +12,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from effgpu.attaching.sites import LIBRARY, READER, find_site, whose
+from effgpu.errors import CannotPredict
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.allocator import GPU, Block, round_size
@@ -73,7 +74,7 @@ class Optimizers:
             (group,) = optimizer.param_groups
             if group["max_iter"] > _MOST_CLOSURES:
                 text = f"LBFGS calls its closure up to {group['max_iter']:,} times in a step"
-                raise RuntimeError(f"predict: {text}: give it a smaller max_iter, such as 20, and three steps")
+                raise CannotPredict(f"{text}: give it a smaller max_iter, such as 20, and three steps")
             self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
             group.update(dict.fromkeys(_TOLERANCES, -1.0))
             say = functools.partial(self._recorder.say, ASSUMED)

@@ -20,6 +20,7 @@ from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
+from effgpu.errors import BadArgument, BadType, CannotPredict
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.torch_internals import fake_tensor
@@ -57,7 +58,6 @@ from effgpu.units import (
 
 FITS, DOES_NOT_FIT, MAY_NOT_FIT = "fits", "does not fit", "may not fit"
 OWNERS = ("weights", "gradients", "optimizer state", "activations", "other")
-OURS = "predict: "  # begins an error that says why a step has no prediction
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _LONG_RUN = 1_000_000  # steps
 _GIVES_BACK = (
@@ -343,7 +343,7 @@ def predict(
     """
     check_positive(Integral, steps=steps)
     if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
-        raise ValueError(f"taken: expected a share from 0 to 1, got {taken!r}")
+        raise BadArgument(f"taken: expected a share from 0 to 1, got {taken!r}")
     gpus = _find_gpus(gpu)
     program = read_program(variant) if isinstance(variant, (str, list, tuple)) else None
 
@@ -365,7 +365,7 @@ def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
     several = isinstance(gpu, Iterable) and not isinstance(gpu, str)
     gpus = tuple(map(find_gpu, gpu)) if several else (find_gpu(gpu),)
     if not gpus:
-        raise ValueError("gpu: expected at least one GPU, got none")
+        raise BadArgument("gpu: expected at least one GPU, got none")
     return gpus
 
 
@@ -383,7 +383,7 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
             break
         except Exception as error:
             if why := explain(error):
-                raise RuntimeError(f"predict: {why}") from error
+                raise CannotPredict(why) from error
             if not recorder.guesses.made and first is None:
                 if guessed := recorder.guesses.tell():
                     error.add_note(f"not known here: {guessed}")
@@ -392,7 +392,7 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
             if not recorder.guesses.answer_otherwise():
                 read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
                 text = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
-                raise RuntimeError(f"predict: {text}") from first[0]
+                raise CannotPredict(text) from first[0]
         answers = recorder.guesses.answers
     return conclude(recorder)
 
@@ -407,7 +407,7 @@ def _check_takes_nothing(step: Step) -> Step:
         try:
             inspect.signature(step).bind()
         except TypeError as error:
-            raise TypeError(f"step: expected one that takes nothing, and loads its batch itself: {error}") from None
+            raise BadType(f"step: expected one that takes nothing, and loads its batch itself: {error}") from None
     return step
 
 
@@ -567,8 +567,8 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
 
 def explain(error: BaseException) -> str | None:
     """What an error of fake tensors, or of ours, means for the step; None for any other error."""
-    if isinstance(error, RuntimeError) and str(error).startswith(OURS):
-        return str(error).removeprefix(OURS)
+    if isinstance(error, CannotPredict):
+        return error.args[0]
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):

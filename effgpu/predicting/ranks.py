@@ -8,8 +8,8 @@ from types import ModuleType
 import torch
 from torch import distributed
 
-from effgpu.attaching.child import Refused
 from effgpu.attaching.replacing import replaced
+from effgpu.errors import CannotPredict
 from effgpu.predicting.hardware import FIRST_GPU
 
 _TOO_MANY = "asks for {} ranks, and one process is predicted: start it with one"
@@ -29,7 +29,7 @@ def alone() -> Iterator[tuple[object, str, object]]:
 
     def start_alone(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *_, **__):
         if (size := world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", 1))) > 1:
-            raise Refused(_TOO_MANY.format(size))
+            raise CannotPredict(_TOO_MANY.format(size))
         start("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
     yield distributed, "init_process_group", start_alone
@@ -48,14 +48,14 @@ def refusing_shards(fsdp: ModuleType) -> contextlib.AbstractContextManager:
     """Inside, `fully_shard` is refused: its tensors have no fake ones. One rank trains the same without it."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("predict: fully_shard cannot be predicted: leave it out, for one rank")
+        raise CannotPredict("fully_shard cannot be predicted: leave it out, for one rank")
 
     return replaced([(fsdp, "fully_shard", refuse)])
 
 
 def _spawn_here(function: Callable, args: tuple = (), nprocs: int = 1, *_: object, **__: object) -> None:
     if nprocs > 1:
-        raise Refused(_TOO_MANY.format(nprocs))
+        raise CannotPredict(_TOO_MANY.format(nprocs))
     function(0, *args)
 
 

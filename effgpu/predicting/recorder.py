@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effgpu.attaching import sites
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
+from effgpu.errors import CannotPredict
 from effgpu.measuring.ops import lists_of, runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
@@ -468,8 +469,8 @@ class Recorder(TorchDispatchMode):
                 self._see_real(item)
         elif isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta":
             if value.requires_grad and value.is_leaf:
-                raise RuntimeError(
-                    "predict: the step uses parameters from outside of the variant: build the model inside of it"
+                raise CannotPredict(
+                    "the step uses parameters from outside of the variant: build the model inside of it"
                 )
             if value.dim() and value.numel() and not self._moving:
                 self._add(value)

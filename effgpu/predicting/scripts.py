@@ -8,13 +8,14 @@ from functools import partial
 from effgpu.attaching.child import NOTE, Again, Refused, describe
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
+from effgpu.errors import CannotPredict
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import UNKNOWN, UNTIMED
 from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import OURS, conclude, count, explain
+from effgpu.predicting.prediction import conclude, count, explain
 from effgpu.predicting.rare import find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
 
@@ -131,7 +132,7 @@ def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[No
         yield
     except (Exception, SystemExit) as error:
         _ask_again(recorder)
-        if not isinstance(error, (Refused, SystemExit)) and not str(error).startswith(OURS):
+        if not isinstance(error, (Refused, CannotPredict, SystemExit)):
             _ask_otherwise(recorder.guesses, tries)
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, Refused) and cause and (why := explain(cause)):

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from effgpu import units
+from effgpu.errors import BadArgument
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kernels import (
@@ -352,7 +353,7 @@ def step_time(segments: Sequence[Segment], gpu: Gpu, *, compiled: bool = False) 
     `compiled` gives a range from perfect fusion to eager. Raises ValueError for a GPU whose speed is not known.
     """
     if gpu.bandwidth is None:
-        raise ValueError(f"gpu: expected a GPU whose speed is known, to predict a time, got {gpu.name}")
+        raise BadArgument(f"gpu: expected a GPU whose speed is known, to predict a time, got {gpu.name}")
     work = _add_up(segments, gpu)
     expected, low, high = _range(work, gpu)
     if compiled:
