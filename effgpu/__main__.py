@@ -56,30 +56,19 @@ def main(arguments: list[str] | None = None) -> int:
     130: Ctrl-C.
     """
     chosen = _parser().parse_args(_variant_last(sys.argv[1:] if arguments is None else arguments))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
     try:
         return chosen.command(chosen)
-    except _Failed as reason:
-        print(f"effgpu: error: {reason}", file=sys.stderr)
-        return FAILED
-    except _Refused as reason:
-        print(f"effgpu: error: {' '.join(str(reason).split())}", file=sys.stderr)
-        return REFUSED
-    except _Ended as end:
-        return end.args[0]
+    except _Exit as end:
+        code, text = end.args
+        print(f"effgpu: error: {text}", file=sys.stderr)
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-class _Refused(Exception):
-    """What is wrong with the arguments, in one line."""
-
-
-class _Ended(Exception):
-    """All is said: the exit code is the argument."""
-
-
-class _Failed(Exception):
-    """An error of the reader's own file, in one line."""
+class _Exit(Exception):
+    """The end of a command: the exit code, and in one line what is wrong."""
 
 
 def _variant_last(arguments: list[str]) -> list[str]:
@@ -98,7 +87,8 @@ def _refusing(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise _Refused("; ".join([str(error), *getattr(error, "__notes__", ())])) from error
+        lines = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        raise _Exit(REFUSED, " ".join(lines.split())) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -261,7 +251,7 @@ def _run(chosen: argparse.Namespace) -> int:
 
     needed = ("nbclient", "ipykernel", "matplotlib", "torchvision", "transformers", "datasets", "accelerate")
     if missing := [name for name in needed if not find_spec(name)]:
-        raise _Refused(f"running lessons needs more: pip install {' '.join(missing)}")
+        raise _Exit(REFUSED, f"running lessons needs more: pip install {' '.join(missing)}")
     with _refusing(OSError, ValueError):
         if chosen.seconds is not None:
             units.check_positive(**{"--seconds": chosen.seconds})
@@ -284,7 +274,6 @@ def _run(chosen: argparse.Namespace) -> int:
         if chosen.inplace and capped:
             raise ValueError("--inplace stores results, but --seconds or EFFGPU_SECONDS cuts measurements short")
         runner.prepare(out, *{lesson.parent for lesson in lessons if chosen.inplace})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a run as Ctrl-C does
     outcomes, interrupted = [], False
     width = max(len(lesson.stem) for lesson in lessons)
     try:
@@ -337,12 +326,12 @@ def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
 
 def _report(chosen: argparse.Namespace) -> int:
     if not find_spec("matplotlib"):
-        raise _Refused("a report needs more: pip install matplotlib")
+        raise _Exit(REFUSED, "a report needs more: pip install matplotlib")
     from effgpu import results
     from effgpu.course import report
 
     if chosen.out.resolve() in [path.resolve() for path in chosen.results]:
-        raise _Refused(f"--out: expected a file for the report, got the results file {chosen.out}")
+        raise _Exit(REFUSED, f"--out: expected a file for the report, got the results file {chosen.out}")
     with _refusing(OSError, ValueError):
         machines = {path: results.load(path) for path in chosen.results}
         if empty := [str(path) for path, comparisons in machines.items() if not comparisons]:
@@ -370,10 +359,7 @@ def _predict(chosen: argparse.Namespace) -> int:
             timeline = predicted.timeline()
     if chosen.trace:
         _save(timeline, chosen.trace)
-    if chosen.json:
-        _write_json(predicted.to_dict(), chosen.json)
-    if chosen.json != "-":
-        print(predicted)
+    _give(predicted, chosen)
     if chosen.samples and chosen.json != "-":
         steps = math.ceil(chosen.samples / chosen.batch)
         times = [(gpu.name, predicted.time(gpu).times(steps)) for gpu in predicted.gpus if gpu.bandwidth]
@@ -388,18 +374,20 @@ def _check_asked(
     if not chosen.model:
         if any(map(_is_given, (getattr(chosen, name) for name in (*_OF_A_MODEL, *only_with_a_model)))):
             names = ", ".join(f"--{name}" for name in (*_OF_A_MODEL, *only_with_a_model)).replace("four_bits", "4bit")
-            raise _Refused(f"{command}: expected --model with {names}")
+            raise _Exit(REFUSED, f"{command}: expected --model with {names}")
         if not chosen.words:
-            raise _Refused(f"{command}: expected a command, as in -- python train.py, FILE.py:VARIANT, or --model NAME")
+            raise _Exit(
+                REFUSED, f"{command}: expected a command, as in -- python train.py, FILE.py:VARIANT, or --model NAME"
+            )
         return {}
     if chosen.words:
-        raise _Refused("--model: expected no command beside it")
+        raise _Exit(REFUSED, "--model: expected no command beside it")
     if given := [name for name in not_with_a_model if getattr(chosen, name) is not None]:
-        raise _Refused(f"--{given[0]}: expected a command or FILE.py:VARIANT, and no --model")
+        raise _Exit(REFUSED, f"--{given[0]}: expected a command or FILE.py:VARIANT, and no --model")
     if chosen.batch is None:
-        raise _Refused("--model: expected --batch, the texts of a step")
+        raise _Exit(REFUSED, "--model: expected --batch, the texts of a step")
     if not find_spec("transformers"):
-        raise _Refused("--model needs more: pip install transformers")
+        raise _Exit(REFUSED, "--model needs more: pip install transformers")
     asked = {name: getattr(chosen, name) for name in _OF_A_MODEL}
     return {name: value for name, value in asked.items() if _is_given(value)} | {"batch": chosen.batch}
 
@@ -414,10 +402,7 @@ def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
 
     with _refusing(TypeError, ValueError, RuntimeError, ConnectionError):
         found = models.predict_model(chosen.model, gpu=chosen.gpu, samples=chosen.samples, price=chosen.price, **how)
-    if chosen.json:
-        _write_json(found.to_dict(), chosen.json)
-    if chosen.json != "-":
-        print(found)
+    _give(found, chosen)
     return _judge_fit(found.predicted) if chosen.gpu else SUCCEEDED
 
 
@@ -431,13 +416,13 @@ def _judge_fit(predicted: "Prediction") -> int:
     return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED
 
 
-def _write_json(value: dict, path: str) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    if path == "-":
-        print(text, end="")
-        return
-    with _refusing(OSError):
-        Path(path).write_text(text, encoding="utf-8")
+def _give(result: object, chosen: argparse.Namespace, shown: object = None, save: Callable | None = None) -> None:
+    """Print a result, or what is `shown` of it, and store it with --json. With -, its JSON is all that is printed."""
+    as_json = json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if chosen.json else ""
+    print(as_json if chosen.json == "-" else shown or result)
+    if chosen.json and chosen.json != "-":
+        with _refusing(OSError, ValueError):
+            save([result], chosen.json) if save else Path(chosen.json).write_text(f"{as_json}\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -449,22 +434,19 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
     from effgpu.attaching.scripts import ScriptFailed
 
     only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
-    is_variant = (" " not in only and not Path(only).is_file()) or re.fullmatch(r"\S+\.py:\w+", words[0])
-    name = words[0] if is_variant else ""
-    with _failing(name):
-        target, names = _load(name, words[1:]) if is_variant else (only.strip() or words, {})
-    refused = (Refusal,) if is_variant else (TypeError, ValueError, RuntimeError)  # a script's own stay in its process
-    try:
-        with _failing(name), _refusing(*refused):
-            if not is_variant:
-                signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the script, too, as Ctrl-C does
-                print(before.format(only.strip() or shlex.join(words)), file=sys.stderr)
-            yield target, names
-    except _Refused as reason:
-        if not isinstance(reason.__cause__, ScriptFailed):
-            raise
-        print(f"{reason.__cause__.output}\neffgpu: error: {reason}", file=sys.stderr)
-        raise _Ended(FAILED) from reason
+    if (" " not in only and not Path(only).is_file()) or re.fullmatch(r"\S+\.py:\w+", words[0]):
+        with _failing(words[0]):
+            found = _load(words[0], words[1:])
+            with _refusing(Refusal):
+                yield found
+        return
+    print(before.format(only.strip() or shlex.join(words)), file=sys.stderr)
+    with _refusing(TypeError, ValueError, RuntimeError):
+        try:
+            yield only.strip() or words, {}
+        except ScriptFailed as failed:
+            print(failed.output, file=sys.stderr)
+            raise _Exit(FAILED, str(failed)) from failed
 
 
 def _save(timeline, path: Path) -> None:
@@ -475,14 +457,11 @@ def _save(timeline, path: Path) -> None:
 def _doctor(chosen: argparse.Namespace) -> int:
     how = _check_asked(chosen, "doctor", not_with_a_model=("loader", "trace"))
     if not chosen.model and chosen.batch is not None:
-        raise _Refused("doctor: expected --model with --batch")
+        raise _Exit(REFUSED, "doctor: expected --model with --batch")
     found = _diagnose_model(chosen, how) if chosen.model else _diagnose(chosen)
     if chosen.trace:
         _save(found.timeline, chosen.trace)
-    if chosen.json:
-        _write_json(found.to_dict(), chosen.json)
-    if chosen.json != "-":
-        print(found)
+    _give(found, chosen)
     return SUCCEEDED
 
 
@@ -493,7 +472,7 @@ def _diagnose(chosen: argparse.Namespace) -> "Diagnosis":
     here = not chosen.gpu and find_device().type == "cuda"
     with _of_target(chosen.words, _BEFORE_A_TRAINING if here else _BEFORE_A_DIAGNOSIS) as (target, names):
         if chosen.loader and chosen.loader not in names:
-            raise _Refused(f"{shlex.join(chosen.words)}: expected a loader called {chosen.loader}")
+            raise _Exit(REFUSED, f"{shlex.join(chosen.words)}: expected a loader called {chosen.loader}")
         found = doctor(target, names[chosen.loader] if chosen.loader else None, chosen.gpu)
         if chosen.trace and not found.timeline:
             raise BadArgument(f"--trace: {found.notes[-1]}")
@@ -509,18 +488,16 @@ def _diagnose_model(chosen: argparse.Namespace, how: dict[str, object]) -> "Diag
 
 @contextlib.contextmanager
 def _failing(name: str) -> Iterator[None]:
-    """An error of the file that `name` is in, as one line that says where it is. Without a name, errors stay."""
+    """An error of the file that `name` is in, as one line that says where it is."""
     from effgpu.attaching.child import describe, find_line
 
     try:
         yield
-    except _Refused:
+    except _Exit:
         raise
     except (Exception, SystemExit) as error:
-        if not name:
-            raise
         line = find_line(error)
-        raise _Failed(f"{name} failed: {describe(error)}{f' ({line})' if line else ''}") from error
+        raise _Exit(FAILED, f"{name} failed: {describe(error)}{f' ({line})' if line else ''}") from error
 
 
 def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
@@ -532,12 +509,12 @@ def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str
 
     path, _, name = asked.rpartition(":")
     if not path:
-        raise _Refused(f"expected a command, as in -- python train.py, or FILE.py:VARIANT; got {asked}")
+        raise _Exit(REFUSED, f"expected a command, as in -- python train.py, or FILE.py:VARIANT; got {asked}")
     path = Path(path)
     if not path.is_file() and (found := Path(*str(path).split(".")).with_suffix(".py")).is_file():
         path = found
     if not path.is_file() or path.suffix != ".py":
-        raise _Refused(f"{path}: expected a Python file")
+        raise _Exit(REFUSED, f"{path}: expected a Python file")
     folder, full_name = path.resolve().parent, path.stem
     while (folder / "__init__.py").is_file():
         folder, full_name = folder.parent, f"{folder.name}.{full_name}"
@@ -554,7 +531,7 @@ def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str
         sys.argv = before
     names = vars(module)
     if not is_function(names.get(name)):
-        raise _Refused(f"{path}: expected a function called {name}")
+        raise _Exit(REFUSED, f"{path}: expected a function called {name}")
     return names[name], names
 
 
@@ -571,10 +548,11 @@ def _calibrate(chosen: argparse.Namespace) -> int:
 
 def _bench(chosen: argparse.Namespace) -> int:
     if chosen.plot and not find_spec("matplotlib"):
-        raise _Refused("--plot needs more: pip install matplotlib")
+        raise _Exit(REFUSED, "--plot needs more: pip install matplotlib")
     if not (chosen.commands or chosen.name):
-        raise _Refused("bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` stops a bench as Ctrl-C does
+        raise _Exit(
+            REFUSED, "bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'"
+        )
     from effgpu import results
     from effgpu.benching.bench import bench
 
@@ -588,17 +566,12 @@ def _bench(chosen: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("effgpu: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    if chosen.json != "-":
-        print(result.markdown() if chosen.markdown else result)
     print(f"output: {', '.join(result.logs.values())}", file=sys.stderr)
-    with _refusing(OSError, ValueError):
-        if chosen.json == "-":
-            print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
-        elif chosen.json:
-            results.save([result], chosen.json)
-        if chosen.plot:
-            from effgpu.figures import plot
+    _give(result, chosen, result.markdown() if chosen.markdown else result, results.save)
+    if chosen.plot:
+        from effgpu.figures import plot
 
+        with _refusing(OSError, ValueError):
             plot(result).savefig(chosen.plot)
             if chosen.seeds and (curves := result.curves).by_label:
                 plot(curves).savefig(chosen.plot.with_stem(f"{chosen.plot.stem}-losses"))
