@@ -588,13 +588,12 @@ def _bench(chosen: argparse.Namespace) -> int:
     return EXCEEDED if exceeded else UNCLEAR if unclear else SUCCEEDED
 
 
-_LAUNCHER = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate)")  # which is no command without more words
-
-
 def _read_commands(chosen: argparse.Namespace) -> list[str] | dict[str, str]:
     """The commands, by label where one has one, those last. Raises ValueError for no label, or the same twice."""
+    from effgpu.attaching.commands import STARTERS
+
     commands = chosen.commands
-    if len(commands) > 1 and (chosen.ref or _LAUNCHER.fullmatch(commands[0])):  # the words of one, as `predict` takes
+    if len(commands) > 1 and (chosen.ref or re.fullmatch(STARTERS, Path(commands[0]).name)):  # one command's words
         commands = [shlex.join(commands)]
     if not chosen.name:
         return commands

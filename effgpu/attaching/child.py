@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from effgpu.attaching.commands import STARTERS
 from effgpu.attaching.terminal import give_size
 from effgpu.errors import Refusal
 
@@ -32,7 +33,7 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 WHERE, TOLD_EVERY = "where", 1.0  # the file, beside the answer, that says how far the script is; seconds
 NOTE = "effgpu: "  # begins what a plan adds to an error of the script's
 _LONGEST = 300  # characters of an error's line that are shown
-_STARTS_PYTHON = re.compile(r"\S*\b(python[\d.]*|torchrun|accelerate|deepspeed|[\w-]+\.py)\s")
+_STARTS_PYTHON = re.compile(rf"\S*\b({STARTERS}|deepspeed|[\w-]+\.py)\s")
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 
 

@@ -19,6 +19,8 @@ _LAUNCHERS = {  # their options that take no value, as far as they are in use; a
     dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation same_network no_python debug no_tpu_cluster
     enable_cpu_affinity""",
 }
+_PYTHON = r"python[\d.]*"
+STARTERS = "|".join((_PYTHON, *_LAUNCHERS))  # a pattern: programs that start a script, and do nothing without one
 _COUNTS = ("num_processes", "nproc_per_node", "nnodes", "num_machines")
 _SPREADS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config")
 _PRECISION = "mixed_precision"
@@ -44,17 +46,23 @@ def read_command(
     It runs in `folder`, with `variables` and its own. Raises ValueError for an empty command or a program that is not
     there.
     """
-    words, variables = shlex.split(given) if isinstance(given, str) else list(map(str, given)), dict(variables or {})
-    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
-        name, _, variables[name] = words.pop(0).partition("=")
-    if not words:
-        raise ValueError(f"command: expected a program with its arguments, such as 'python train.py', got {given!r}")
+    words, own = _split(given)
     program = words[0]
     if folder and os.sep in program:  # the folder's own, else such as .venv/bin/python, which a checkout does not have
         program = shutil.which(os.path.join(folder, program)) or os.path.abspath(program)
     if not shutil.which(program):
         raise ValueError(f"command {shlex.join(words)!r}: there is no program {words[0]!r}")
-    return Command((program, *words[1:]), variables, folder)
+    return Command((program, *words[1:]), {**(variables or {}), **own}, folder)
+
+
+def _split(given: str | Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words of a command, from its program on, and the variables that are set before it."""
+    words, variables = shlex.split(given) if isinstance(given, str) else list(map(str, given)), {}
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    if not words:
+        raise ValueError(f"command: expected a program with its arguments, such as 'python train.py', got {given!r}")
+    return words, variables
 
 
 @dataclass(frozen=True)
@@ -80,18 +88,13 @@ def read_program(given: str | Sequence[str]) -> Program:
     `torchrun` and `accelerate launch` are left out, with what they would set, as only one process is run. Raises
     ValueError for several, for what is no Python program, and for a file that is not there.
     """
-    words = shlex.split(given) if isinstance(given, str) else list(map(str, given))
-    variables = {}
-    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
-        name, _, variables[name] = words.pop(0).partition("=")
-    if not words:
-        raise ValueError(f"command: expected a program with its arguments, such as 'python train.py', got {given!r}")
+    words, variables = _split(given)
     python, name = (sys.executable,), Path(words[0]).name
     if os.sep in words[0] and (beside := Path(words[0]).with_name("python")).is_file() and name in _LAUNCHERS:
         python = (str(beside),)
     if name in _LAUNCHERS:
         words = _without_launcher(name, words[1:], variables)
-    elif re.fullmatch(r"python[\d.]*", name):
+    elif re.fullmatch(_PYTHON, name):
         python, words = _read_python(words)
         if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
             words = _without_launcher("torchrun", words[2:], variables)
