@@ -544,6 +544,13 @@ def test_a_line_of_ones_own_is_kept_and_wins():
     assert predict(training(), "here").time().gpu == HERE
 
 
+def test_a_card_that_was_measured_has_a_capability_whatever_is_known_of_its_context():
+    calibration.store(HERE)
+    attend = lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    ours, size = (predict(forward(attend, 1, 1, 64, 64, dtype=torch.bfloat16), gpu) for gpu in ("here", "16 GiB"))
+    assert not ours.assumptions and "compute capability 8.0 or higher" in size.assumptions[0]
+
+
 @pytest.mark.parametrize("old, new", [(",9,", ",x,"), ("8.6", "8"), ("300", "-1"), (",28,", ",,")])
 def test_a_line_that_cannot_be_read_is_named(old, new):
     calibration.store(HERE)

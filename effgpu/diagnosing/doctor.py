@@ -23,7 +23,7 @@ from effgpu.errors import BadArgument, BadType
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.asked import Asked
-from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu
+from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, gpu_here
 from effgpu.predicting.prediction import Largest, Prediction, largest, walk
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.timeline import READ
@@ -31,7 +31,7 @@ from effgpu.predicting.timeline import READ
 DEFAULT_GPU = "T4"
 
 
-def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: "str | Gpu | None" = None) -> Diagnosis:
+def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: GpuLike | None = None) -> Diagnosis:
     """Say what holds a training step back: what each change would save at most, before it is made.
 
     `variant` is the command of a training script, as it is: "train.py --batch 12", "python -m package.train". Or it is
@@ -53,7 +53,11 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: "
     step raises is raised, with the number of the call; what a script raises as ScriptFailed, a RuntimeError.
     """
     measured = gpu is None and find_device().type == "cuda"
-    target = _this_gpu() if measured else find_gpu(DEFAULT_GPU if gpu is None else gpu)
+    if measured:
+        device = describe()
+        target = gpu_here(device.name, device.memory, device.capability)
+    else:
+        target = find_gpu(DEFAULT_GPU if gpu is None else gpu)
     if target.bandwidth is None and not measured:
         raise BadArgument(f"gpu: expected a GPU whose speed is known, such as T4, got {target.name}")
     if isinstance(variant, (str, list, tuple)):
@@ -86,15 +90,6 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: "
                 raise
             return rank(target, seen, None, str(error))
     return replace(rank(target, seen, predicted), batches=largest_batch)
-
-
-def _this_gpu() -> Gpu:
-    """The current GPU, without its speed where it has no line in the table."""
-    device = describe()
-    try:
-        return find_gpu(device.name)
-    except ValueError:
-        return Gpu(device.name, device.memory, device.capability or (8, 0), UNKNOWN_CONTEXT)
 
 
 def _what_was_measured(seen: Observed) -> str:

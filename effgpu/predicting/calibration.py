@@ -10,7 +10,7 @@ from torch import nn
 
 from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.measuring.timing import time_for
-from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, UNKNOWN_CONTEXT, Gpu, find_gpu, own_table, read_table
+from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, Gpu, gpu_here, own_table, read_table
 from effgpu.predicting.prediction import predict
 from effgpu.units import GiB, MiB
 
@@ -28,10 +28,6 @@ def calibrate() -> Gpu:
     if find_device().type != "cuda":
         raise RuntimeError("calibrate: expected a GPU that CUDA can use, found none")
     device, properties = describe(), torch.cuda.get_device_properties()
-    try:
-        known = find_gpu(properties.name)
-    except ValueError:
-        known = Gpu(properties.name, properties.total_memory, device.capability, UNKNOWN_CONTEXT)
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
     rates = {name: _measure_products(dtype) for name, dtype in formats.items()}
     for name, precision in {"fp32": "ieee", "tf32": "tf32"}.items():
@@ -39,7 +35,7 @@ def calibrate() -> Gpu:
             with multiplying_as(precision):
                 rates[name] = _measure_products(torch.float32)
     return replace(
-        known,
+        gpu_here(properties.name, properties.total_memory, device.capability),
         memory=properties.total_memory,
         capability=device.capability,
         multiprocessors=properties.multi_processor_count,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from effgpu import units
 from effgpu.measuring.variants import Variant, check_variants, is_function
-from effgpu.predicting.gpus import Gpu, find_gpu
+from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
@@ -74,14 +74,14 @@ def tell_range(ratio: Range, *, brackets: bool = True) -> str:
 
 
 def predict_full_size(
-    variants: Mapping[str, Variant], full_size: Mapping | None, gpus: Iterable[str | float | Gpu]
+    variants: Mapping[str, Variant], full_size: Mapping | None, gpus: GpuLike | Iterable[GpuLike]
 ) -> dict[str, tuple[FullSize, ...]]:
     """What each variant is predicted to take on each GPU, by label; the first variant is the baseline.
 
     `full_size` gives keywords for all variants, such as a batch and a width, or by label the variants at that size.
     Raises TypeError or ValueError for what is neither, for unknown labels or GPUs, and what `predict` raises.
     """
-    gpus = [find_gpu(gpu) for gpu in ((gpus,) if isinstance(gpus, str | float | int | Gpu) else gpus)]
+    gpus = find_gpus(gpus)
     if full_size is None:
         return {}
     return _predict(_enlarge(variants, full_size), next(iter(variants)), gpus)
@@ -104,10 +104,10 @@ def predict_here(variants: Mapping[str, Variant], name: str) -> dict[str, FullSi
         gpu = find_gpu(name)
     except ValueError:
         return {}
-    return {label: predicted for label, (predicted,) in _predict(variants, next(iter(variants)), [gpu]).items()}
+    return {label: predicted for label, (predicted,) in _predict(variants, next(iter(variants)), (gpu,)).items()}
 
 
-def _predict(variants: Mapping[str, Variant], baseline: str, gpus: list[Gpu]) -> dict[str, tuple[FullSize, ...]]:
+def _predict(variants: Mapping[str, Variant], baseline: str, gpus: tuple[Gpu, ...]) -> dict[str, tuple[FullSize, ...]]:
     predictions = {label: predict(variant, gpus) for label, variant in variants.items()}
     return {
         label: tuple(_sum_up(prediction, predictions.get(baseline), gpu) for gpu in gpus)

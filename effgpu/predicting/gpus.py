@@ -13,6 +13,7 @@ pytorch-gpu-benchmark's calibration rows for 25 to 40.
 import csv
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -23,7 +24,7 @@ from effgpu.units import GiB, MiB, align, check_positive, format_bytes, format_c
 
 TABLE = Path(__file__).with_name("gpus.csv")
 RATE_COLUMNS = {"fp32": "fp32_TFLOPS", "tf32": "tf32_TFLOPS", "fp16": "fp16_TFLOPS", "bf16": "bf16_TFLOPS"}
-_UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
+_UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT = (8, 0), (100 * MiB, 900 * MiB)
 
 
 # FLOPs in fp64 of a multiprocessor in each cycle: CUDA C++ Programming Guide, throughput of arithmetic instructions.
@@ -66,6 +67,9 @@ class Gpu:
         if format.startswith(FP8) and self.capability >= FP8_FROM:
             return 2 * rates["fp16"]
         return rates.get(format) or rates["fp32"]
+
+
+GpuLike = str | float | Gpu  # a name, a size, or the GPU itself
 
 
 def read_table(path: Path) -> dict[str, Gpu]:
@@ -128,7 +132,23 @@ def known_gpus() -> dict[str, Gpu]:
     return _shipped() | (read_table(own) if own.is_file() else {})
 
 
-def find_gpu(gpu: "str | float | Gpu") -> Gpu:
+def find_gpus(gpus: GpuLike | Iterable[GpuLike] | None) -> tuple[Gpu, ...]:
+    """One or several as `find_gpu` finds them; None is all that are known."""
+    if gpus is None:
+        return tuple(known_gpus().values())
+    several = isinstance(gpus, Iterable) and not isinstance(gpus, str)
+    return tuple(map(find_gpu, gpus if several else (gpus,)))
+
+
+def gpu_here(name: str, memory: int, capability: tuple[int, int] | None) -> Gpu:
+    """The GPU of this name, or where it has no line in the table, one of these properties and without a speed."""
+    try:
+        return find_gpu(name)
+    except ValueError:
+        return Gpu(name, memory, capability or _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
+
+
+def find_gpu(gpu: GpuLike) -> Gpu:
     """The GPU of a name or a size: "T4", "a100-80", "16 GiB", 16 * GiB. Raises ValueError for any other.
 
     A name without its size, as "A100", is the smallest GPU of that name.
@@ -137,14 +157,14 @@ def find_gpu(gpu: "str | float | Gpu") -> Gpu:
         return gpu
     if isinstance(gpu, Real):
         check_positive(gpu=gpu)
-        return Gpu(format_bytes(gpu), int(gpu), _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT)
+        return Gpu(format_bytes(gpu), int(gpu), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
     known = known_gpus()
     if isinstance(gpu, str):
         if size := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", gpu, re.IGNORECASE):
             unit = {"gib": GiB, "gb": 10**9, "mib": MiB, "mb": 10**6}[size[2].lower()]
             memory = float(size[1]) * unit
             check_positive(gpu=memory)
-            return Gpu(gpu.strip(), int(memory), _UNKNOWN_CAPABILITY, UNKNOWN_CONTEXT)
+            return Gpu(gpu.strip(), int(memory), _UNKNOWN_CAPABILITY, _UNKNOWN_CONTEXT)
         for pattern in (_MAKER, f"{_MAKER}|{_FORM}"):  # a card's form counts where the table has a line for it
             wanted = _simplify(gpu, pattern)
             for entry in known.values():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from effgpu.measuring.device import choose_16_bits, find_device
-from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.gpus import GpuLike
 from effgpu.predicting.prediction import Largest, Prediction, largest, predict
 from effgpu.units import NOT_MEASURED, align, check_positive
 
@@ -102,7 +102,7 @@ def predict_model(
     model: str,
     batch: int,
     length: int | None = None,
-    gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
+    gpu: GpuLike | Iterable[GpuLike] | None = None,
     *,
     samples: int | None = None,
     price: float | None = None,

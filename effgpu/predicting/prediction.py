@@ -39,7 +39,7 @@ from effgpu.predicting.facts import (
     memory_is_known,
     tell,
 )
-from effgpu.predicting.gpus import UNKNOWN_CONTEXT, Gpu, find_gpu, known_gpus
+from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.time import FUSED_CALLS, Time, step_time
@@ -143,12 +143,12 @@ class Prediction:
         """What could not be predicted, in words."""
         return tell(self.said, *NOT_KNOWN)
 
-    def for_gpu(self, gpu: "str | float | Gpu | None" = None) -> "tuple[Prediction, Gpu]":
+    def for_gpu(self, gpu: GpuLike | None = None) -> "tuple[Prediction, Gpu]":
         """The prediction for a GPU, which is `older` on some, and the GPU; None is the first of `gpus`."""
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
         return self.older if self.older and gpu.capability < self.holds_from else self, gpu
 
-    def total(self, gpu: "str | float | Gpu | None" = None) -> Range:
+    def total(self, gpu: GpuLike | None = None) -> Range:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context, and what is paged.
 
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
@@ -172,7 +172,7 @@ class Prediction:
         """Whether the allocator has to give back there what it has cached."""
         return self.tight is not None and self._take(self.reserved_range.high, gpu) > gpu.memory
 
-    def verdict(self, gpu: "str | float | Gpu | None" = None) -> str:
+    def verdict(self, gpu: GpuLike | None = None) -> str:
         """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
 
         What is not known may need more: then twice the high end must fit.
@@ -185,7 +185,7 @@ class Prediction:
             return MAY_NOT_FIT
         return FITS if one.enough(gpu) <= gpu.memory else MAY_NOT_FIT
 
-    def enough(self, gpu: "str | float | Gpu | None" = None) -> int:
+    def enough(self, gpu: GpuLike | None = None) -> int:
         """The bytes that the step fits: the high end of `total`, and twice that where something is not known.
 
         What is paged needs no room.
@@ -193,7 +193,7 @@ class Prediction:
         one, gpu = self.for_gpu(gpu)
         return one._most(gpu) * (1 if memory_is_known(one.said) else 2)
 
-    def time(self, gpu: "str | float | Gpu | None" = None) -> Time:
+    def time(self, gpu: GpuLike | None = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
 
         Raises ValueError for a GPU whose speed is not known, as for one that is given as a size.
@@ -201,7 +201,7 @@ class Prediction:
         one, gpu = self.for_gpu(gpu)
         return step_time(one.segments, gpu, compiled=one.compiled)
 
-    def timeline(self, gpu: "str | float | Gpu | None" = None) -> Timeline:
+    def timeline(self, gpu: GpuLike | None = None) -> Timeline:
         """The step on a GPU with two clocks, the CPU's and the GPU's: `.save(path)` writes a trace for Perfetto.
 
         Raises ValueError for a GPU whose speed is not known.
@@ -262,7 +262,7 @@ class Prediction:
         """From the allocated peak to what the allocator holds if it never has to give anything back."""
         return Range(self.allocated, max(self.allocated, self.reserved))
 
-    def grows(self, gpu: "str | float | Gpu | None" = None) -> str:
+    def grows(self, gpu: GpuLike | None = None) -> str:
         """One sentence on memory that grows from step to step, and when a GPU is full; "" where it does not.
 
         What would fill it only after a million steps, such as a loss that is kept, does not count.
@@ -321,7 +321,7 @@ class Prediction:
 
 def predict(
     variant: Variant | str | Sequence[str],
-    gpu: "str | float | Gpu | Iterable[str | float | Gpu] | None" = None,
+    gpu: GpuLike | Iterable[GpuLike] | None = None,
     *,
     steps: int = STEPS,
     taken: float | None = None,
@@ -344,7 +344,8 @@ def predict(
     check_positive(Integral, steps=steps)
     if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
         raise BadArgument(f"taken: expected a share from 0 to 1, got {taken!r}")
-    gpus = _find_gpus(gpu)
+    if not (gpus := find_gpus(gpu)):
+        raise BadArgument("gpu: expected at least one GPU, got none")
     program = read_program(variant) if isinstance(variant, (str, list, tuple)) else None
 
     def walk_on(capability: tuple[int, int]) -> Prediction:
@@ -357,16 +358,6 @@ def predict(
     if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
         predicted = replace(predicted, older=walk_on(max(older)))
     return predicted
-
-
-def _find_gpus(gpu: "str | float | Gpu | Iterable | None") -> tuple[Gpu, ...]:
-    if gpu is None:
-        return tuple(known_gpus().values())
-    several = isinstance(gpu, Iterable) and not isinstance(gpu, str)
-    gpus = tuple(map(find_gpu, gpu)) if several else (find_gpu(gpu),)
-    if not gpus:
-        raise BadArgument("gpu: expected at least one GPU, got none")
-    return gpus
 
 
 def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
@@ -453,7 +444,7 @@ def conclude(recorder: Recorder) -> Prediction:
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.say(ASSUMED, f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own")
-    if recorder.holds_from > (0, 0) and any(gpu.context == UNKNOWN_CONTEXT for gpu in gpus):  # given as a size
+    if recorder.holds_from > (0, 0) and any(gpu.bandwidth is None for gpu in gpus):  # given as a size
         least = ".".join(map(str, recorder.holds_from))
         text = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.say(ASSUMED, text)
@@ -521,7 +512,7 @@ class Largest:
         return sure + (f", up to {self.may_fit} may" if self.may_fit > self.fits else "") + " (predicted)"
 
 
-def largest(variant_of: Callable[[int], Variant], gpu: "str | float | Gpu", *, most: int = 65536) -> Largest:
+def largest(variant_of: Callable[[int], Variant], gpu: GpuLike, *, most: int = 65536) -> Largest:
     """The largest batch, or length, that fits a GPU: `largest(lambda batch: partial(training, batch), "T4")`.
 
     `variant_of` returns the variant for a size. Sizes from 1 to `most` are tried by bisection, guided by the sizes seen
