@@ -217,8 +217,8 @@ class Comparison:
         filled = [(name, cells) for name, cells in filled if set(cells) != {units.NOT_MEASURED}]
         return [name for name, _ in filled], [list(row) for row in zip(*(cells for _, cells in filled))]
 
-    def _columns(self) -> list[Column]:
-        """The heading of each column of what was measured, and what gives its cell."""
+    def _columns(self, *others: Column) -> list[Column]:
+        """The heading of each column of what was measured, and what gives its cell; others behind the speed."""
 
         def predicted(quantity: str) -> Column:
             ratio = lambda m: self.predicted.get(m.label, {}).get(quantity)
@@ -234,6 +234,7 @@ class Comparison:
             (f"time per {self.per}", lambda m: self._show(m, "time")),
             ("throughput", throughput),
             ("against the baseline", lambda m: self.tell(m.label)),
+            *others,
             predicted("time"),
             (
                 "predicted for this GPU",

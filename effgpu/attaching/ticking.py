@@ -109,11 +109,13 @@ class _Script:
         """Tell the bench and raise an error: a library may catch it, or a thread end with it."""
         where = "a DataLoader worker" if _is_worker() else "a second process" if self.thread is None else "a thread"
         if self.source == TICKS:
-            text = f"effgpu.tick was called in {where}: call it in the training loop, once per step"
+            short = f"tick was called in {where}"
+            text = f"effgpu.{short}: call it in the training loop, once per step"
         else:
-            text = f"a step was made in {where}: let one process train, in its main thread"
+            short = f"a step was made in {where}"
+            text = f"{short}: let one process train, in its main thread"
         with contextlib.suppress(OSError):
-            self._connect().send({"token": self.token, "fault": text})
+            self._connect().send({"token": self.token, "fault": text, "short": short})
         raise RuntimeError(text)
 
     def _run(self) -> Iterator[None]:

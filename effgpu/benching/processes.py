@@ -186,7 +186,7 @@ class Process:
         if message.get("token") != self._token:
             connection.close()
         elif "fault" in message:
-            raise self._fault(message["fault"].partition(":")[0].removeprefix("effgpu."), message["fault"])
+            raise self._fault(message["short"], message["fault"])
         elif self._connection:
             both = f"{self.hello['pid']} and {message['pid']}"
             raise self._fault("two processes train", f"two processes train ({both}): only one may")

@@ -210,10 +210,8 @@ class SeedBench(Bench):
 
     def _columns(self) -> list[Column]:
         """Those of a comparison; behind its speed the loss and the metric, each against the baseline's."""
-        columns = Comparison._columns(self)
-        place = 1 + [name for name, _ in columns].index("against the baseline")
         seeds = "seeds", lambda m: str(len(self.kept(m.label)))
-        return [*columns[:place], *self._end_columns(), *columns[place:], seeds]
+        return [*Comparison._columns(self, *self._end_columns()), seeds]
 
     def _end_columns(self) -> list[Column]:
         columns = []

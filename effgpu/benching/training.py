@@ -14,6 +14,7 @@ from effgpu.benching.processes import Ended, Fault, Process, end_all, keep, read
 from effgpu.benching.progress import Progress
 from effgpu.benching.seeds import Run, SeedBench, at_the_end, reached
 from effgpu.benching.side_by_side import name_logs
+from effgpu.comparison import INCONCLUSIVE
 from effgpu.measuring.intervals import divide_confidence
 from effgpu.measuring.measurement import Measurement
 from effgpu.units import format_seconds
@@ -142,7 +143,7 @@ class OverSeeds:
         for m in result.measurements[1:]:
             for what in ("loss", "metric"):
                 change = result.change(m.label, what)
-                if change and change.verdict == "inconclusive" and not result.seeds_change_nothing:
+                if change and change.verdict == INCONCLUSIVE and not result.seeds_change_nothing:
                     count = "more than 1,000 seeds" if change.seeds is None else f"about {change.seeds} seeds"
                     notes.append(f"{m.label}: to see 1 % of its {what} takes {count} (in 9 of 10 cases).")
         if self.interrupted:

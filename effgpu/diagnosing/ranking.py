@@ -112,13 +112,13 @@ def _together(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> Finding 
 
 def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Finding, ...]:
     """The pairs that save much more together than each alone, as one hides the other; the largest of each finding."""
-    found, alone = [], {one.name: one for one in result.examined}
+    found, alone, taken = [], {one.name: one for one in result.examined}, set()
     for names, saving in sorted(pairs.items(), key=lambda item: -item[1][0]):
         ones = sorted((alone[name] for name in names), key=lambda one: -one.seconds)
         beyond = saving[0] - sum(one.seconds for one in ones)
-        taken = any(names & set(one.name.split(" and ")) for one in found)
         hides = beyond >= THRESHOLD * result.seconds and ones[0].seconds <= _ALONE * saving[0]
-        if hides and saving[1] > 0 and not taken:
+        if hides and saving[1] > 0 and not names & taken:
+            taken |= names
             joined = {what: " and ".join(getattr(one, what) for one in ones) for what in ("name", "lesson")}
             advice = "; ".join(one.advice for one in ones)
             found.append(Finding(joined["name"], *saving, result.measured, lesson=joined["lesson"], advice=advice))

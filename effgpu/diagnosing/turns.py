@@ -207,19 +207,18 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
         return took
 
     def compare(changes: list[frozenset[str]]) -> Plan:
-        labels = {" and ".join(sorted(names)): names for names in (frozenset(), *changes)}
-        turns: dict[str, list[float]] = {label: [] for label in labels}
+        turns: dict[frozenset[str], list[float]] = {names: [] for names in (frozenset(), *changes)}
         more = 0
-        for order in orders(list(labels), FEWEST_BLOCKS):
-            for label in order:
-                turns[label].append((yield from take_turn(labels[label], count, lead + more)))
-                more = supply.settle() if LOADING in labels[label] else 0
-        blocks = {label: list(map(statistics.fmean, zip(each[::2], each[1::2]))) for label, each in turns.items()}
-        seen.step = seen.step or interval_of_blocks(blocks[""])
+        for order in orders(list(turns), FEWEST_BLOCKS):
+            for names in order:
+                turns[names].append((yield from take_turn(names, count, lead + more)))
+                more = supply.settle() if LOADING in names else 0
+        blocks = {names: list(map(statistics.fmean, zip(each[::2], each[1::2]))) for names, each in turns.items()}
+        unchanged = blocks.pop(frozenset())
+        seen.step = seen.step or interval_of_blocks(unchanged)
         return {
-            names: interval_of_blocks([was - now for was, now in zip(blocks[""], blocks[label])])
-            for label, names in labels.items()
-            if names
+            names: interval_of_blocks([was - now for was, now in zip(unchanged, each)])
+            for names, each in blocks.items()
         }
 
     pace = yield from take_turn(frozenset(), 3, 1)

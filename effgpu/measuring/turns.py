@@ -75,13 +75,13 @@ def choose_blocks(fit: float, seconds: float, fewest: int) -> int:
     return FEWEST_BLOCKS if seconds * FEWEST_BLOCKS <= fit * max(1.5 * seconds, _NO_LONG_WAIT) else fewest
 
 
-def orders(labels: list[str], blocks: int) -> Iterator[list[str]]:
-    """Who has its turn when, in so many blocks, each a list of labels: for a plan, which takes the turns itself."""
-    return (_draw(labels) for _ in range(blocks))
+def orders(those: list, blocks: int) -> Iterator[list]:
+    """Who has its turn when, in so many blocks, each a list of those: for a plan, which takes the turns itself."""
+    return (_draw(those) for _ in range(blocks))
 
 
-def _draw(labels: list[str]) -> list[str]:
-    drawn = list(labels)
+def _draw(those: list) -> list:
+    drawn = list(those)
     random.SystemRandom().shuffle(drawn)  # leaves the reader's own generator alone
     return [*drawn, *reversed(drawn)]
 
