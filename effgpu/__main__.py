@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import signal
@@ -255,8 +254,7 @@ def _run(chosen: argparse.Namespace) -> int:
     with _refusing(OSError, ValueError):
         if chosen.seconds is not None:
             units.check_positive(**{"--seconds": chosen.seconds})
-            os.environ[timing.CAP] = str(chosen.seconds)
-        capped = timing.cap_seconds(math.inf) < math.inf
+        capped = chosen.seconds is not None or timing.cap_seconds(math.inf) < math.inf
         out = chosen.out or Path("out/look" if capped else "out")  # a quick look must not replace results
         lessons = runner.find_lessons(chosen.lessons)
         units.check_positive(Integral, **{"--at-once": chosen.at_once})
@@ -277,7 +275,8 @@ def _run(chosen: argparse.Namespace) -> int:
     outcomes, interrupted = [], False
     width = max(len(lesson.stem) for lesson in lessons)
     try:
-        for outcome in runner.run(lessons, out, inplace=chosen.inplace, at_once=chosen.at_once, budget=chosen.budget):
+        options = {name: getattr(chosen, name) for name in ("inplace", "at_once", "budget", "seconds")}
+        for outcome in runner.run(lessons, out, **options):
             outcomes.append(outcome)  # stored at once, so that an interruption loses no results
             outcomes[-1] = runner.store(outcome, out / "results", outcomes[:-1])
             runner.show_line(f"{outcome.name:{width}}  {outcome.seconds:4.0f} s  {runner.tell(outcomes[-1])}")
@@ -503,7 +502,8 @@ def _failing(name: str) -> Iterator[None]:
 def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:
     """The function of FILE.py:VARIANT, or package.module:VARIANT, and all names of the file, which sees `arguments`.
 
-    The file is run as a module, of its package where it is in one: so a DataLoader's workers find its classes.
+    The file is run as a module, of its package where it is in one: so a DataLoader's workers find its classes. It stays
+    one, and its folder a place of modules: a step may import what lies beside it, and pickle looks for its classes.
     """
     from effgpu.measuring.variants import is_function
 

@@ -1,6 +1,7 @@
 """The commands. Where signals, imports or standard error matter, they run in a process of their own."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -119,7 +120,9 @@ def test_a_run_leaves_notebooks_results_and_a_report_that_names_what_failed(here
 
 def test_seconds_cap_every_measurement_of_a_run(here):
     lesson = write_lesson(here, "01_one", f"import os; print(os.environ[{timing.CAP!r}])")
+    before = dict(os.environ)
     assert main(["run", str(lesson), "--seconds", "0.5"]) == 0
+    assert os.environ == before
     assert not list((here / "out").glob("*.html")), "a quick look must not replace results"
     executed = nbformat.read(here / "out" / "look" / "notebooks" / "01_one.ipynb", as_version=4)
     assert executed.cells[-1].outputs[0].text == "0.5\n"

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from unittest import mock
 from urllib.parse import quote
 
 from tqdm import tqdm
 
 from effgpu import results, units
 from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import gpu_lock, timing
 from effgpu.measuring.device import AT_ONCE, Device, describe
 from effgpu.predicting.full_size import tell_range
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
@@ -205,13 +204,19 @@ def find_gpus(lessons: Iterable[Path]) -> list[str]:
 
 
 def run(
-    lessons: Sequence[Path], out: Path, *, inplace: bool = False, at_once: int = 1, budget: float = math.inf
+    lessons: Sequence[Path],
+    out: Path,
+    *,
+    inplace: bool = False,
+    at_once: int = 1,
+    budget: float = math.inf,
+    seconds: float | None = None,
 ) -> Iterator[Outcome]:
     """Run lessons, so many at once, with a progress bar, and yield each outcome. A failure does not stop the rest.
 
     Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten.
-    Lessons that run at once take turns on the GPU (gpu_lock.py). Ctrl-C stops the running kernels, yields the results
-    of their lessons so far, and raises KeyboardInterrupt.
+    Lessons that run at once take turns on the GPU (gpu_lock.py). `seconds` cap every measurement. Ctrl-C stops the
+    running kernels, yields the results of their lessons so far, and raises KeyboardInterrupt.
 
     All have `budget` seconds together. One that takes twice its share of what is left is stopped while others wait, and
     begun again after them if there is then more time. After the budget those that still run are stopped, and no other
@@ -229,7 +234,7 @@ def run(
 
     with (
         tqdm(total=len(lessons), leave=False, bar_format="{desc} |{bar:30}| {remaining} left") as bar,
-        _taking_turns(at_once),
+        _environment(at_once, seconds),
         asyncio.Runner() as loop,
     ):
         while waiting or running:
@@ -274,20 +279,24 @@ def run_lesson(
 
 
 @contextlib.contextmanager
-def _taking_turns(at_once: int) -> Iterator[None]:
-    """For lessons that run at once: a lock on the GPU, and for each its share of the CPU's cores.
+def _environment(at_once: int, seconds: float | None) -> Iterator[None]:
+    """Inside, kernels inherit the most seconds of a measurement; at once, a lock on the GPU and a share of the cores.
 
     PyTorch's warnings in C++, which hold the hour, stay out of the outputs: they do so only if set before torch starts.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if at_once == 1:
-        yield
-        return
+    before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        given = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once)), **os.environ}
-        given |= {gpu_lock.VARIABLE: os.path.join(folder, "gpu"), AT_ONCE: str(at_once)}
-        with mock.patch.dict(os.environ, given):  # kernels inherit it
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if seconds is not None:
+            os.environ[timing.CAP] = str(seconds)
+        if at_once > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+            os.environ.update({gpu_lock.VARIABLE: os.path.join(folder, "gpu"), AT_ONCE: str(at_once)})
+        try:
             yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 async def _first_of(tasks: Iterable[asyncio.Task], seconds: float) -> set[asyncio.Task]:
