@@ -23,14 +23,6 @@ said, way = os.environ.get("SAID"), multiprocessing.get_start_method()
 print(json.dumps([os.getpid(), os.getppid(), os.getpgid(0), os.getcwd(), said, way, "torch" in sys.modules]))
 """
 DRAWS = "import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.show()"
-STARTS = """
-import sys
-from pathlib import Path
-from effgpu.course import runner
-
-if __name__ == "__main__":
-    runner.run_lesson(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
 
 
 def execute(*sources, cwd):
@@ -99,8 +91,8 @@ def test_a_kernel_ends_when_who_started_it_is_killed(tmp_path):
     sleeps = "import os, time; open('told', 'w').write(str(os.getpid())); time.sleep(600)"
     lesson = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(sleeps)])
     nbformat.write(lesson, tmp_path / "sleepy.ipynb")
-    (tmp_path / "starts.py").write_text(STARTS)
-    runner = subprocess.Popen([sys.executable, tmp_path / "starts.py", tmp_path / "sleepy.ipynb", tmp_path])
+    run = [sys.executable, "-m", "effgpu", "run", tmp_path / "sleepy.ipynb", "--out", tmp_path / "out"]
+    runner = subprocess.Popen(run)
     told = tmp_path / "told"
     wait_until(lambda: told.exists() and told.read_text())
     os.kill(runner.pid, signal.SIGKILL)

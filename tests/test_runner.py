@@ -85,7 +85,7 @@ def test_an_executed_lesson_carries_all_that_it_measured(tmp_path, out):
     cells = f"{PICTURE}\n{compares('good')}", PICTURE, *again, compares("other", 0.05), *plots
     lesson = write_lesson(tmp_path, "05_good", *cells)
     shares = []
-    outcome = runner.run_lesson(lesson, out / "notebooks", progress=shares.append)
+    outcome = asyncio.run(runner._run_lesson(lesson, out / "notebooks", False, shares.append))
     assert (outcome.name, outcome.title, outcome.failure) == ("05_good", "The 05_good lesson", None)
     found = {comparison.name: comparison["fast"].times[0] for comparison in outcome.comparisons}
     assert found == {"good": 0.1, "good-2": 0.15, "other": 0.05}
@@ -100,7 +100,7 @@ def test_an_executed_lesson_carries_all_that_it_measured(tmp_path, out):
 def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out):
     after_words = "print('words')\n" + WIPED_BAR.replace("stderr", "stdout")
     lesson = write_lesson(tmp_path, "stable", compares("stable"), WIPED_BAR, after_words)
-    runner.run_lesson(lesson, out / "notebooks")
+    list(runner.run([lesson], out))
     first = (out / "notebooks" / "stable.ipynb").read_bytes()
     notebook = nbformat.reads(first.decode(), as_version=4)
     assert notebook.metadata.language_info == {"name": "python"}
@@ -108,7 +108,7 @@ def test_an_executed_lesson_has_nothing_of_the_machine_or_the_hour(tmp_path, out
     assert all(not cell.metadata for cell in notebook.cells)
     assert [cell.execution_count for cell in notebook.cells[1:]] == [1, 2, 3]
     assert notebook.cells[2].outputs == [] and notebook.cells[3].outputs[0].text == "words\n"  # nothing of the bar
-    runner.run_lesson(out / "notebooks" / "stable.ipynb", out / "notebooks")
+    list(runner.run([out / "notebooks" / "stable.ipynb"], out))
     assert (out / "notebooks" / "stable.ipynb").read_bytes() == first
 
 
@@ -301,7 +301,7 @@ def test_the_headline_is_of_the_last_variant_with_a_prediction(make_measurement)
 def test_a_dead_kernel_is_noticed_at_once(tmp_path, out, monkeypatch):
     monkeypatch.setattr(runner, "CELL_TIMEOUT", 300)  # not noticed, it would be a CellTimeoutError
     lesson = write_lesson(tmp_path, "dying", compares("before"), DYING, "1 + 1")
-    outcome = runner.run_lesson(lesson, out / "notebooks")
+    (outcome,) = runner.run([lesson], out)
     assert outcome.failure == "cell [2] 'import os': DeadKernelError: Kernel died"
     assert [comparison.name for comparison in outcome.comparisons] == ["before"]
     assert runner.read_lessons(out / "notebooks") == [outcome]
@@ -310,7 +310,7 @@ def test_a_dead_kernel_is_noticed_at_once(tmp_path, out, monkeypatch):
 def test_a_cell_that_takes_too_long_is_ended(tmp_path, out, monkeypatch):
     monkeypatch.setattr(runner, "CELL_TIMEOUT", 1)
     slow = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    outcome = runner.run_lesson(write_lesson(tmp_path, "sleepy", slow), out / "notebooks")
+    (outcome,) = runner.run([write_lesson(tmp_path, "sleepy", slow)], out)
     assert outcome.failure.startswith("cell [1] 'import os, time': CellTimeoutError")
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 

@@ -268,16 +268,6 @@ def run(
                     yield outcome
 
 
-def run_lesson(
-    path: Path, folder: Path, *, inplace: bool = False, progress: Callable[[float], None] = lambda share: None
-) -> Outcome:
-    """Run one lesson in its own kernel, in the lesson's folder. Write the executed lesson into `folder`.
-
-    Ctrl-C stops it, and nothing is written. `progress` is called with the share of the cells that are done, 0 to 1.
-    """
-    return asyncio.run(_run_lesson(path, folder, inplace, progress))
-
-
 @contextlib.contextmanager
 def _environment(at_once: int, seconds: float | None) -> Iterator[None]:
     """Inside, kernels inherit the most seconds of a measurement; at once, a lock on the GPU and a share of the cores.
@@ -314,6 +304,10 @@ async def _stop(tasks: Iterable[asyncio.Task], why: str) -> list[Outcome]:
 
 
 async def _run_lesson(path: Path, folder: Path, inplace: bool, progress: Callable[[float], None]) -> Outcome:
+    """Run one lesson in its own kernel, in its folder, and write it into `folder`; nothing, if it is cancelled.
+
+    `progress` is called with the share of the cells that are done, 0 to 1.
+    """
     import nbformat
 
     began = time.monotonic()
