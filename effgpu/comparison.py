@@ -13,13 +13,14 @@ from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence, on
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
+from effgpu.predicting.time import list_unchecked
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
 CONTROL = "control (the baseline again)"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
 BESIDE_PREDICTION = 0.5  # seconds that a CPU times a variant that is predicted for a GPU
-QUANTITIES = ("time", "memory", "energy")
+QUANTITIES = tuple(units.FORMATS)
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 _STEADY = 1.02  # of a clock: it may change by so much without a word
 Column = tuple[str, Callable[[Measurement], str]]  # a heading, and what gives a variant's cell
@@ -248,9 +249,9 @@ class Comparison:
 
     def _show(self, m: Measurement, quantity: str) -> str:
         """A value with its unit; of memory and energy also the change against the baseline: "3.94 GiB (−34 %)"."""
-        shown = {"time": units.format_seconds, "memory": units.format_bytes, "energy": units.format_joules}[quantity]
         change = units.NOT_MEASURED if quantity == "time" else self.tell(m.label, quantity)
-        return shown(self.value(m.label, quantity)) + f" ({change})" * (change != units.NOT_MEASURED)
+        shown = units.FORMATS[quantity](self.value(m.label, quantity))
+        return shown + f" ({change})" * (change != units.NOT_MEASURED)
 
     def _full_size_columns(self) -> list[Column]:
         """A column of times for each GPU, and one of memory, for what is predicted at full size."""
@@ -312,10 +313,8 @@ class Comparison:
 
     def _say_what_is_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""
-        names: dict[str, dict[str, None]] = {}
-        for one in (one for predicted in self.full_size.values() for one in predicted if one.unchecked):
-            names.setdefault(one.unchecked, {})[one.gpu] = None
-        return [f"Not checked against any run: {missing} on {', '.join(those)}." for missing, those in names.items()]
+        found = [(one.gpu, one.unchecked) for predicted in self.full_size.values() for one in predicted]
+        return [f"Not checked against any run: {missing}." for missing in list_unchecked(found)]
 
     def _say_what_is_untimed(self) -> list[str]:
         """Of which variants a part of the time is not known."""

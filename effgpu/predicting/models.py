@@ -55,9 +55,12 @@ class ModelPrediction:
         """The seconds of an epoch on each GPU: expected, low, high."""
         if self.samples is None:
             return {}
-        steps = math.ceil(self.samples / self.batch)
-        times = {gpu.name: self.predicted.time(gpu) for gpu in self.predicted.gpus if gpu.bandwidth}
+        steps, times = self._steps, {gpu.name: self.predicted.time(gpu) for gpu in self.predicted.gpus if gpu.bandwidth}
         return {name: (steps * time.expected, steps * time.low, steps * time.high) for name, time in times.items()}
+
+    @property
+    def _steps(self) -> int:
+        return math.ceil(self.samples / self.batch)
 
     def cost(self, gpu: str) -> tuple[float, float, float]:
         """The price of an epoch on a GPU: expected, low, high."""
@@ -86,8 +89,7 @@ class ModelPrediction:
                 found = self.largest[gpu.name]
                 row.append(f"{found.fits}" + (f", up to {found.may_fit} may" if found.may_fit > found.fits else ""))
             if self.samples:
-                steps = math.ceil(self.samples / self.batch)
-                row.append(self.predicted.time(gpu).times(steps) if gpu.bandwidth else NOT_MEASURED)
+                row.append(self.predicted.time(gpu).times(self._steps) if gpu.bandwidth else NOT_MEASURED)
             if self.samples and self.price:
                 cost = "{:.2f} [{:.2f}, {:.2f}]".format(*self.cost(gpu.name)) if gpu.bandwidth else NOT_MEASURED
                 row.append(cost)

@@ -42,7 +42,7 @@ from effgpu.predicting.facts import (
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.recorder import Recorder
-from effgpu.predicting.time import FUSED_CALLS, Time, step_time
+from effgpu.predicting.time import FUSED_CALLS, Time, list_unchecked, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
     NOT_MEASURED,
@@ -294,11 +294,8 @@ class Prediction:
 
     def _unchecked(self) -> list[str]:
         """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
-        names: dict[str, list[str]] = {}
-        for gpu in self.gpus:
-            if gpu.bandwidth and (missing := self.time(gpu).tell_unchecked()):
-                names.setdefault(missing, []).append(gpu.name)
-        return [f"not checked against any run: {missing} on {', '.join(those)}" for missing, those in names.items()]
+        found = [(gpu.name, self.time(gpu).tell_unchecked()) for gpu in self.gpus if gpu.bandwidth]
+        return [f"not checked against any run: {missing}" for missing in list_unchecked(found)]
 
     def _kinds(self) -> tuple[list[str], list[list[str]]]:
         """What kinds of operation take the time, where one GPU was asked for."""

@@ -11,7 +11,7 @@ also says which constants were chosen after seeing rows of the audit.
 import html
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -464,6 +464,15 @@ def _range(work: _Work, gpu: Gpu) -> tuple[float, float, float]:
     apart = SPREAD_OF_SOURCES[network[0]] if network else EXTRAPOLATED
     unseen = EXTRAPOLATED if network and not audited_runs(gpu.name, *network) else 0.0
     return _ends(work.between_waits, gpu, math.hypot(apart, unseen, *_spreads(work.sources, gpu)))
+
+
+def list_unchecked(found: Iterable[tuple[str, str]]) -> list[str]:
+    """Of GPUs' names and what `Time.tell_unchecked` says there: "transformers in fp16 on T4, L4"."""
+    names: dict[str, dict[str, None]] = {}
+    for gpu, missing in found:
+        if missing:
+            names.setdefault(missing, {})[gpu] = None
+    return [f"{missing} on {', '.join(those)}" for missing, those in names.items()]
 
 
 def time_ratio(ours: Time, theirs: Time) -> tuple[float, float, float]:
