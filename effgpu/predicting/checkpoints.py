@@ -1,9 +1,10 @@
 """What a script does with checkpoints while it is predicted: none is written, and none from before is lost.
 
-A script rotates its files: it renames or deletes an old checkpoint, and writes a new one. Here the new one is not
-written, as its weights have no values. So the old one stays, and what would have been written is there for the script
-alone: it can be loaded, looked at, copied, renamed and deleted. What it writes by itself in place of a checkpoint from
-before goes into a file without a name.
+A script rotates its files: it lists them, renames or deletes an old checkpoint, and writes a new one. Here the new one
+is not written, as its weights have no values. So the old one stays, and what would have been written is there for the
+script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes by itself in place of a
+checkpoint from before goes into a file without a name, as do all bytes that it writes over a file from before: weights
+may have any name.
 """
 
 import builtins
@@ -16,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -31,6 +32,44 @@ class Saved(NamedTuple):
 
     value: object = None
     source: str | None = None
+
+
+class _Entry:
+    """What `os.scandir` would give of a file that was not written."""
+
+    def __init__(self, folder: str, name: str):
+        self.name, self.path = name, os.path.join(folder, name)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def stat(self, **_) -> os.stat_result:
+        return os.stat(self.path)
+
+    def is_file(self, **_) -> bool:
+        return True
+
+    def is_dir(self, **_) -> bool:
+        return False
+
+    is_symlink = is_junction = is_dir
+
+
+class _Entries(contextlib.closing):
+    """What `os.scandir` gives: an iterator that can be closed, by `with` too."""
+
+    def __init__(self, entries: Iterable):
+        super().__init__(self)
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator:
+        return self._entries
+
+    def __next__(self) -> object:
+        return next(self._entries)
+
+    def close(self) -> None:
+        self._entries = iter(())
 
 
 class Checkpoints:
@@ -63,20 +102,30 @@ class Checkpoints:
     def __contains__(self, file: object) -> bool:
         return self._path(file) in self._saved
 
+    def name(self, file: object) -> str:
+        """What a person calls a file that is named, or open."""
+        if (path := _path(file)) in self._stand_ins:
+            return os.path.relpath(self._stand_ins[path])
+        return str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", file))
+
     def _path(self, file: object) -> str | None:
         path = _path(file)
         return self._stand_ins.get(path, path)
 
-    def _stand_in(self, file: object) -> str:
-        """An empty file for the script to write and read in place of one from before."""
+    def _stand_in(self, file: object, real: Callable, filled: bool) -> str:
+        """A file for the script to write and read in place of one from before: empty, or `filled` with the same."""
         self._open.append(tempfile.TemporaryFile())  # noqa: SIM115, it stays open
+        if filled:
+            with real(file, "rb") as before:
+                shutil.copyfileobj(before, self._open[-1])
+            self._open[-1].flush()
         source, path = f"/dev/fd/{self._open[-1].fileno()}", self._path(file)
         self._stand_ins[source], self._saved[path] = path, Saved(source=source)
         self._gone.discard(path)
         return source
 
-    def _is_from_before(self, file: object) -> bool:
-        """Whether it is a checkpoint, or a folder with one, that was there before the script was started."""
+    def _is_from_before(self, file: object, anything: bool = False) -> bool:
+        """Whether it is a checkpoint (or any file), or a folder with one, from before the script was started."""
         if (name := _path(file)) is None:  # a pipe, or memory
             return False
         path = Path(name)
@@ -85,15 +134,24 @@ class Checkpoints:
         try:
             if path.is_dir():
                 return any(map(self._is_from_before, path.iterdir()))
-            return path.suffix in _WEIGHTS and path.is_file() and path.stat().st_mtime < self._began
+            is_weights = anything or path.suffix in _WEIGHTS
+            return is_weights and path.is_file() and path.stat().st_mtime < self._began
         except OSError:
             return False
 
-    def _leave(self, file: object) -> bool:
-        """Whether to leave a file alone, as it is a checkpoint from before."""
-        if left := self._is_from_before(file):
+    def _leave(self, file: object, anything: bool = False) -> bool:
+        """Whether to leave a file alone, as it is a checkpoint (or any file) from before."""
+        if left := self._is_from_before(file, anything):
             self.left_alone[str(file)] = None
         return left
+
+    def _listed(self, folder: str | os.PathLike, found: Iterable, name_of: Callable, make: Callable) -> list:
+        """What a script finds in a folder: not what it has deleted, but what it has saved."""
+        whole, folder = self._path(folder), os.fspath(folder)
+        there = [each for each in found if os.path.join(whole, name_of(each)) not in self._gone]
+        names = {name_of(each) for each in there}
+        saved = [os.path.basename(path) for path in self._saved if os.path.dirname(path) == whole]
+        return there + [make(folder, name) for name in saved if name not in names]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -102,6 +160,8 @@ class Checkpoints:
         def move(real: Callable, source, target, *args, **kwargs):
             if source in self:
                 self._saved[self._path(target)] = self._saved.pop(self._path(source))
+                if os.path.lexists(source) and self._is_new(source):  # a temporary file, which has no values
+                    os.remove(source)
             elif self._leave(source) or (not self._is_new(source) and self._leave(target)):
                 self._saved[self._path(target)] = Saved(source=self._path(source))
             else:
@@ -130,7 +190,8 @@ class Checkpoints:
                 raise _missing(file)
             saved = self._saved.pop(self._path(file), None)
             if self._leave(file):
-                self._gone.add(self._path(file))
+                inside = Path(file).rglob("*") if os.path.isdir(file) else ()
+                self._gone |= {self._path(file), *map(self._path, inside)}
             elif saved is None or os.path.lexists(file):
                 real(file, *args, **kwargs)
 
@@ -154,17 +215,32 @@ class Checkpoints:
             return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, os.getuid(), os.getgid(), 0, now, now, now))
 
         def open_other(real: Callable, file, mode="r", *args, **kwargs):
-            saved = self.find(file)
+            saved, gone = self.find(file), self._path(file) in self._gone
+            writes = {*"wa+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
+            if gone and "r" in mode:
+                raise _missing(file)
             if saved and saved.source in self._stand_ins:
                 file = saved.source
-            elif "w" in mode and not os.path.isdir(file) and self._leave(file):  # a folder: a temporary file in it
-                file = self._stand_in(file)
+            elif writes and self._leave(file, anything={*"wb"} <= {*mode}):
+                file = self._stand_in(file, real, filled=not gone and "w" not in mode)
             return real(file, mode, *args, **kwargs)
+
+        def list_names(real: Callable, folder=None, *args):
+            if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+                return real(folder, *args)
+            return self._listed(folder, real(folder), str, lambda _, name: name)
+
+        def scan(real: Callable, folder=None, *args):
+            if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+                return real(folder, *args)
+            with real(folder) as entries:
+                return _Entries(self._listed(folder, entries, lambda entry: entry.name, _Entry))
 
         ways = [(os, name, move) for name in ("rename", "replace")]
         ways += [(shutil, name, copy) for name in ("copyfile", "copy", "copy2")]
         ways += [(os, name, link) for name in ("link", "symlink")]
         ways += [(os, "remove", remove), (os, "unlink", remove), (shutil, "rmtree", remove)]
+        ways += [(os, "listdir", list_names), (os, "scandir", scan)]
         ways += [(os, "mkdir", make), (os, "stat", look), (builtins, "open", open_other), (io, "open", open_other)]
         with replaced((owner, name, _instead(getattr(owner, name), way)) for owner, name, way in ways):
             yield

@@ -77,7 +77,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
-            recorder.unwritten[f"torch.save to {_name(f)}"] = None
+            recorder.unwritten[f"torch.save to {recorder.checkpoints.name(f)}"] = None
             recorder.checkpoints.save(f, obj)
         elif not recorder.checkpoints.keep(f, obj):
             save(obj, f, *args, **kwargs)
@@ -110,7 +110,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save_compiled)
     def save_compiled_values(module, f, *args, **kwargs):
         if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
-            recorder.unwritten[f"torch.jit.save to {_name(f)}"] = None
+            recorder.unwritten[f"torch.jit.save to {recorder.checkpoints.name(f)}"] = None
         else:
             save_compiled(module, f, *args, **kwargs)
 
@@ -154,10 +154,6 @@ def _holds_fake(value: object) -> bool:
     except Exception:
         return False
     return False
-
-
-def _name(file: object) -> str:
-    return str(getattr(file, "name", file) if not isinstance(file, (str, os.PathLike)) else file)
 
 
 def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
@@ -205,7 +201,7 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(tensors, filename, *args, **kwargs):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            recorder.unwritten[f"safetensors' save_file to {_name(filename)}"] = None
+            recorder.unwritten[f"safetensors' save_file to {recorder.checkpoints.name(filename)}"] = None
             recorder.checkpoints.save(filename, tensors)
         elif not recorder.checkpoints.keep(filename, tensors):
             save(tensors, filename, *args, **kwargs)
