@@ -931,31 +931,69 @@ def test_pipes_memory_and_temporary_files_are_written_beside_old_checkpoints(run
 
 
 WRITES_OVER = """
-import numpy, os, pickle, shutil
+import numpy, os, pickle, shutil, tempfile
 with open("words.pkl", "wb") as file: pickle.dump(["word"] * 500, file)
 with open("words.pkl", "rb") as file: assert len(pickle.load(file)) == 500
 assert os.path.getsize("words.pkl") > 500
 numpy.savez("weights.npz", *[weight.detach().cpu().numpy() for weight in model.parameters()])
 assert len(numpy.load("weights.npz").files) == 16
+with open("again.pt", "r+b") as file:
+    assert number or file.read() == b"again.pt"
+    file.seek(0)
+    file.truncate()
+    torch.save(model.state_dict(), file)
 if os.path.exists("run"): shutil.rmtree("run")
 os.makedirs("run")
+try: open("run/best.pt")
+except FileNotFoundError: pass
+else: raise AssertionError
 with open("run/best.pt", "wb") as file: torch.save(model.state_dict(), file)
 assert torch.load("run/best.pt")["0.weight"].is_cuda
+with open("run/best", "wb") as file: torch.save(model.state_dict(), file)
+with tempfile.NamedTemporaryFile(dir="run", delete=False) as file: torch.save(model.state_dict(), file)
+os.replace(file.name, "run/last.pt")
+assert torch.load("run/last.pt") and torch.load("again.pt")
 torch.jit.script(model).save("model.ts")
 """
 
 
 def test_what_a_script_writes_over_a_file_from_before_it_reads_again_and_the_file_stays(run, here):
     (here / "run").mkdir()
-    names = "words.pkl", "weights.npz", "run/best.pt"
+    names = "words.pkl", "weights.npz", "run/best.pt", "again.pt", "run/best", "run/last.pt"
     for name in names:
         (here / name).write_text(name)
         os.utime(here / name, (0, 0))
     code, told, errors = run(loop(step=STEP + WRITES_OVER))
     assert code == 0, errors
     assert [(here / name).read_text() for name in names] == [*names] and not (here / "model.ts").exists()
+    assert len([*(here / "run").iterdir()]) == 3
     assert "left as it is, a file from before: words.pkl" in told["notes"]
+    assert "not written, as its weights have no values: torch.save to run/best" in told["notes"]
     assert "not written, as its weights have no values: torch.jit.save to model.ts" in told["notes"]
+
+
+KEEPS_THE_LAST_TWO = """
+import glob, os, pathlib
+torch.save(model.state_dict(), f"run/step_{9 - number % 10}.pt")
+found = sorted(glob.glob("run/*.pt"))
+assert found == sorted(map(str, pathlib.Path("run").glob("*.pt"))) and "left.txt" in os.listdir("run")
+assert found == sorted(os.path.join("run", name) for name in os.listdir("run") if name.endswith(".pt"))
+with os.scandir("run") as entries:
+    assert {entry.path for entry in entries if entry.is_file() and entry.stat()} == {*found, "run/left.txt"}
+for old in found[2:]: os.remove(old)
+"""
+
+
+def test_a_script_that_keeps_its_last_checkpoints_finds_those_that_it_saved_and_none_that_it_deleted(run, here):
+    (here / "run").mkdir()
+    names = [f"run/{name}" for name in ("zero_1.pt", "zero_2.pt", "left.txt")]
+    for name in names:
+        (here / name).write_text(name)
+        os.utime(here / name, (0, 0))
+    code, told, errors = run(loop(step=STEP + KEEPS_THE_LAST_TWO))
+    assert code == 0, errors
+    assert [(here / name).read_text() for name in names] == names and len([*(here / "run").iterdir()]) == 3
+    assert "left as it is, a file from before: run/zero_2.pt" in told["notes"]
 
 
 def test_weights_are_known_by_the_header_of_their_file(run, here):
@@ -1634,13 +1672,43 @@ if number % 10 == 9:
 """
 
 
-@pytest.mark.parametrize("rest, named", [("10 == 9", True), ("2 == 2", False)], ids=["a pass", "either way"])
-def test_a_backward_pass_of_every_tenth_step_is_named(rest, named, run):
-    either = RARELY.replace("10 == 9", rest) + ("" if named else "else:\n    loss.backward(retain_graph=True)\n")
+@pytest.mark.parametrize(
+    "test, named",
+    [("number % 10 == 9", True), ("number > 50", True), ("number % 2 == 2", False), ("losses > 50", False)],
+    ids=["a pass", "later", "either way", "no number of a step"],
+)
+def test_a_backward_pass_of_every_tenth_step_is_named(test, named, run):
+    either = "losses = 0" + RARELY.replace("number % 10 == 9", test)
+    either += "" if named or "losses" in test else "else:\n    loss.backward(retain_graph=True)\n"
     _, told, errors = run(loop(step=STEP.replace("loss.backward()", f"{either}\nloss.backward()")))
     assert [why.partition(": ")[0] for why in told["unknown"]] == [
         "what the backward pass takes that comes only in some steps"
     ] * named, errors
+
+
+LATER = """
+if number == 50:
+    import copy
+    average = copy.deepcopy(model)
+    graph = torch.cuda.CUDAGraph()
+"""
+
+
+def test_a_copy_and_a_cuda_graph_that_come_later_are_named(run):
+    _, told, errors = run(loop(step=STEP + LATER, steps=60))
+    assert [why.partition(": ")[0] for why in told["assumptions"]] == [
+        "without the copy that is made only in some steps"
+    ]
+    (why,) = told["unknown"]
+    assert why.startswith("how long a step takes that is replayed as a CUDA graph: "), errors
+
+
+def test_a_guess_by_which_no_step_is_ever_made_is_taken_the_other_way_round(run, expected):
+    skips = STEP.replace("loss.backward()", "if loss.item() > 0.5: continue\nloss.backward()")
+    code, told, errors = run(loop(step=skips))
+    assert code == 0 and seconds(told) == pytest.approx(expected[1], rel=0.05), errors
+    code, _, errors = run(loop(step=skips.replace("> 0.5", "!= 2")))
+    assert code == 2 and "not known here: " in errors and "reads a value, taken as 1.0" in errors
 
 
 def test_passes_before_an_optimizer_is_made_are_no_training(run, expected):

@@ -148,7 +148,7 @@ def _note_failed_threads(marks: "Marks") -> None:
 
 
 def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
-    steps = marks.total
+    steps, why = marks.total, f"; not known here: {marks.guessed}" * bool(marks.guessed)
     for name, library in _OTHERS.items():
         if not steps and name in sys.modules:
             return f"uses {library}: only training with PyTorch is understood"
@@ -159,10 +159,10 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
             return f"made no step itself, but started another program that may train, give that one: {_cut(command)}"
         return f"started processes and made no step itself: {_TRAIN_HERE}"
     if not steps:
-        return "ended without a step of an optimizer of PyTorch's: let it train, or call effgpu.tick() once per step"
+        ended = "ended without a step of an optimizer of PyTorch's"
+        return f"{ended}: let it train, or call effgpu.tick() once per step{why}"
     made = "a step" if steps == 1 else f"{steps} steps"
     made += f", at most {marks.most} with one optimizer" * (marks.most < steps)
-    why = f"; not known here: {marks.guessed}" * bool(marks.guessed)
     return f"ended after {made}, and {needs} are needed: give it more of them, or more data{why}"
 
 

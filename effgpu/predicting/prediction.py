@@ -451,7 +451,8 @@ def conclude(recorder: Recorder) -> Prediction:
     if len(made := recorder.made[-2:]) > 1 and max(made) > _VARIES * min(made) + MiB:
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
-        recorder.say(ASSUMED, f"{differ}: the time is the last one's, and the peak that of the larger")
+        larger = "larger; a later step may be larger still" if made[-1] > made[0] else "larger"
+        recorder.say(ASSUMED, f"{differ}: the time is the last one's, and the peak that of the {larger}")
     recorder.optimizers.fill_histories()
     recorder.optimizers.name_rare_updates()
     peak, owners, resting = _divide(recorder)

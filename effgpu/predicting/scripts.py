@@ -11,12 +11,12 @@ from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.errors import CannotPredict
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import STEPS, Asked
-from effgpu.predicting.facts import UNKNOWN, UNTIMED
+from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
 from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import conclude, count, explain
-from effgpu.predicting.rare import find_passes
+from effgpu.predicting.rare import find_captures, find_copies, find_passes
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
@@ -24,6 +24,11 @@ _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW = 0.1  # a share of the weights
 _LONG = 5.0  # seconds of forward passes that are worth a line
+_RARE = (
+    (find_passes, UNKNOWN, "what the backward pass takes that comes only in some steps"),
+    (find_copies, ASSUMED, "without the copy that is made only in some steps"),
+    (find_captures, UNTIMED, "a step takes that is replayed as a CUDA graph"),
+)
 
 
 @contextlib.contextmanager
@@ -91,8 +96,9 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
         most = f"{max(earlier)} matrix products in its backward pass, and {counted} in the one that was counted"
         recorder.say(UNTIMED, f"work takes that comes only in some steps: one before had {most}")
         return
-    for site in dict.fromkeys(site for code in recorder.loop for site in find_passes(code)):
-        recorder.say(UNKNOWN, f"what the backward pass takes that comes only in some steps: {site}")
+    for find, kind, text in _RARE:
+        for site in dict.fromkeys(site for code in recorder.loop for site in find(code)):
+            recorder.say(kind, f"{text}: {site}")
 
 
 def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
@@ -143,6 +149,8 @@ def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[No
                 raise Refused(f"fails without values: {describe(error)}") from error
         raise
     _ask_again(recorder)
+    if not marks.total:  # a guess may have kept it from training
+        _ask_otherwise(recorder.guesses, tries, object)
     if marks.source is BACKWARD and marks.count > STEPS and marks.probes > 1:
         raise Again({"probes": 1})
     if recorder.trouble and (why := explain(recorder.trouble)):
@@ -155,9 +163,9 @@ def _ask_again(recorder: ScriptRecorder) -> None:
         raise Again({"runs_out": False})
 
 
-def _ask_otherwise(guesses: Guesses, tries: int) -> None:
-    """An error may come of a guess. Where another one leads to an error, too, the first is shown."""
-    if tries and guesses.answer_otherwise(bool):
+def _ask_otherwise(guesses: Guesses, tries: int, kind: type = bool) -> None:
+    """An error may come of a guess of this kind. Where another one leads to an error, too, the first is shown."""
+    if tries and guesses.answer_otherwise(kind):
         raise Again({"answers": guesses.answers, "tries": tries - 1})
     if guesses.answers:
         raise Again({"answers": {}, "tries": 0})
