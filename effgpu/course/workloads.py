@@ -64,7 +64,9 @@ WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that th
 class Transformer(nn.Module):
     """A pre-norm transformer. `model(texts)` is `embed`, then each of `blocks`, then `classify`.
 
-    With `causal`, a token sees only the tokens before it, and `classify` gives logits for each token.
+    With `causal`, a token sees only the tokens before it, and `classify` gives logits for each token. Packed texts also
+    give their `positions` [batch, length], and an `attention` that maps queries, keys and values, each [batch, heads,
+    length, width / heads], to such a tensor.
     """
 
     def __init__(self, classes, vocabulary, length, layers, width, heads, dropout=0.1, causal=False):
@@ -74,10 +76,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout, causal) for _ in range(layers))
         self.classify = Classify(width, classes, per_token=causal)
 
-    def forward(self, texts):  # texts: [batch, length]
-        x = self.embed(texts)  # [batch, length, width]
+    def forward(self, texts, positions=None, *attention):  # texts: [batch, length]
+        x = self.embed(texts, positions)  # [batch, length, width]
         for block in self.blocks:
-            x = block(x)  # [batch, length, width]
+            x = block(x, *attention)  # [batch, length, width]
         return self.classify(x)  # [batch, classes], or [batch, length, classes] if causal
 
 
@@ -92,9 +94,10 @@ class Embed(nn.Module):
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)  # as in GPT-2: learns faster than with PyTorch's std of 1
 
-    def forward(self, texts):  # texts: [batch, length]
-        positions = self.positions.weight[: texts.shape[1]]  # [length, width]
-        return self.dropout(self.tokens(texts) + positions)  # [batch, length, width]
+    def forward(self, texts, positions=None):  # texts: [batch, length]
+        in_order = self.positions.weight[: texts.shape[1]]  # [length, width]
+        vectors = in_order if positions is None else self.positions(positions)
+        return self.dropout(self.tokens(texts) + vectors)  # [batch, length, width]
 
 
 class Block(nn.Module):
@@ -108,8 +111,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x):  # x: [batch, length, width]
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x, *attention):  # x: [batch, length, width]
+        x = x + self.dropout(self.attention(self.attention_norm(x), *attention))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -122,10 +125,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x):  # x: [batch, length, width]
+    def forward(self, x, attention=None):  # x: [batch, length, width]
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [batch, length, 3, heads, width / heads]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width / heads]
-        x = scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = attention(q, k, v) if attention else scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(x.transpose(1, 2).flatten(2))  # [batch, length, width]
 
 
