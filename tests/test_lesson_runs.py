@@ -199,7 +199,7 @@ def solutions(path) -> list[tuple[str, str]]:
 
 
 def numbers(text: str) -> set[float]:
-    return {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+    return {float(number.replace(",", "")) for number in re.findall(r"(?<!\w)\d[\d,]*(?:\.\d+)?", text)}
 
 
 @contextmanager
