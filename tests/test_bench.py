@@ -722,7 +722,7 @@ import os, time
 from types import SimpleNamespace
 __version__ = "2.15.0"
 version = SimpleNamespace(cuda="13.0", hip=None)
-device, dtype = lambda *_: SimpleNamespace(type="cuda"), type
+device, dtype, Tensor, UntypedStorage = lambda *_: SimpleNamespace(type="cuda"), type, type, type
 class Event:
     def __init__(self, enable_timing): assert enable_timing
     def record(self): self.at = time.perf_counter()

@@ -66,11 +66,18 @@ def _tests(file: str) -> list[_Rare]:
         if isinstance(node, ast.If | ast.IfExp):
             parts = [*ast.walk(node.test)]
             remainder = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in parts)
-            if remainder or any(_compares(part, counters) for part in parts):
-                ways = (node.body, node.orelse) if isinstance(node, ast.If) else ((), ())
-                passes, copies = ([_calls(way, names) for way in ways] for names in (_PASSES, _COPIES))
-                found.append(_Rare(node.test, remainder, passes[0] != passes[1], copies[0] != copies[1]))
+            later = {True, False} if remainder else {truth for part in parts for truth in _later(part, counters)}
+            if later:
+                found.append(_Rare(node.test, remainder, *(_comes(node, later, names) for names in (_PASSES, _COPIES))))
     return sorted(found, key=lambda rare: rare.test.lineno)
+
+
+def _comes(node: ast.If | ast.IfExp, later: set[bool], names: tuple[str, ...]) -> bool:
+    """Whether what is done in later steps calls one of these, and what is done else does not."""
+    if isinstance(node, ast.IfExp):
+        return False
+    if_true, if_false = _calls(node.body, names), _calls(node.orelse, names)
+    return if_true != if_false and if_true in later
 
 
 def _counted(node: ast.AST) -> Iterator[str]:
@@ -85,10 +92,16 @@ def _counted(node: ast.AST) -> Iterator[str]:
         yield target.id
 
 
-def _compares(node: ast.AST, counters: set[str]) -> bool:
-    return isinstance(node, ast.Compare) and any(
-        isinstance(side, ast.Name) and side.id in counters for side in (node.left, *node.comparators)
-    )
+def _later(node: ast.AST, counters: set[str]) -> set[bool]:
+    """What a comparison of a counter becomes in later steps: true, false, or now this, now that."""
+    if not isinstance(node, ast.Compare):
+        return set()
+    left, right = (isinstance(side, ast.Name) and side.id in counters for side in (node.left, node.comparators[0]))
+    if left == right:
+        return set()
+    if isinstance(node.ops[0], ast.Gt | ast.GtE):
+        return {left}
+    return {right} if isinstance(node.ops[0], ast.Lt | ast.LtE) else {True, False}
 
 
 def _calls(statements: list[ast.stmt], names: tuple[str, ...]) -> bool:
