@@ -23,8 +23,10 @@ from typing import BinaryIO, NamedTuple
 
 from effgpu.attaching.replacing import replaced
 
+_NAMES = "src", "dst", "path", "file"  # of arguments that say which file
 _DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
-_WEIGHTS = (".bin", ".ckpt", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
+ZIP = b"PK\3\4"  # how a file of torch.save begins since PyTorch 1.6, whatever its name
+_WEIGHTS = (".bin", ".ckpt", ".h5", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
 class Saved(NamedTuple):
@@ -134,8 +136,12 @@ class Checkpoints:
         try:
             if path.is_dir():
                 return any(map(self._is_from_before, path.iterdir()))
-            is_weights = anything or path.suffix in _WEIGHTS
-            return is_weights and path.is_file() and path.stat().st_mtime < self._began
+            if not path.is_file() or path.stat().st_mtime >= self._began:
+                return False
+            if anything or path.suffix in _WEIGHTS:
+                return True
+            with path.open("rb") as file:
+                return file.read(len(ZIP)) == ZIP
         except OSError:
             return False
 
@@ -156,94 +162,105 @@ class Checkpoints:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Inside, a script keeps its checkpoints from before."""
-
-        def move(real: Callable, source, target, *args, **kwargs):
-            if source in self:
-                self._saved[self._path(target)] = self._saved.pop(self._path(source))
-                if os.path.lexists(source) and self._is_new(source):  # a temporary file, which has no values
-                    os.remove(source)
-            elif self._leave(source) or (not self._is_new(source) and self._leave(target)):
-                self._saved[self._path(target)] = Saved(source=self._path(source))
-            else:
-                return real(source, target, *args, **kwargs)
-            return target
-
-        def copy(real: Callable, source, target, *args, **kwargs):
-            inside = Path(target, Path(source).name) if os.path.isdir(target) else target
-            if source in self:
-                self._saved[self._path(inside)] = self._saved[self._path(source)]
-            elif not self._is_new(source) and self._leave(inside):
-                self._saved[self._path(inside)] = Saved(source=self._path(source))
-            else:
-                return real(source, target, *args, **kwargs)
-            return target
-
-        def link(real: Callable, source, target, *args, **kwargs):
-            beside = os.path.join(os.path.dirname(target), source)  # what a symbolic link's source is relative to
-            if found := self.find(source) or self.find(beside):
-                self._saved[self._path(target)] = found
-            else:
-                real(source, target, *args, **kwargs)
-
-        def remove(real: Callable, file, *args, **kwargs):
-            if self._path(file) in self._gone and not kwargs.get("ignore_errors"):
-                raise _missing(file)
-            saved = self._saved.pop(self._path(file), None)
-            if self._leave(file):
-                inside = Path(file).rglob("*") if os.path.isdir(file) else ()
-                self._gone |= {self._path(file), *map(self._path, inside)}
-            elif saved is None or os.path.lexists(file):
-                real(file, *args, **kwargs)
-
-        def make(real: Callable, folder, *args, **kwargs):
-            if self._path(folder) not in self._gone:
-                return real(folder, *args, **kwargs)
-            self._gone.remove(self._path(folder))
-
-        def look(real: Callable, file, *args, **kwargs):
-            path, saved = self._path(file), self.find(file)
-            if path in self._gone:
-                raise _missing(file)
-            if saved and saved.source in self._stand_ins:
-                return real(saved.source, *args, **kwargs)
-            try:
-                return real(file, *args, **kwargs)
-            except FileNotFoundError:
-                if not saved:
-                    raise
-            now = int(time.time())
-            return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, os.getuid(), os.getgid(), 0, now, now, now))
-
-        def open_other(real: Callable, file, mode="r", *args, **kwargs):
-            saved, gone = self.find(file), self._path(file) in self._gone
-            writes = {*"wa+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
-            if gone and "r" in mode:
-                raise _missing(file)
-            if saved and saved.source in self._stand_ins:
-                file = saved.source
-            elif writes and self._leave(file, anything={*"wb"} <= {*mode}):
-                file = self._stand_in(file, real, filled=not gone and "w" not in mode)
-            return real(file, mode, *args, **kwargs)
-
-        def list_names(real: Callable, folder=None, *args):
-            if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
-                return real(folder, *args)
-            return self._listed(folder, real(folder), str, lambda _, name: name)
-
-        def scan(real: Callable, folder=None, *args):
-            if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
-                return real(folder, *args)
-            with real(folder) as entries:
-                return _Entries(self._listed(folder, entries, lambda entry: entry.name, _Entry))
-
-        ways = [(os, name, move) for name in ("rename", "replace")]
-        ways += [(shutil, name, copy) for name in ("copyfile", "copy", "copy2")]
-        ways += [(os, name, link) for name in ("link", "symlink")]
-        ways += [(os, "remove", remove), (os, "unlink", remove), (shutil, "rmtree", remove)]
-        ways += [(os, "listdir", list_names), (os, "scandir", scan)]
-        ways += [(os, "mkdir", make), (os, "stat", look), (builtins, "open", open_other), (io, "open", open_other)]
-        with replaced((owner, name, _instead(getattr(owner, name), way)) for owner, name, way in ways):
+        ways = {
+            os: {
+                "rename": self._move,
+                "replace": self._move,
+                "link": self._link,
+                "symlink": self._link,
+                "remove": self._remove,
+                "unlink": self._remove,
+                "mkdir": self._make,
+                "stat": self._look,
+                "listdir": self._list_names,
+                "scandir": self._scan,
+            },
+            shutil: {"copyfile": self._copy, "copy": self._copy, "copy2": self._copy, "rmtree": self._remove},
+            builtins: {"open": self._open_other},
+            io: {"open": self._open_other},
+        }
+        every = ((owner, name, way) for owner, by_name in ways.items() for name, way in by_name.items())
+        with replaced((owner, name, _instead(getattr(owner, name), way)) for owner, name, way in every):
             yield
+
+    def _move(self, real: Callable, source, target, *args, **kwargs):
+        if source in self:
+            self._saved[self._path(target)] = self._saved.pop(self._path(source))
+            if os.path.lexists(source) and self._is_new(source):  # a temporary file, which has no values
+                os.remove(source)
+        elif self._leave(source) or (not self._is_new(source) and self._leave(target)):
+            self._saved[self._path(target)] = Saved(source=self._path(source))
+        else:
+            return real(source, target, *args, **kwargs)
+        return target
+
+    def _copy(self, real: Callable, source, target, *args, **kwargs):
+        inside = Path(target, Path(source).name) if os.path.isdir(target) else target
+        if source in self:
+            self._saved[self._path(inside)] = self._saved[self._path(source)]
+        elif not self._is_new(source) and self._leave(inside):
+            self._saved[self._path(inside)] = Saved(source=self._path(source))
+        else:
+            return real(source, target, *args, **kwargs)
+        return target
+
+    def _link(self, real: Callable, source, target, *args, **kwargs):
+        beside = os.path.join(os.path.dirname(target), source)  # what a symbolic link's source is relative to
+        if found := self.find(source) or self.find(beside):
+            self._saved[self._path(target)] = found
+        else:
+            real(source, target, *args, **kwargs)
+
+    def _remove(self, real: Callable, file, *args, **kwargs):
+        if self._path(file) in self._gone and not kwargs.get("ignore_errors"):
+            raise _missing(file)
+        saved = self._saved.pop(self._path(file), None)
+        if self._leave(file):
+            inside = Path(file).rglob("*") if os.path.isdir(file) else ()
+            self._gone |= {self._path(file), *map(self._path, inside)}
+        elif saved is None or os.path.lexists(file):
+            real(file, *args, **kwargs)
+
+    def _make(self, real: Callable, folder, *args, **kwargs):
+        if self._path(folder) not in self._gone:
+            return real(folder, *args, **kwargs)
+        self._gone.remove(self._path(folder))
+
+    def _look(self, real: Callable, file, *args, **kwargs):
+        path, saved = self._path(file), self.find(file)
+        if path in self._gone:
+            raise _missing(file)
+        if saved and saved.source in self._stand_ins:
+            return real(saved.source, *args, **kwargs)
+        try:
+            return real(file, *args, **kwargs)
+        except FileNotFoundError:
+            if not saved:
+                raise
+        now = int(time.time())
+        return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, os.getuid(), os.getgid(), 0, now, now, now))
+
+    def _open_other(self, real: Callable, file, mode="r", *args, **kwargs):
+        saved, gone = self.find(file), self._path(file) in self._gone
+        writes = {*"wa+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
+        if gone and "r" in mode:
+            raise _missing(file)
+        if saved and saved.source in self._stand_ins:
+            file = saved.source
+        elif writes and self._leave(file, anything={*"wb"} <= {*mode}):
+            file = self._stand_in(file, real, filled=not gone and "w" not in mode)
+        return real(file, mode, *args, **kwargs)
+
+    def _list_names(self, real: Callable, folder=None, *args):
+        if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+            return real(folder, *args)
+        return self._listed(folder, real(folder), str, lambda _, name: name)
+
+    def _scan(self, real: Callable, folder=None, *args):
+        if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+            return real(folder, *args)
+        with real(folder) as entries:
+            return _Entries(self._listed(folder, entries, lambda entry: entry.name, _Entry))
 
     def _is_new(self, file: object) -> bool:
         return os.path.lexists(file) and os.lstat(file).st_mtime >= self._began
@@ -254,7 +271,8 @@ def _instead(real: Callable, way: Callable) -> Callable:
     def call(*args, **kwargs):
         if any(kwargs.get(name) is not None for name in _DIRECTORIES):
             return real(*args, **kwargs)
-        return way(real, *args, **kwargs)
+        named = [kwargs.pop(name) for name in _NAMES if name in kwargs]
+        return way(real, *args, *named, **kwargs)
 
     return call
 

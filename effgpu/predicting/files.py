@@ -19,6 +19,7 @@ import torch
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
 from effgpu.predicting import imports
+from effgpu.predicting.checkpoints import ZIP
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, Recorder
 from effgpu.predicting.translator import name_device, on_real_tensors
@@ -90,7 +91,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
             f = saved.source
         if mmap is None and isinstance(f, (str, os.PathLike)):
             with open(f, "rb") as file:
-                mmap = file.read(4) == b"PK\3\4" or None  # torch.save's format since PyTorch 1.6: a zip file
+                mmap = file.read(len(ZIP)) == ZIP or None
         to_gpu = _maps_to_gpu(map_location)
         with on_real_tensors():  # else PyTorch gives fake tensors here
             loaded = load(f, "cpu" if map_location is None or to_gpu else map_location, *args, mmap=mmap, **kwargs)
