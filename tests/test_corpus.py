@@ -141,3 +141,9 @@ def test_worker_ids_names_the_worker_that_made_a_batch():
     assert [worker for _, worker in batches] == [0, 1, 0]
     assert len({*batches}) == 2 and os.getpid() not in {process for process, _ in batches}
     assert pickle.loads(pickle.dumps(corpus.worker_ids)) is corpus.worker_ids, "a spawned worker needs it"
+
+
+def test_a_batch_is_shown_with_its_texts_and_its_padding(capsys):
+    assert corpus.show_rows([[32], [8, 16], [16]]) == 96
+    assert corpus.show_rows([[8], [16, 8]], every=2) == 48
+    assert capsys.readouterr().out == "████\n█▒▒·\n██··\n██▒\n"

@@ -193,6 +193,19 @@ def worker_ids(samples: Sequence) -> tuple[int, int]:
     return os.getpid(), torch.utils.data.get_worker_info().id
 
 
+def show_rows(rows: Sequence[Sequence[int]], every: int = 1) -> int:
+    """Print the last of `every` so many rows of a batch: a block for 8 tokens of a text, a dot for 8 of padding.
+
+    A row holds the lengths of its texts, in tokens, which two shades of blocks tell apart. Returns the slots of the
+    batch: its rows times the longest of them.
+    """
+    width = max(map(sum, rows))
+    for row in rows[every - 1 :: every]:
+        blocks = ("█▒"[place % 2] * (length // 8) for place, length in enumerate(row))
+        print("".join(blocks).ljust(width // 8, "·"))
+    return width * len(rows)
+
+
 def check_int(name: str, value: int, least: int | None = None) -> None:
     """Raise TypeError unless `value` is an int, and ValueError if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
