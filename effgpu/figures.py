@@ -66,6 +66,7 @@ WIDTH, WIDTH_BESIDE = 6.4, 4.1  # inches of a panel, with the names of its rows;
 FINE, MOST_PIXELS = 125, 1_600_000  # dots per inch of a picture, which is shown at 100; dots in all
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_IN_LEGEND = 35  # letters of names of which each takes half of WIDTH
+LONGEST_TITLE = 37  # letters of a narrow panel's title
 MOST_IN_FREE = 8  # names of a legend in a free panel
 NAME_HEIGHT = 0.19  # inches that a line of a name takes
 
@@ -400,7 +401,8 @@ def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     ax.axvline(first.memory, color=PINK, linewidth=1.3, label=f"memory of {gpu}: {units.format_bytes(first.memory)}")
     _value_axis(ax.xaxis, units.format_bytes)
     ax.set_xlim(left=0)
-    ax.set_title(f"peak memory on {gpu} (predicted)")
+    title = f"peak memory on {gpu} (predicted)"
+    ax.set_title(title, fontsize=STYLE["axes.titlesize"] * min(1, LONGEST_TITLE / len(title)))
 
 
 def _draw_interval(ax, row: float, middle: float, low: float, high: float, label: str) -> None:
