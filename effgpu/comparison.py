@@ -13,6 +13,7 @@ from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence, on
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
+from effgpu.predicting.gpus import GpuLike, find_gpu
 from effgpu.predicting.time import list_unchecked
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
@@ -182,12 +183,27 @@ class Comparison:
         ratio = self.time_ratio(label)
         return ratio.verdict(self.min_effect) if ratio else INCONCLUSIVE
 
-    def tell(self, label: str, quantity: str = "time") -> str:
-        """A variant against the baseline, in words: "1.44 × slower [1.42, 1.47]" or, of memory and energy, "−52 %"."""
+    def tell(self, label: str, quantity: str = "time", *, gpu: GpuLike | None = None) -> str:
+        """A variant against the baseline, in words: "1.44 × slower [1.42, 1.47]" or, of memory and energy, "−52 %".
+
+        With a GPU of `full_size`, what is predicted there: its time in the same words, or its memory, "9.35 GiB".
+        Raises ValueError for another GPU, and for a quantity that is not predicted.
+        """
+        if gpu is not None:
+            return self._tell_predicted(label, quantity, find_gpu(gpu).name)
         if quantity == "time":
             ratio = self.time_ratio(label) if label != self.baseline.label else None
             return ratio.tell(self.min_effect) if ratio else self.verdict(label)
         return self.tell_ratio(self.ratio(label, quantity), quantity)
+
+    def _tell_predicted(self, label: str, quantity: str, gpu: str) -> str:
+        predicted = {one.gpu: one for one in self.full_size.get(label, ())}
+        if gpu not in predicted:
+            raise ValueError(f"gpu: expected one that {label!r} is predicted for, {list(predicted)}, got {gpu!r}")
+        told = {"time": predicted[gpu].tell_time, "memory": predicted[gpu].tell_memory}
+        if quantity not in told:
+            raise ValueError(f"quantity: expected one of {list(told)} for a GPU, got {quantity!r}")
+        return told[quantity]()
 
     @staticmethod
     def tell_ratio(ratio: float | None, quantity: str) -> str:
@@ -314,7 +330,7 @@ class Comparison:
     def _say_what_is_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""
         found = [(one.gpu, one.unchecked) for predicted in self.full_size.values() for one in predicted]
-        return [f"Not checked against any run: {missing}." for missing in list_unchecked(found)]
+        return [f"No published time to check this by: {missing}." for missing in list_unchecked(found)]
 
     def _say_what_is_untimed(self) -> list[str]:
         """Of which variants a part of the time is not known."""

@@ -59,8 +59,13 @@ def format_speed(ratio: float | None, low: float | None = None, high: float | No
 
 
 def format_ends(low: float, high: float, *, slower: bool = False) -> str:
-    """The interval of a ratio, where what is slower counts as more, or less: `0.5, 0.58` -> `"[1.72, 2.00]"`."""
+    """The interval of a ratio, where what is slower counts as more, or less: `0.5, 0.58` -> `"[1.72, 2.00]"`.
+
+    Where its ends lie on two sides of 1, each says its own: `0.5, 1.2` -> `"[1.20 × slower, 2.00 × faster]"`.
+    """
     ends = (low, high) if slower else (1 / high, 1 / low)
+    if ends[0] < 1:
+        return f"[{', '.join(format_speed(end if slower else 1 / end) for end in ends)}]"
     return f"[{', '.join(map(_three_digits, ends))}]"
 
 

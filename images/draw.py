@@ -793,25 +793,22 @@ def epoch_area(ax, left, floor, wide, high, share):
 
 
 def distilbert_150k():
-    """The time of an epoch as an area: how many positions it has, wide, times what a position costs, high. The naive
-    epoch is a large rectangle, most of it hatched padding. In 16 bits it is as wide, and low. The usual epoch, padded
-    to the longest text of each batch, is a little less wide. The efficient epoch is narrow and low: a small corner."""
-    ax = card(440, "Time is an area")
+    """The time of an epoch as an area: how many slots it has, wide, times the time of a slot, high. The naive
+    epoch is a large rectangle, most of it hatched padding. The usual epoch, in 16 bits and padded to the longest text
+    of each batch, is much lower and a little less wide. The efficient epoch is as low, and narrow."""
+    ax = card(334, "Time is an area (to scale, for a T4)")
     heading(ax, 36, 62, "naive")
-    epoch_area(ax, 36, 190, 190, 112, 0.18)
+    epoch_area(ax, 36, 190, 190, 112, 0.19)
     arrow(ax, (22, 190), (22, 78), style="<|-|>")
-    text(ax, 11, 102, "cost of each", color=GREY, rotation=90)
+    text(ax, 11, 102, "time of a slot", color=GREY, rotation=90)
     arrow(ax, (36, 202), (226, 202), style="<|-|>")
-    text(ax, 131, 216, "positions: text and padding", color=GREY)
-    heading(ax, 36, 252, "naive, 16 bits")
-    epoch_area(ax, 36, 308, 190, 40, 0.18)
-    text(ax, 240, 292, "cheaper", ha="left")
-    heading(ax, 36, 342, "usual")
-    epoch_area(ax, 36, 398, 157, 40, 0.22)
-    text(ax, 36, 416, "a little less padding", ha="left")
-    heading(ax, 240, 342, "efficient")
-    epoch_area(ax, 240, 398, 38, 40, 0.92)
-    text(ax, 240, 416, "a small corner", ha="left")
+    text(ax, 131, 216, "slots: text and padding", color=GREY)
+    heading(ax, 36, 252, "usual")
+    epoch_area(ax, 36, 284, 157, 20, 0.23)
+    text(ax, 36, 302, "16 bits, a bit less padding", ha="left")
+    heading(ax, 240, 252, "efficient")
+    epoch_area(ax, 240, 284, 41, 20, 0.88)
+    text(ax, 240, 302, "hardly any", ha="left")
     return ax.figure
 
 

@@ -259,11 +259,23 @@ def test_a_small_model_that_fails_on_a_cpu_says_so(make_measurement):
     assert told.endswith(f"old {OUT_OF_MEMORY}; new 20.0 ms.")
 
 
+def test_a_prediction_is_told_by_its_gpus_name(make_measurement):
+    rows = make_measurement("old"), make_measurement("new")
+    result = Comparison("big", rows, full_size=predicted_sizes(20 * GiB, 5 * GiB))
+    assert result.tell("new", gpu="t4") == "4.00 × faster [3.33, 5.00]"
+    assert result.tell("new", "memory", gpu="T4") == "5.00 GiB"
+    with pytest.raises(ValueError, match=r"gpu: expected one that 'new' is predicted for, \['T4'\], got 'L4'"):
+        result.tell("new", gpu="L4")
+    with pytest.raises(ValueError, match=r"quantity: expected one of \['time', 'memory'\] for a GPU, got 'energy'"):
+        result.tell("new", "energy", gpu="T4")
+
+
 def test_a_predicted_difference_is_told_with_its_middle_whatever_the_range():
     assert tell_range((1.04, 1.01, 1.11)) == "1.04 × slower [1.01, 1.11]"
-    assert tell_range((1.04, 0.98, 1.11)) == "1.04 × slower [0.980, 1.11]"
-    assert tell_range((0.8, 0.5, 1.25)) == "1.25 × faster [0.800, 2.00]"
-    assert tell_range((1.001, 0.9, 1.1)) == tell_range((0.999, 0.9, 1.1)) == "about the same [0.909, 1.11]"
+    assert tell_range((1.04, 0.98, 1.11)) == "1.04 × slower [1.02 × faster, 1.11 × slower]"
+    assert tell_range((0.8, 0.5, 1.25)) == "1.25 × faster [1.25 × slower, 2.00 × faster]"
+    about_the_same = "about the same [1.10 × slower, 1.11 × faster]"
+    assert tell_range((1.001, 0.9, 1.1)) == tell_range((0.999, 0.9, 1.1)) == about_the_same
     assert tell_range((1.0, 1.0, 1.0)) == "same"
 
 

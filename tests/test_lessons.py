@@ -110,19 +110,23 @@ def test_every_exercise_has_a_solution_with_code(path):
 @pytest.mark.parametrize("tens", range(3))
 def test_the_scripts_to_copy_run_as_they_stand(tens, tmp_path):
     chosen = [path for path in LESSONS if path.stem[0] == str(tens) and path.stem != "20_multi_gpu"]
-    for path in chosen:
-        assert "effgpu" not in script_to_copy(path)
-        (tmp_path / f"{path.stem}.py").write_text(script_to_copy(path))
-    command = [sys.executable, str(ROOT / "tests" / "run_cells.py"), *(f"{path.stem}.py" for path in chosen)]
+    scripts = {f"{path.stem}_{number}": text for path in chosen for number, text in enumerate(scripts_to_copy(path))}
+    for name, text in scripts.items():
+        assert "effgpu" not in text
+        (tmp_path / f"{name}.py").write_text(text)
+    command = [sys.executable, str(ROOT / "tests" / "run_cells.py"), *(f"{name}.py" for name in scripts)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    for path in chosen:
-        assert re.search(r"loss \d", (tmp_path / f"{path.stem}.txt").read_text()), path.stem
+    for name in scripts:
+        assert re.search(r"loss \d", (tmp_path / f"{name}.txt").read_text()), name
 
 
-def script_to_copy(path: Path) -> str:
-    story = prose(read(path)).partition("## In your own script")[2]
-    return re.search(r"```python\n(.*?)```", story, re.DOTALL)[1]
+def scripts_to_copy(path: Path) -> list[str]:
+    """The complete scripts of a lesson, at least one: they begin with an import."""
+    section = prose(read(path)).partition("## In your own script")[2].partition("\n## ")[0]
+    scripts = re.findall(r"```python\n(import .*?)```", section, re.DOTALL)
+    assert scripts, path.stem
+    return scripts
 
 
 def run_script(folder: Path, launched: bool, **environment: str) -> str:
@@ -137,7 +141,7 @@ def run_script(folder: Path, launched: bool, **environment: str) -> str:
 @pytest.mark.slow
 def test_the_script_for_several_gpus_trains_the_same_on_two_ranks(tmp_path, monkeypatch):
     """On two ranks one of them prints, and the weights that it saves are those of one process."""
-    (tmp_path / "train.py").write_text(script_to_copy(ROOT / "notebooks" / "20_multi_gpu.ipynb"))
+    (tmp_path / "train.py").write_text(scripts_to_copy(ROOT / "notebooks" / "20_multi_gpu.ipynb")[0])
     monkeypatch.chdir(tmp_path)
     told = torchrun("train.py", cpu=True)
     assert re.findall(r"^epoch (\d): loss \d", told, re.MULTILINE) == ["0", "1"], "rank 0 alone prints"
@@ -369,7 +373,7 @@ torch.Tensor.backward, DataLoader.__iter__ = failing, first
 
 
 def test_a_search_for_the_batch_leaves_no_gradient_of_a_failed_backward_pass(tmp_path):
-    script = script_to_copy(ROOT / "notebooks" / "05_batch_size.ipynb")
+    script = scripts_to_copy(ROOT / "notebooks" / "05_batch_size.ipynb")[0]
     (tmp_path / "train.py").write_text(OUT_OF_MEMORY_IN_A_BACKWARD_PASS + script)
     told = run_script(tmp_path, launched=False, CUDA_VISIBLE_DEVICES="")
     assert "no gradient is left" in told and "batches of 8:" in told

@@ -78,7 +78,9 @@ def test_what_was_not_measured_is_a_dash(tell):
         (format_speed(1 / 1.0051), "1.01 × faster"),
         (format_speed(1.004, 1.002, 1.006), "1.00 × slower [1.00, 1.01]"),
         (format_ends(0.5, 0.58), "[1.72, 2.00]"),
-        (format_ends(0.98, 1.11, slower=True), "[0.980, 1.11]"),
+        (format_ends(0.98, 1.11, slower=True), "[1.02 × faster, 1.11 × slower]"),
+        (format_ends(0.5, 1.2), "[1.20 × slower, 2.00 × faster]"),
+        (format_ends(0.998, 1.11, slower=True), "[same, 1.11 × slower]"),
         (format_change(0.48), "−52 %"),
         (format_change(0.9996), "0 %"),
         (format_change(1.0996), "+10 %"),
@@ -104,12 +106,15 @@ def test_a_ratio_reads_back_within_its_last_digit(ratio):
 
 
 @given(st.floats(0.01, 100), st.floats(1, 2), st.floats(1, 2))
-def test_the_interval_is_told_in_the_same_direction_and_from_low_to_high(ratio, below, above):
+def test_the_interval_is_told_from_low_to_high_and_never_as_a_speed_below_1(ratio, below, above):
     told = format_speed(ratio, ratio / below, ratio * above)
-    value, low, high = (float(number) for number in re.findall(r"[\d.]+", told))
-    assert low <= value <= high and ("slower" in told) == (ratio > 1)
-    ends = (ratio / below, ratio * above) if ratio > 1 else (1 / (ratio * above), below / ratio)
-    assert (low, high) == pytest.approx(ends, rel=0.00505)
+    value, low, high = re.findall(r"same|[\d.]+(?: × (?:faster|slower))?", told)
+    assert value.endswith("slower" if ratio > 1 else "faster")
+    if low[-1].isdigit():  # in the direction of the value
+        low, high = low + value[-9:], high + value[-9:]
+    ends = [read_ratio("end", end) for end in (low, high)]
+    assert ends == pytest.approx(sorted([ratio / below, ratio * above], reverse=ratio <= 1), rel=0.00505)
+    assert all(float(number) >= 1 for number in re.findall(r"\d[\d.]*", told))
 
 
 @pytest.mark.parametrize(

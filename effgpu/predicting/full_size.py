@@ -61,9 +61,9 @@ class FullSize:
 
 
 def tell_range(ratio: Range, *, brackets: bool = True) -> str:
-    """A predicted ratio of times in words, with its range: "1.65 × faster [0.97, 2.09]", which may be a bit slower.
+    """A predicted ratio of times in words, with its range: "1.65 × faster [1.03 × slower, 2.09 × faster]".
 
-    "about the same [0.93, 1.07]", times as fast, is of two steps that differ; "same" of two that run the same kernels.
+    "about the same" and its range are of two steps that differ, "same" of two that run the same kernels.
     """
     value, low, high = ratio
     if low == high == 1:

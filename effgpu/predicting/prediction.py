@@ -295,7 +295,7 @@ class Prediction:
     def _unchecked(self) -> list[str]:
         """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
         found = [(gpu.name, self.time(gpu).tell_unchecked()) for gpu in self.gpus if gpu.bandwidth]
-        return [f"not checked against any run: {missing}" for missing in list_unchecked(found)]
+        return [f"no published time to check this by: {missing}" for missing in list_unchecked(found)]
 
     def _kinds(self) -> tuple[list[str], list[list[str]]]:
         """What kinds of operation take the time, where one GPU was asked for."""
