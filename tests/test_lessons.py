@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Collection
 from pathlib import Path
 
 import nbformat
@@ -324,12 +325,12 @@ def is_magic(cell) -> bool:
     return cell.source.startswith("%%")
 
 
-def measures(statement: ast.stmt) -> bool:
-    """Whether it calls one of MEASURES; a function that does so is only defined."""
+def measures(statement: ast.stmt, names: Collection[str] = MEASURES) -> bool:
+    """Whether it calls one of these functions; a function that does so is only defined."""
     if isinstance(statement, ast.FunctionDef):
         return False
     calls = [each.func for each in ast.walk(statement) if isinstance(each, ast.Call)]
-    return any(isinstance(called, ast.Attribute) and called.attr in MEASURES for called in calls)
+    return any(isinstance(called, ast.Attribute) and called.attr in names for called in calls)
 
 
 def used(statement: ast.stmt) -> set[str]:
