@@ -99,12 +99,9 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
         assert not run(cells)
         assert told(cells) == told(read(path).cells), "the checked cells differ from the stored ones"
         check_noticed(path, cells, *MUTATIONS[path.stem], run)
-        right, _ = MUTATIONS[path.stem]  # what the cell defined that was done wrong, it has to define again
-        again = [
-            nbformat.from_dict(cell)
-            for cell in cells
-            if is_checked(cell) or not takes_long(cell) or right in cell.source
-        ]
+        right, _ = MUTATIONS[path.stem]  # what the cell that was done wrong defines, it has to define again
+        again = [cell for cell in cells if is_checked(cell) or right in cell.source or not takes_long(cell)]
+        again = list(map(nbformat.from_dict, again))
         assert not run(again), "the second run in one kernel"
         assert told(again) == told(cells), "the checked cells of the second run differ from those of the first"
         for number, (source, text) in enumerate(solutions(path), start=1):
@@ -116,6 +113,7 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
             assert not numbers(" ".join(PRINTS.findall(text))) - numbers(printed), f"solution {number}: {printed}"
 
 
+TAKE_LONG = {*MEASURES, "predict", "largest", "measure"}
 ON_THE_HUB = "from effgpu.course import hub\n"  # begins a solution that needs a network
 SHORTER = {"18_pruning": ("in range(3)]", "in range(1)]")}  # what a vocabulary of 50,257 makes long
 REAL = [path for path in LESSONS if any("\nreal = False" in f"\n{cell.source}" for cell in code(read(path)))]
@@ -186,7 +184,7 @@ def takes_long(cell) -> bool:
     """Whether a cell measures, predicts or draws."""
     if is_magic(cell) or "importlib.util" in cell.source:
         return False
-    return any(measures(each, {*MEASURES, "predict", "largest", "measure"}) for each in ast.parse(cell.source).body)
+    return any(measures(each, TAKE_LONG) for each in ast.parse(cell.source).body)
 
 
 def told(cells) -> list[str]:
