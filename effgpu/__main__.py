@@ -267,7 +267,7 @@ def _run(chosen: argparse.Namespace) -> int:
             if not lessons:
                 print("every lesson stores outputs of its code")
                 return SUCCEEDED
-        if chosen.inplace and describe().kind == "cpu" and (kept := runner.find_gpus(lessons)):
+        if chosen.inplace and describe().kind == "cpu" and (kept := runner.lessons_of_gpus(lessons)):
             raise ValueError(f"--inplace: {kept[0]} stores a GPU's outputs, which a CPU's would replace: say --missing")
         if chosen.inplace and capped:
             raise ValueError("--inplace stores results, but --seconds or EFFGPU_SECONDS cuts measurements short")
@@ -488,7 +488,7 @@ def _diagnose_model(chosen: argparse.Namespace, how: dict[str, object]) -> "Diag
 @contextlib.contextmanager
 def _failing(name: str) -> Iterator[None]:
     """An error of the file that `name` is in, as one line that says where it is."""
-    from effgpu.attaching.child import describe, find_line
+    from effgpu.attaching.child import describe_error, find_line
 
     try:
         yield
@@ -496,7 +496,7 @@ def _failing(name: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         line = find_line(error)
-        raise _Exit(FAILED, f"{name} failed: {describe(error)}{f' ({line})' if line else ''}") from error
+        raise _Exit(FAILED, f"{name} failed: {describe_error(error)}{f' ({line})' if line else ''}") from error
 
 
 def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str, object]]:

@@ -118,7 +118,7 @@ class Comparison:
 
     @property
     def memory_name(self) -> str:
-        """What the memory is."""
+        """The heading of the memory's column."""
         return "peak memory"
 
     def __getitem__(self, label: str) -> Measurement:

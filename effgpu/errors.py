@@ -1,4 +1,7 @@
-"""What effgpu refuses, in one sentence that says what it expected. Any other error is that of the code that it runs."""
+"""Refusals: errors of effgpu's own where it also runs the reader's code, so that a caller can tell the two apart.
+
+Each says in one sentence what was expected. Checks before anything runs may raise a plain TypeError or ValueError.
+"""
 
 
 class Refusal(Exception):

@@ -719,7 +719,7 @@ REFUSED = {
     "a spawned child": (CHILD.replace("METHOD", "spawn").replace("process.join()", "process.kill()"), "let the first"),
     "a launcher": (
         "import subprocess, sys\nsubprocess.run(['true'])\nsubprocess.run([sys.executable, 'jax.py', '--batch', '8'])",
-        "started another program that may train, give that one: .*python.* jax.py --batch 8",
+        "started another program that may train: give that one, .*python.* jax.py --batch 8",
     ),
     "another framework": ("import jax", "uses JAX: only training with PyTorch"),
     "by values": (

@@ -741,7 +741,7 @@ def test_a_step_that_fails_says_in_which_call_and_leaves_nothing_behind(error, f
 
     with pytest.raises(error, match="a fault") as caught:
         effgpu.doctor(training(report=report), [ROWS])
-    assert caught.value.__notes__[0] == f"doctor: the step {told}. It has to bear being called often."
+    assert caught.value.__notes__[0] == f"doctor: the step {told}. A diagnosis calls it often."
     assert len(_global_optimizer_pre_hooks) == hooks
 
 

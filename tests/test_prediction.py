@@ -32,9 +32,9 @@ from effgpu.predicting.prediction import (
     FITS,
     MAY_NOT_FIT,
     MORE,
+    ByteRange,
     Gpu,
     Prediction,
-    Range,
     find_gpu,
     largest,
     predict,
@@ -669,7 +669,7 @@ def test_nothing_global_stays_changed(fails):
 def made(allocated, reserved=None, unknown=(), resting=0):
     owners = dict.fromkeys(prediction.OWNERS, 0) | {"activations": allocated}
     said = tuple(Fact(UNKNOWN, what) for what in unknown)
-    return Prediction(allocated, owners, reserved or allocated, Range(0, 0), tuple(GPUS.values()), said, resting)
+    return Prediction(allocated, owners, reserved or allocated, ByteRange(0, 0), tuple(GPUS.values()), said, resting)
 
 
 @given(st.integers(0, 200 * GiB), st.integers(0, 8 * GiB), st.sampled_from(list(GPUS)))

@@ -140,14 +140,14 @@ def test_outputs_say_which_device_and_which_code_they_are_of(tmp_path, out, make
     notebook = nbformat.read(lesson, as_version=4)
     notebook.cells[0].source += "\nMore prose."
     nbformat.write(notebook, lesson)
-    assert missing() == [False, True] and runner.find_gpus([lesson]) == []
+    assert missing() == [False, True] and runner.lessons_of_gpus([lesson]) == []
     notebook.metadata["effgpu"]["device"] = make_gpu().slug
     nbformat.write(notebook, lesson)
     assert missing() == [False, False], "a CPU has nothing better"
-    assert runner.find_gpus([lesson]) == ["01_some"]
+    assert runner.lessons_of_gpus([lesson]) == ["01_some"]
     notebook.cells[1].source += "\n1 + 1"
     nbformat.write(notebook, lesson)
-    assert missing() == [True, True] and runner.find_gpus([lesson]) == []
+    assert missing() == [True, True] and runner.lessons_of_gpus([lesson]) == []
 
 
 def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out):

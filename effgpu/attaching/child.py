@@ -37,7 +37,7 @@ _STARTS_PYTHON = re.compile(rf"\S*\b({STARTERS}|deepspeed|[\w-]+\.py)\s")
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 
 
-class Refused(Refusal):
+class CannotFollow(Refusal):
     """Why a plan cannot go on, in one line, for whoever started it."""
 
 
@@ -92,11 +92,11 @@ def main(path: str) -> NoReturn:
             print(code, file=sys.stderr)
     except Again as wish:
         leave(again=wish.options)
-    except Refused as why:
+    except CannotFollow as why:
         leave(refused=str(why), line=find_line(why.__cause__ or why))
     except BaseException as error:
         _show(error)
-        leave(1, failed=describe(error))
+        leave(1, failed=describe_error(error))
     code = code if isinstance(code, int) else int(code is not None)
     if code:
         leave(code, failed=f"exit code {code}")
@@ -156,7 +156,7 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
         return "made no step in its main thread, but has another one that may train: let the main thread train"
     if not steps and processes:
         if command := next(filter(None, processes), ""):
-            return f"made no step itself, but started another program that may train, give that one: {_cut(command)}"
+            return f"made no step itself, but started another program that may train: give that one, {_cut(command)}"
         return f"started processes and made no step itself: {_TRAIN_HERE}"
     if not steps:
         ended = "ended without a step of an optimizer of PyTorch's"
@@ -214,7 +214,7 @@ def _show(error: BaseException) -> None:
     print("".join(shown.format()), end="", file=sys.stderr)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error's kind and the first line of what it says, with what a plan has noted."""
     lines = str(error).strip().splitlines()
     notes = [f"; {note.removeprefix(NOTE)}" for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]

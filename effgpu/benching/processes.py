@@ -27,7 +27,10 @@ from effgpu.measuring.measurement import OUT_OF_MEMORY
 _LAST_LINES = 12  # of a script's output, shown with a fault
 _GRACE = 3.0  # seconds that a process has to end after SIGTERM
 _OUT_OF_MEMORY = re.compile(
-    "|".join([*device.OUT_OF_MEMORY, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]), re.M
+    "|".join(
+        [*device.OUT_OF_MEMORY_PHRASES, "OutOfMemoryError", "NVML_SUCCESS ==.*CUDACachingAllocator", "^MemoryError"]
+    ),
+    re.M,
 )
 _BUSY = "busy or unavailable"  # CUDA's error where a GPU is in the mode EXCLUSIVE_PROCESS
 _STARTUP = str(Path(startup.__file__).parent)

@@ -270,7 +270,7 @@ class SideBySide:
         record.hello = process.hello
         record.note(process.hello)
         if process.hello["ranks"] > 1 and not self.alone and len(self.commands) > 1:
-            raise _NotTogether(f"{label} has {process.hello['ranks']} ranks, and those that wait do not rest")
+            raise _NotTogether(f"{label} has {process.hello['ranks']} ranks, and those that wait keep working")
         self.progress.show(f"warm-up of {label}")
         lead, steps = self.skip, 1
         while True:

@@ -196,7 +196,7 @@ def is_missing(path: Path, device: Device) -> bool:
     return device.kind == "cuda" and origin.device != device.slug
 
 
-def find_gpus(lessons: Iterable[Path]) -> list[str]:
+def lessons_of_gpus(lessons: Iterable[Path]) -> list[str]:
     """The names of lessons that store a GPU's outputs of the code that they have now."""
     origins = {path: find_origin(path) for path in lessons}
     on_gpu = [path for path, origin in origins.items() if origin and not origin.device.startswith("cpu-")]

@@ -410,7 +410,7 @@ def _measure_step(name: str, batch: int) -> tuple[float, int]:
         causal = name == "language_model"
         model = Transformer(sizes["vocabulary"] if causal else len(corpus.PACKAGES), **sizes, causal=causal)
         inputs = torch.randint(sizes["vocabulary"], (batch, sizes["length"]))
-    dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    dtype = choose_16_bits()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def passes():

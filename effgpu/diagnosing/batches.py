@@ -10,7 +10,7 @@ import torch
 from effgpu.errors import BadType, CannotRun
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.variants import is_function
-from effgpu.predicting.timeline import Range
+from effgpu.predicting.timeline import NOTHING, Range
 
 _PATIENCE, _FEWEST = 10.0, 3  # seconds that the loader is timed, and times that are taken however long they take
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
@@ -121,4 +121,4 @@ class Batches:
 
     def time(self) -> Range:
         """Seconds that the loader takes for a batch, with a 99 % interval."""
-        return time_loading(self.next, self.loader) if self.loader is not None else (0.0, 0.0, 0.0)
+        return time_loading(self.next, self.loader) if self.loader is not None else NOTHING

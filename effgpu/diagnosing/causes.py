@@ -16,6 +16,7 @@ from effgpu.predicting.timeline import (
     BATCHED,
     COPY,
     KERNEL,
+    NOTHING,
     OUTSIDE_ATTENTION,
     READ,
     Event,
@@ -29,7 +30,6 @@ WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "
 TF32, ATTENTION = "TF32", "plain attention"
 BATCHES = 8  # whose shapes are looked at
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # torch.optim's, with a fused kernel
-NOTHING: Range = (0.0, 0.0, 0.0)
 
 
 @dataclass

@@ -45,7 +45,8 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: G
     time of the step is replayed from a walk on fake tensors; a function's step is also observed here for two calls.
     Each saving is a ceiling.
 
-    The step is called often: on a GPU for about 6 s for each of seven changes. What it trains is thrown away.
+    The step is called often: on a GPU for about 5 s as it is, as long with each of up to six changes, and again for up
+    to three pairs of them. What it trains is thrown away.
 
     Raises ValueError for a GPU whose speed is not known and a command that starts no Python program, TypeError for a
     step that does not take what it is given, RuntimeError for a loader that ends and does not start anew and for a step
@@ -62,7 +63,7 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: G
         raise BadArgument(f"gpu: expected a GPU whose speed is known, such as T4, got {target.name}")
     if isinstance(variant, (str, list, tuple)):
         if loader is not None:
-            raise BadArgument("loader: expected none for a script, which has its own")
+            raise BadArgument('loader: expected none for a script, which has its own; name a GPU as gpu="T4"')
         from effgpu.diagnosing.scripts import diagnose_script
 
         return diagnose_script(read_program(variant), target, measured=measured)
@@ -119,7 +120,7 @@ class _StepWithBatch:
                 takes = "one batch, as there is a loader" if batch else "nothing, as there is no loader"
                 raise BadType(f"step: expected one that takes {takes} ({error})") from error
             how = "ran out of memory" if is_out_of_memory(error) else "failed"
-            error.add_note(f"doctor: the step {how} in call {self.made}. It has to bear being called often.")
+            error.add_note(f"doctor: the step {how} in call {self.made}. A diagnosis calls it often.")
             raise
 
     def same(self) -> AbstractContextManager:

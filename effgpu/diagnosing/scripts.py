@@ -30,7 +30,7 @@ from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import recording, walk
-from effgpu.predicting.timeline import OUTSIDE_ATTENTION, Event
+from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event
 from effgpu.predicting.translator import on_real_tensors
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
@@ -93,7 +93,7 @@ def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", distu
         on_gpu=moving.on_gpu,
         last=lambda: list(moving.last.values()),
         settle=lambda: math.ceil(count_ahead(loader) / batches),
-        disturbed=disturbances.forget,
+        disturbed=disturbances.happened,
         fixed=(PRECISION, TF32) if is_open else (),
         loop=marks.loop or (marks.mark.__code__,),
     )
@@ -156,7 +156,7 @@ class Disturbances:
         """There was one."""
         self._seen = True
 
-    def forget(self) -> bool:
+    def happened(self) -> bool:
         """Whether there was one since this was asked last."""
         seen, self._seen = self._seen, False
         return seen
@@ -211,7 +211,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         try:
             took, loader = loading.time(taken)
         except Exception as error:  # such as of a data set that holds a module, whose weights are fake
-            took, loader = (0.0, 0.0, 0.0), None
+            took, loader = NOTHING, None
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it failed outside of the script: {why}",)
         padding = padding_share(tokens)
@@ -296,7 +296,7 @@ class Loading:
 
     def time(self, taken: list[DataLoader]) -> tuple[tuple[float, float, float], DataLoader | None]:
         """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most."""
-        total, longest, slowest = (0.0, 0.0, 0.0), -1.0, None
+        total, longest, slowest = NOTHING, -1.0, None
         for loader in dict.fromkeys(taken):
             batches = iter(())
 

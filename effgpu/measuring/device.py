@@ -26,7 +26,7 @@ _CAPABILITY_OF = {
     "2:4 sparsity": (8, 0),
     "fp8": (8, 9),
 }
-OUT_OF_MEMORY = (  # what messages of PyTorch and of NVIDIA's libraries say
+OUT_OF_MEMORY_PHRASES = (  # what messages of PyTorch and of NVIDIA's libraries say
     "out of memory",
     "can't allocate memory",
     "not enough memory",
@@ -278,7 +278,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return "CUDACachingAllocator.cpp" in text
     if "unable to find an engine" in text:  # cuDNN, also if no algorithm fits into the memory that is left
         return _limit is not None or (torch.cuda.is_available() and _share() < 1)
-    return any(words in text for words in OUT_OF_MEMORY)
+    return any(words in text for words in OUT_OF_MEMORY_PHRASES)
 
 
 def _share() -> float:

@@ -116,7 +116,7 @@ def find_interval(
 
 
 def measure(variant: Variant, **options) -> Measurement:
-    """Measure one variant, named after its function. The options are `compare`'s, from `items` to `energy`."""
+    """Measure one variant, named after its function. The options are those of `measure_all`."""
     return measure_all({getattr(variant, "__name__", "step"): variant}, **options)[0]
 
 

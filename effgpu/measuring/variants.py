@@ -185,7 +185,7 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
 
 
 # What training code sets for the whole process: how to read it, and how to write it. Not everything that PyTorch has:
-# another switch belongs into the step, or the variants into processes of their own (`effgpu bench`).
+# another switch belongs in the step, or the variants into processes of their own (`effgpu bench`).
 _SWITCHES = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -11,9 +11,9 @@ STEPS = 2  # the first creates the optimizer's state, the second is like all tha
 class Asked:
     """A prediction for these GPUs, with the kernels that one of this compute capability takes.
 
-    With None, the step runs as on a CPU: without a GPU's rules, and sizes are not rounded. `steps` are counted. `taken`
-    is the share that an index takes that depends on values; None: as known, or half. `awaits_update` says that a
-    function is called until an optimizer has made a step.
+    With None, the step runs as on a CPU, as tests compare it with a trace of one: without a GPU's rules, and sizes are
+    not rounded. `steps` are counted. `taken` is the share that an index takes that depends on values; None: as known,
+    or half. `awaits_update` says that a function is called until an optimizer has made a step.
     """
 
     gpus: tuple[Gpu, ...]

@@ -11,10 +11,10 @@ from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction, predict
 from effgpu.predicting.time import Time, time_ratio
+from effgpu.predicting.timeline import Range
 
 GPUS = ("T4", "A100 80 GB")
 REST = "everything else"  # than matrix products and the optimizer
-Range = tuple[float, float, float]  # expected, low, high
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from numbers import Real
 from pathlib import Path
 
 from effgpu.errors import BadArgument
+from effgpu.predicting.audited import family
 from effgpu.units import GiB, MiB, align, check_positive, format_bytes, format_count, format_seconds
 
 TABLE = Path(__file__).with_name("gpus.csv")
@@ -80,7 +81,9 @@ def read_table(path: Path) -> dict[str, Gpu]:
             try:
                 gpu = _read(row)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise BadArgument(f"{path}, line {number}: expected a GPU as in {TABLE.name}, got {error}") from error
+                raise BadArgument(
+                    f"{path}, line {number}: expected a GPU as in {TABLE.name} ({type(error).__name__}: {error})"
+                ) from error
             gpus[gpu.name] = gpu
     return gpus
 
@@ -171,7 +174,7 @@ def find_gpu(gpu: GpuLike) -> Gpu:
                 name = _simplify(entry.name, pattern)
                 if wanted == name or (wanted.startswith(name) and _is_of_size(entry, wanted.removeprefix(name))):
                     return entry
-        sizes = [each for each in known.values() if _simplify(re.sub(r" \d+ GB$", "", each.name), _MAKER) == wanted]
+        sizes = [each for each in known.values() if _simplify(family(each.name), _MAKER) == wanted]
         if sizes:
             return min(sizes, key=lambda each: each.memory)
     raise BadArgument(f'gpu: expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')

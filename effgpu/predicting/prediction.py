@@ -2,7 +2,7 @@
 
 The variant's step runs as it is, but no kernel does: PyTorch's FakeTensorMode knows each result's shape and dtype. A
 dispatch mode adds up the storages and notes the kernels. The tensors say that they are on the CPU, which works on every
-machine; where a GPU keeps something else than a CPU, those in rules.py answer as the GPU would.
+machine; where a GPU keeps something else than a CPU, the rules of rules.py answer as the GPU would.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ COMPILED_MORE, COMPILED_LESS = 0.05, 0.5
 
 
 @dataclass(frozen=True)
-class Range:
+class ByteRange:
     """From `low` to `high` bytes."""
 
     low: int
@@ -109,7 +109,7 @@ class Prediction:
     allocated: int
     owners: Mapping[str, int]
     reserved: int
-    workspaces: Range
+    workspaces: ByteRange
     gpus: tuple[Gpu, ...]
     said: tuple[Fact, ...] = ()
     resting: int = 0
@@ -148,7 +148,7 @@ class Prediction:
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
         return self.older if self.older and gpu.capability < self.holds_from else self, gpu
 
-    def total(self, gpu: GpuLike | None = None) -> Range:
+    def total(self, gpu: GpuLike | None = None) -> ByteRange:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context, and what is paged.
 
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
@@ -157,7 +157,7 @@ class Prediction:
         is_known = memory_is_known(one.said) and gpu.capability >= one.holds_from
         passing = 0 if not is_known else (one.allocated - one.resting) * (1 - COMPILED_LESS * one.compiled)
         low = int((one.resting + passing) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
-        return Range(max(low, int(one.before * (1 - LESS)) + gpu.context[0]), one._most(gpu) + one.paged)
+        return ByteRange(max(low, int(one.before * (1 - LESS)) + gpu.context[0]), one._most(gpu) + one.paged)
 
     def _most(self, gpu: Gpu) -> int:
         """The most bytes that cannot leave the GPU."""
@@ -258,9 +258,9 @@ class Prediction:
         ]
 
     @property
-    def reserved_range(self) -> Range:
+    def reserved_range(self) -> ByteRange:
         """From the allocated peak to what the allocator holds if it never has to give anything back."""
-        return Range(self.allocated, max(self.allocated, self.reserved))
+        return ByteRange(self.allocated, max(self.allocated, self.reserved))
 
     def grows(self, gpu: GpuLike | None = None) -> str:
         """One sentence on memory that grows from step to step, and when a GPU is full; "" where it does not.
@@ -463,7 +463,7 @@ def conclude(recorder: Recorder) -> Prediction:
         peak,
         owners,
         reserved,
-        Range(*recorder.workspaces()),
+        ByteRange(*recorder.workspaces()),
         gpus,
         tuple(recorder.said),
         resting,
@@ -562,10 +562,11 @@ def explain(error: BaseException) -> str | None:
         return f"the shape of a result depends on values, by {error.func}: such a step cannot be predicted"
     if isinstance(error, fake_tensor.DataDependentOutputException):
         return f"the step reads values, by {error.func}: such a step cannot be predicted"
-    if "no fake impl registered" in str(error):
-        return f"an operation has no fake implementation, so its result is unknown: {error}"
-    unsupported = fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException
-    if isinstance(error, unsupported) or (isinstance(error, NotImplementedError) and "fake" in str(error).lower()):
+    unsupported = isinstance(
+        error, fake_tensor.UnsupportedOperatorException | fake_tensor.UnsupportedFakeTensorException
+    )
+    unsupported |= isinstance(error, NotImplementedError) and "fake" in str(error).lower()
+    if unsupported or "no fake impl registered" in str(error):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
     if "DTensor" in str(error) or "_local_tensor" in str(error):
         return "a DTensor, as of parallelize_module, cannot be predicted: leave it out, for one rank"

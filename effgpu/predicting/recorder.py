@@ -255,28 +255,28 @@ class Recorder(TorchDispatchMode):
                 return self._dispatch(func, args, kwargs | {"device": CPU})
         if func in (aten._local_scalar_dense.default, aten.item.default):  # the latter of what inference mode made
             return self._read(func, args, kwargs)
-        if self.fakes and func in _COMPARES:
+        if func in _COMPARES:
             self.wait()
             return self.guesses.take(False, _reader())
-        if self.fakes and func.namespace == quantized.LIBRARY and (made := self._quantized(func)):
+        if func.namespace == quantized.LIBRARY and (made := self._quantized(func)):
             with self:
                 return made(*args, **kwargs)
-        if self.fakes and (made := experts.RULES.get(func._schema.name)):
+        if made := experts.RULES.get(func._schema.name):
             return made(self, *args, **kwargs)
-        if self.fakes and (result := by_values.run(self, func, args, kwargs)) is not None:
+        if (result := by_values.run(self, func, args, kwargs)) is not None:
             return result
         if func.namespace != "aten":
             self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
-        if self.fakes and _is_composite(func):
+        if _is_composite(func):
             return self._take_apart(func, args, kwargs)
         if (in_place := _IN_PLACE.get(func)) and _name_node() == in_place[0]:
             return self._dispatch(in_place[1], args, kwargs)
-        if self.fakes and func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
+        if func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
         place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
         name = func._schema.name
-        result = shapes.run(self.fakes, func, args, kwargs) if self.fakes else func(*args, **kwargs)
+        result = shapes.run(self.fakes, func, args, kwargs)
         self._placing = place
         self.see(result)
         self._placing = before
@@ -284,13 +284,17 @@ class Recorder(TorchDispatchMode):
             self._note_sum(args[0], result)
         if name in TEMPORARY and self.capability:
             self._take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
-        if self.fakes:
-            self.values.follow(func, args, kwargs, result)
+        self.values.follow(func, args, kwargs, result)
         if self.capability and not self._moving and not _is_meta(result):
             elsewhere = self.names_gpu and self._is_not_the_gpus(func, args, kwargs)
             if not elsewhere:
                 self.note_operation(func, args, kwargs, result)
-        self.counting.follow(name := name.removeprefix("aten::"), args, result)
+        self._note_meaning(func, name.removeprefix("aten::"), args, result)
+        return result
+
+    def _note_meaning(self, func, name: str, args: tuple, result: object) -> None:
+        """Note what an operation says of its result: a truth, zeros, a product, what was looked up."""
+        self.counting.follow(name, args, result)
         if self.optimizers.keeps_direction(func, args):
             self.truths[result] = True
         elif name in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
@@ -307,7 +311,6 @@ class Recorder(TorchDispatchMode):
             self.looked_up.append(known)
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
-        return result
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the kernels of an operation, if it is in the step that counts."""
@@ -402,7 +405,7 @@ class Recorder(TorchDispatchMode):
     def see(self, value: object) -> None:
         """Count the storages of what an operation made."""
         if isinstance(value, torch.Tensor):
-            if isinstance(value, FakeTensor) or not self.fakes:
+            if isinstance(value, FakeTensor):
                 self._add(value)
         elif isinstance(value, (tuple, list)):
             for item in value:

@@ -59,7 +59,7 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, note, kind, shape, weights_per_layer, inputs, *states_and_weights):
-        """`shape` is the number of tokens and of steps, the output's shape, and the number of states."""
+        """`shape` is ((tokens, steps, the output's shape, the number of states), whether it is trained)."""
         (tokens, steps, output_shape, states), is_trained = shape
         weights = states_and_weights[states:]
         first = [weights[i : i + 2] for i in range(0, len(weights), weights_per_layer)]

@@ -34,7 +34,7 @@ upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_neares
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"""
 _WITH_DTYPE = ("sum", "sum.dim_IntList", "prod", "prod.dim_int")  # fp32 by their own argument: no copy of the input
-# AT_FORALL_LOWER_PRECISION_FP, where the CPU's list has them not
+# AT_FORALL_LOWER_PRECISION_FP, where the CPU's list lacks them
 _HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
 # in the CPU's list only: a GPU leaves them to the types of their arguments
 _LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sampler_2d grid_sampler_3d

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from effgpu.attaching.child import NOTE, Again, Refused, describe
+from effgpu.attaching.child import NOTE, Again, CannotFollow, describe_error
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.errors import CannotPredict
@@ -35,7 +35,8 @@ _RARE = (
 def planned(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable[[], Plan]]:
     """What makes the plan whose result is the Prediction that is asked for; inside, the script has its GPU.
 
-    Raises Refused for what cannot be walked, and Again, with options of `recording`, where a script may then go on.
+    Raises CannotFollow for what cannot be walked, and Again, with options of `recording`, where a script may then go
+    on.
     """
     with recording(marks, asked, **again) as recorder:
         yield partial(walk, marks, recorder)
@@ -61,7 +62,7 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
-    with _refusing(marks, recorder, tries), recorder.checkpoints.kept(), as_gpu(recorder, fakes_in_place(recorder)):
+    with _explaining(marks, recorder, tries), recorder.checkpoints.kept(), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
         finally:
@@ -129,24 +130,24 @@ def _tell_caught(recorder: ScriptRecorder, catcher: Site, full: Site) -> str:
 
 def _check_on_gpu(recorder: ScriptRecorder) -> None:
     if not recorder.on_gpu:
-        raise Refused('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
+        raise CannotFollow('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
 
 
 @contextlib.contextmanager
-def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[None]:
+def _explaining(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
         _ask_again(recorder)
-        if not isinstance(error, (Refused, CannotPredict, SystemExit)):
+        if not isinstance(error, (CannotFollow, CannotPredict, SystemExit)):
             _ask_otherwise(recorder.guesses, tries)
         cause = recorder.trouble if isinstance(error, SystemExit) else error
-        if not isinstance(error, Refused) and cause and (why := explain(cause)):
-            raise Refused(why) from error
-        if not isinstance(error, (Refused, SystemExit)) and (guessed := recorder.guesses.tell()):
+        if not isinstance(error, CannotFollow) and cause and (why := explain(cause)):
+            raise CannotFollow(why) from error
+        if not isinstance(error, (CannotFollow, SystemExit)) and (guessed := recorder.guesses.tell()):
             error.add_note(f"{NOTE}not known here: {guessed}")
             if isinstance(error, _OF_SIZES) and any(type(guess.value) is int for guess in recorder.guesses.made):
-                raise Refused(f"fails without values: {describe(error)}") from error
+                raise CannotFollow(f"fails without values: {describe_error(error)}") from error
         raise
     _ask_again(recorder)
     if not marks.total:  # a guess may have kept it from training
@@ -154,7 +155,7 @@ def _refusing(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[No
     if marks.source is BACKWARD and marks.count > STEPS and marks.probes > 1:
         raise Again({"probes": 1})
     if recorder.trouble and (why := explain(recorder.trouble)):
-        raise Refused(why) from recorder.trouble
+        raise CannotFollow(why) from recorder.trouble
 
 
 def _ask_again(recorder: ScriptRecorder) -> None:

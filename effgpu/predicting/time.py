@@ -99,8 +99,28 @@ USUAL = _Shares(
     lists=0.9,
     odd_channels=1.0,
     layouts={
-        "nchw": _Layout(0.82, 1.0, 0.9, 0.48, 0.54, 0.53, 0.43, 0.41, 0.54),
-        "nhwc": _Layout(1.0, 0.95, 0.95, 0.1, 0.72, 0.67, 0.71, 0.53, 0.72),
+        "nchw": _Layout(
+            wide=0.82,
+            pointwise=1.0,
+            narrow=0.9,
+            grouped=0.48,
+            traffic=0.54,
+            depthwise=0.53,
+            batch_norm=0.43,
+            pooling=0.41,
+            pointwise_traffic=0.54,
+        ),
+        "nhwc": _Layout(
+            wide=1.0,
+            pointwise=0.95,
+            narrow=0.95,
+            grouped=0.1,
+            traffic=0.72,
+            depthwise=0.67,
+            batch_norm=0.71,
+            pooling=0.53,
+            pointwise_traffic=0.72,
+        ),
     },
 )
 # Hopper: our own survey of an H100, its rows with an even number (effgpu/course/survey_h100.json). Its tensor cores
@@ -127,7 +147,17 @@ HOPPER = USUAL._replace(
 )
 # Turing's tensor cores take images in 16 bits with their channels last: cuDNN reorders others. Fitted on every second
 # model of pytorch-gpu-benchmark's RTX 2080 Ti. A T4's Wide-ResNet meets it (docs/audit.md). Channels last: not known.
-_REORDERED = _Layout(0.53, 0.3, 0.27, 0.14, 0.27, 0.53, 0.43, 0.41, 0.27)
+_REORDERED = _Layout(
+    wide=0.53,
+    pointwise=0.3,
+    narrow=0.27,
+    grouped=0.14,
+    traffic=0.27,
+    depthwise=0.53,
+    batch_norm=0.43,
+    pooling=0.41,
+    pointwise_traffic=0.27,
+)
 TURING = USUAL._replace(layouts=USUAL.layouts | {"nchw": _REORDERED})
 SHARES = {(7, 5): TURING, (9, 0): HOPPER}  # by compute capability; USUAL elsewhere
 # Convolutions cannot feed a multiprocessor that is faster than the RTX 3090's. By pytorch-gpu-benchmark's calibration

@@ -18,6 +18,7 @@ from effgpu.predicting.time import LAUNCH_RANGE, bus_rate, kernel_seconds
 KERNEL, READ, COPY = "kernel", "read", "copy"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
 Range = tuple[float, float, float]  # middle, low, high
+NOTHING: Range = (0.0, 0.0, 0.0)
 SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a wait (CUDA C++ Programming Guide)
 _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
@@ -113,7 +114,7 @@ class Timeline:
 
     events: tuple[Event, ...]
     gpu: Gpu
-    load: Range = (0.0, 0.0, 0.0)
+    load: Range = NOTHING
     workers: int = 0
     compiling: float = 0.0
     launch: float = 0.0
