@@ -1710,6 +1710,49 @@ def test_a_copy_and_a_cuda_graph_that_come_later_are_named(run):
     ]
 
 
+GROWING = STEP.replace("torch.randn(64, 1024)", "torch.randn(rows, 1024)")
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("rows = 64 if number < 50 else 256", True),
+        ("rows = min(256, 64 * (1 + number // 50))", True),
+        ("rows = choose(number)", True),
+        ("if number == 50: rows = 256", True),
+        ("rate = 0.1 if number < 50 else 0.01", False),
+        ("last = min(number + 64, 1024)", False),
+        ("if number == 0: rows = 8 * len(model)", False),
+        ("rows = [number if number else 64 for number in (64,)][0]", False),
+    ],
+)
+def test_a_size_that_the_number_of_a_step_decides_is_named(line, named, run, expected):
+    choose = "def choose(number): return 64 if number < 50 else 256\nrows = 64\n"
+    step = (
+        f"{line}\n{GROWING}\nmodel.weights = list(range(64))[number:last]" if "last" in line else f"{line}\n{GROWING}"
+    )
+    _, told, errors = run(loop(choose + BUILD, step, steps=9))
+    assert seconds(told) == pytest.approx(expected[1], rel=0.01), errors
+    number = 1 + f"{choose}{BUILD}".count("\n") + 2
+    said = f"a size that the step's number decides is that of the step that was counted: train.py:{number}: {line}"
+    assert told["assumptions"] == [said] * named, errors
+
+
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ("for weight in model[0].parameters(): weight.requires_grad = True", True),
+        ("model[0].requires_grad_()", True),
+        ("model[0].requires_grad_(False)", False),
+    ],
+)
+def test_weights_that_are_trained_in_later_steps_alone_are_named(how, named, run):
+    frozen = "for weight in model[0].parameters(): weight.requires_grad = False\n"
+    _, told, errors = run(loop(BUILD + frozen, f"{STEP}\nif number == 50:\n    {how}", steps=9))
+    said = ["what a step takes once more weights are trained: train.py:14: if number == 50:"]
+    assert told["unknown"] == said * named, errors
+
+
 def test_a_guess_by_which_no_step_is_ever_made_is_taken_the_other_way_round(run, expected):
     skips = STEP.replace("loss.backward()", "if loss.item() > 0.5: continue\nloss.backward()")
     code, told, errors = run(loop(step=skips))

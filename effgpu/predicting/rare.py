@@ -1,7 +1,7 @@
 """Work that comes only in some steps, which the one that is counted may lack: `if step % 10 == 0` in the code."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import NamedTuple
 
@@ -11,6 +11,11 @@ _PASSES = ("backward", "grad")
 _COPIES = ("deepcopy", "AveragedModel")  # of a model, as for a moving average or the best one
 _CAPTURES = ("CUDAGraph", "make_graphed_callables")
 _COUNTS = ("range", "enumerate")
+_SIZED = (  # whose arguments are sizes
+    *("rand", "randn", "randint", "zeros", "ones", "empty", "full", "arange", "range", "reshape", "view", "expand"),
+    *("repeat", "interpolate", "resize", "Resize", "RandomResizedCrop", "CenterCrop", "FakeData", "DataLoader"),
+)
+_SIZES = ("size", "batch_size", "max_length", "length", "seq_len")  # arguments that are sizes, whoever takes them
 
 
 class _Rare(NamedTuple):
@@ -20,6 +25,7 @@ class _Rare(NamedTuple):
     remainder: bool
     passes: bool
     copies: bool
+    trains_more: bool
 
 
 def find_remainders(code: CodeType) -> list[Site]:
@@ -37,6 +43,16 @@ def find_copies(code: CodeType) -> list[Site]:
     return [_site(code, rare) for rare in _asked(code) if rare.copies]
 
 
+def find_unfreezing(code: CodeType) -> list[Site]:
+    """The lines where a step's number decides that more weights are trained."""
+    return [_site(code, rare) for rare in _asked(code) if rare.trains_more]
+
+
+def find_sizes(code: CodeType) -> list[Site]:
+    """The lines where a step's number decides a size, as in a curriculum of longer and longer texts."""
+    return [Site(code.co_filename, line) for line in _sizes(code.co_filename) if _is_within(code, line)]
+
+
 def find_captures(code: CodeType) -> list[Site]:
     """The lines of this code's file that make a CUDA graph, which is replayed in place of the step that is seen."""
     return [Site(code.co_filename, line) for line in _captures(code.co_filename)]
@@ -52,8 +68,12 @@ def _site(code: CodeType, rare: _Rare) -> Site:
 
 
 def _asked(code: CodeType) -> Iterator[_Rare]:
+    return (rare for rare in _tests(code.co_filename) if _is_within(code, rare.test.lineno))
+
+
+def _is_within(code: CodeType, line: int) -> bool:
     lines = [line for *_, line in code.co_lines() if line]
-    return (rare for rare in _tests(code.co_filename) if min(lines) <= rare.test.lineno <= max(lines))
+    return min(lines) <= line <= max(lines)
 
 
 @once_a_file
@@ -68,16 +88,93 @@ def _tests(file: str) -> list[_Rare]:
             remainder = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in parts)
             later = {True, False} if remainder else {truth for part in parts for truth in _later(part, counters)}
             if later:
-                found.append(_Rare(node.test, remainder, *(_comes(node, later, names) for names in (_PASSES, _COPIES))))
+                comes = (_comes(node, later, does) for does in (_passes, _copies, _unfreezes))
+                found.append(_Rare(node.test, remainder, *comes))
     return sorted(found, key=lambda rare: rare.test.lineno)
 
 
-def _comes(node: ast.If | ast.IfExp, later: set[bool], names: tuple[str, ...]) -> bool:
-    """Whether what is done in later steps calls one of these, and what is done else does not."""
+def _comes(node: ast.If | ast.IfExp, later: set[bool], does: Callable[[ast.AST], bool]) -> bool:
+    """Whether what is done in later steps does this, and what is done else does not."""
     if isinstance(node, ast.IfExp):
         return False
-    if_true, if_false = _calls(node.body, names), _calls(node.orelse, names)
+    if_true, if_false = (any(map(does, _inside(statements))) for statements in (node.body, node.orelse))
     return if_true != if_false and if_true in later
+
+
+def _inside(statements: list[ast.stmt]) -> Iterator[ast.AST]:
+    return (node for each in statements for node in ast.walk(each))
+
+
+def _passes(node: ast.AST) -> bool:
+    return called_name(node) in _PASSES
+
+
+def _copies(node: ast.AST) -> bool:
+    return called_name(node) in _COPIES
+
+
+def _unfreezes(node: ast.AST) -> bool:
+    """Whether it sets `requires_grad` to True, or calls what is named like that."""
+    if isinstance(node, ast.Assign):
+        is_true = isinstance(node.value, ast.Constant) and node.value.value is True
+        return is_true and any(
+            isinstance(each, ast.Attribute) and each.attr == "requires_grad" for each in node.targets
+        )
+    if not isinstance(node, ast.Call):
+        return False
+    freezes = any(isinstance(given, ast.Constant) and not given.value for given in node.args)
+    return called_name(node).startswith("unfreeze") or (called_name(node) == "requires_grad_" and not freezes)
+
+
+@once_a_file
+def _sizes(file: str) -> list[int]:
+    """The lines that give a name what a step's number decides, where that name is used as a size."""
+    nodes = [*ast.walk(parse(file))]
+    counters = {name for node in nodes for name in _counted(node)}
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    used = {name for node in nodes for name in _sizes_in(node) if not counters & _sizes_in(node)}
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.If) and any(_later(part, counters) for part in ast.walk(node.test)):
+            given = [each for each in _inside(node.body) if isinstance(each, ast.Assign) and _is_number(each.value)]
+        else:
+            given = [node] if isinstance(node, ast.Assign) and _follows(node.value, counters, functions) else []
+        names = {target.id for each in given for target in each.targets if isinstance(target, ast.Name)}
+        if names & used - counters:
+            found.append(node.lineno)
+    return sorted(found)
+
+
+def _follows(value: ast.expr, counters: set[str], functions: set[str]) -> bool:
+    """Whether a counter decides it, by a condition, a bound or a function of the file's: arithmetic gives a place."""
+    if any(isinstance(part, ast.comprehension) for part in ast.walk(value)):  # which counts something of its own
+        return False
+    for part in ast.walk(value):
+        if isinstance(part, ast.IfExp) and counters & _names(part.test):
+            return True
+        if called_name(part) in {"min", "max", *functions} and counters & _names(part):
+            return True
+    return False
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Whether it may be a number: arithmetic, with no other call than one that rounds."""
+    return all(called_name(part) in ("int", "round") for part in ast.walk(value) if isinstance(part, ast.Call))
+
+
+def _sizes_in(node: ast.AST) -> set[str]:
+    """The names in what a call or a slice takes as sizes."""
+    if isinstance(node, ast.Slice):
+        return _names(node)
+    if not isinstance(node, ast.Call):
+        return set()
+    sizes = [each.value for each in node.keywords if each.arg in _SIZES or called_name(node) in _SIZED]
+    sizes += node.args if called_name(node) in _SIZED else []
+    return {name for each in sizes for name in _names(each)}
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _counted(node: ast.AST) -> Iterator[str]:
@@ -102,7 +199,3 @@ def _later(node: ast.AST, counters: set[str]) -> set[bool]:
     if isinstance(node.ops[0], ast.Gt | ast.GtE):
         return {left}
     return {right} if isinstance(node.ops[0], ast.Lt | ast.LtE) else {True, False}
-
-
-def _calls(statements: list[ast.stmt], names: tuple[str, ...]) -> bool:
-    return any(called_name(node) in names for each in statements for node in ast.walk(each))

@@ -16,7 +16,7 @@ from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import conclude, count, explain
-from effgpu.predicting.rare import find_captures, find_copies, find_passes
+from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_unfreezing
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
@@ -26,6 +26,8 @@ _FEW = 0.1  # a share of the weights
 _LONG = 5.0  # seconds of forward passes that are worth a line
 _RARE = (
     (find_passes, UNKNOWN, "what the backward pass takes that comes only in some steps"),
+    (find_unfreezing, UNKNOWN, "what a step takes once more weights are trained"),
+    (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
     (find_copies, ASSUMED, "without the copy that is made only in some steps"),
     (find_captures, ASSUMED, "a step that launches its operations: one that is replayed as a CUDA graph takes less"),
 )
