@@ -117,21 +117,47 @@ def _registered(kernels: dict[tuple[str, str], Callable]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(recorder: Recorder) -> Iterator[None]:
-    """Replace what cannot run on fake tensors: torch.compile, a DataLoader's workers, autocast's look for a GPU, and
-    Module.to, which swaps tensors of other types but fails where a fake tensor has a weak reference. A backward pass
-    and autocast come to the CPU that stands for the GPU.
-    """
-    from torch.cuda.amp import common
-    from torch.utils.data import DataLoader
+    """Replace what cannot run on fake tensors."""
+    values = [  # all known before the first is replaced: what stands in a place may use what stood there
+        *_what_needs_a_gpu(recorder),
+        *_running_eagerly(recorder),
+        *_loading_here(recorder),
+        *_fake_classes(recorder),
+    ]
+    with replaced(values):
+        yield
 
-    from effgpu.measuring.torch_internals import (
-        FakeImplCtx,
-        OptimizedModule,
-        _make_subclass,
-        _SingleProcessDataLoaderIter,
-        eval_frame,
-    )
+
+def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    """What looks for a GPU, such as autocast. A backward pass and autocast come to the CPU that stands for the GPU."""
+    from torch.cuda.amp import common
+
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
+
+    def run_backward_here(*args, **kwargs):
+        with recorder.translator():  # what checkpointing runs again names a GPU, too
+            return run_backward(*args, **kwargs)
+
+    def has_bf16(including_emulation=True):
+        if not including_emulation and recorder.capability >= (8, 0):
+            recorder.holds_from = max(recorder.holds_from, (8, 0))
+        return including_emulation or recorder.capability >= (8, 0)
+
+    def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
+        ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
+        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
+
+    yield torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu
+    yield torch.autograd, "_engine_run_backward", run_backward_here
+    yield from ((torch.autocast, name, method) for name, method in _autocast_on_both().items())
+    yield torch, "get_device_module", inspect.unwrap(torch.get_device_module)  # it would remember a CPU's for a GPU
+    yield common, "amp_definitely_not_available", lambda: False
+    yield torch.cuda, "is_bf16_supported", has_bf16
+
+
+def _running_eagerly(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    """What torch.compile was given runs as it is, and what runs so is noted as compiled."""
+    from effgpu.measuring.torch_internals import OptimizedModule, eval_frame
 
     def mark(function):
         @functools.wraps(function)
@@ -162,6 +188,16 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         if budget < 1:
             recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
 
+    yield torch, "compile", run_eagerly
+    yield eval_frame, "_callback_from_stance", run_uncompiled
+
+
+def _loading_here(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    """A DataLoader loads in this process: its workers cannot run on fake tensors."""
+    from torch.utils.data import DataLoader
+
+    from effgpu.measuring.torch_internals import _SingleProcessDataLoaderIter
+
     def load_here(loader):
         workers, loader.num_workers = loader.num_workers, 0
         try:
@@ -173,40 +209,24 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
             _be_first_worker(made, loader)
         return made
 
-    def run_backward_here(*args, **kwargs):
-        with recorder.translator():  # what checkpointing runs again names a GPU, too
-            return run_backward(*args, **kwargs)
+    yield DataLoader, "_get_iterator", load_here
 
-    def has_bf16(including_emulation=True):
-        if not including_emulation and recorder.capability >= (8, 0):
-            recorder.holds_from = max(recorder.holds_from, (8, 0))
-        return including_emulation or recorder.capability >= (8, 0)
 
-    def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
-        ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
-        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
+def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    """Subclasses and parameters are fake tensors, too, which tell what a GPU's would; and Module.to takes them.
 
-    values = [
-        (torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu),
-        (torch.autograd, "_engine_run_backward", run_backward_here),
-        *((torch.autocast, name, method) for name, method in _autocast_on_both().items()),
-        (torch, "get_device_module", inspect.unwrap(torch.get_device_module)),  # it would remember a CPU's for a GPU
-        (torch, "compile", run_eagerly),
-        (FakeImplCtx, "new_dynamic_size", recorder.choose_rows),
-        (eval_frame, "_callback_from_stance", run_uncompiled),
-        (torch.nn.Module, "_apply", _apply),
-        (torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))),
-        (torch.Tensor, "as_subclass", changing_classes(torch.Tensor.as_subclass)),
-        (DataLoader, "_get_iterator", load_here),
-        (common, "amp_definitely_not_available", lambda: False),
-        (torch.cuda, "is_bf16_supported", has_bf16),
-        (FakeTensor, "device", property(recorder.device_of)),
-        (FakeTensor, "tolist", lambda fake: recorder.read_list(fake)),
-        (FakeTensor, "layout", torch.Tensor.layout),  # its own asks first whether it is of oneDNN, which none is
-        (FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))),
-    ]
-    with replaced(values):
-        yield
+    Its own swaps tensors of other types, but fails where a fake tensor has a weak reference.
+    """
+    from effgpu.measuring.torch_internals import FakeImplCtx, _make_subclass
+
+    yield FakeImplCtx, "new_dynamic_size", recorder.choose_rows
+    yield torch.nn.Module, "_apply", _apply
+    yield torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))
+    yield torch.Tensor, "as_subclass", changing_classes(torch.Tensor.as_subclass)
+    yield FakeTensor, "device", property(recorder.device_of)
+    yield FakeTensor, "tolist", lambda fake: recorder.read_list(fake)
+    yield FakeTensor, "layout", torch.Tensor.layout  # its own asks first whether it is of oneDNN, which none is
+    yield FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))
 
 
 def _be_first_worker(batches: Iterator, loader: "torch.utils.data.DataLoader") -> None:
