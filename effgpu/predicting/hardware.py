@@ -106,10 +106,10 @@ def _tell_memory(in_use: InUse) -> dict[str, Callable]:
     }
 
 
-def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tuple[object, str, object]]:
-    """(module, name, what stands there inside). `note` is called where an answer is the named GPU's own."""
+def _properties(gpu: Gpu) -> SimpleNamespace:
+    """What torch.cuda.get_device_properties says of it."""
     major, minor = gpu.capability
-    properties = SimpleNamespace(
+    return SimpleNamespace(
         name=f"NVIDIA {gpu.name}",
         total_memory=gpu.memory,
         major=major,
@@ -126,6 +126,11 @@ def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tupl
         gcnArchName="",
         uuid="00000000-0000-0000-0000-000000000000",
     )
+
+
+def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tuple[object, str, object]]:
+    """(module, name, what stands there inside). `note` is called where an answer is the named GPU's own."""
+    properties = _properties(gpu)
     memory = _tell_memory(in_use)
 
     def left(*_: object, **__: object) -> tuple[int, int]:
@@ -146,7 +151,7 @@ def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tupl
         "get_device_name": _gives(properties.name),
         "get_device_capability": capability,
         "get_device_properties": describe,
-        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
         "mem_get_info": left,
         **memory,
         "reset_max_memory_allocated": memory["reset_peak_memory_stats"],
@@ -184,6 +189,11 @@ def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tupl
     yield from ((torch.cuda.memory, name, answer) for name, answer in (memory | {"mem_get_info": left}).items())
     yield from ((torch.accelerator, name, answer) for name, answer in accelerator.items())
     yield from tensor_types.on_gpu()
+    yield from _elsewhere()
+
+
+def _elsewhere() -> Iterator[tuple[object, str, object]]:
+    """What other modules say that asks for no particular GPU."""
     yield torch.version, "cuda", torch.version.cuda or _CUDA
     yield torch.backends.cuda, "is_built", _gives(True)
     yield torch.backends.cudnn, "is_available", _gives(True)
