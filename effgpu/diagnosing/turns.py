@@ -29,12 +29,13 @@ from effgpu.measuring.torch_internals import _nn, counters
 from effgpu.measuring.turns import orders
 from effgpu.measuring.variants import uncompiled
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.timeline import COPY
+from effgpu.predicting.timeline import COPY, Range
 
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
 _LEAD = 0.05  # seconds of a turn that do not count: the clock is still that of the change before
 _CALLING = 5  # steps whose calls are timed
 _TRIES = 4  # of a turn that something else was part of, such as an evaluation
+_DISTURBED = "each turn holds an evaluation, a checkpoint or the start of an epoch: the script makes one so often"
 
 
 @dataclass
@@ -181,24 +182,10 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
     Fills in what was measured. A step that compiles would do so again in the mode that looks for its first wait.
     """
 
-    @contextlib.contextmanager
-    def changed(names: frozenset[str]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for name, change in (
-                (OPTIMIZER, lambda: emptied(optimizers)),
-                (PRECISION, lambda: in_16_bits(target)),
-                (TF32, lambda: multiplying_as("tf32")),
-                (LOADING, supply.same),
-                (COPYING, supply.on_gpu),
-            ):
-                if name in names:
-                    stack.enter_context(change())
-            yield
-
     def take_turn(names: frozenset[str], steps: int, lead: int) -> Plan:
         supply.disturbed()
         for _ in range(_TRIES):
-            with changed(names):
+            with _changed(names, optimizers, supply, target):
                 took = yield from window(steps, lead=lead)
             if not supply.disturbed():
                 break
@@ -231,23 +218,51 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
     fed = feeding(frozenset().union(*alone))
     has_reads = any(map(reads, seen.events))
     if not (has_reads and seen.compiled):
-        with changed(fed):
+        with _changed(fed, optimizers, supply, target):
             seen.calls = yield from _time_calls(has_reads)
     seen.saved = yield from compare([*alone, fed] if fed else alone)
+    if pairs := _choose_pairs(alone, fed, seen.saved):
+        seen.saved |= yield from compare(pairs)
+    yield from _note_slowness(seen)
+
+
+@contextlib.contextmanager
+def _changed(names: frozenset[str], optimizers: Iterable, supply: Supply, target: Gpu) -> Iterator[None]:
+    """Inside, the step has the changes of these names."""
+    with contextlib.ExitStack() as stack:
+        for name, change in (
+            (OPTIMIZER, lambda: emptied(optimizers)),
+            (PRECISION, lambda: in_16_bits(target)),
+            (TF32, lambda: multiplying_as("tf32")),
+            (LOADING, supply.same),
+            (COPYING, supply.on_gpu),
+        ):
+            if name in names:
+                stack.enter_context(change())
+        yield
+
+
+def _choose_pairs(
+    alone: list[frozenset[str]], fed: frozenset[str], saved: dict[frozenset[str], Range]
+) -> list[frozenset[str]]:
+    """The pairs to try: the two that save most, the first of them with the loader, the loader with 16 bits."""
     additive = [name for name in alone if TF32 not in name]  # under autocast, TF32 has nothing left to do
-    ranked = sorted(additive, key=lambda name: -seen.saved[name][0])
-    pairs = {frozenset().union(*ranked[:2])} | {frozenset().union(*ranked[:1], {LOADING}) for _ in fed & {LOADING}}
-    pairs |= {frozenset({LOADING, PRECISION})} if {LOADING, PRECISION} <= frozenset().union(*alone) else set()
-    if left := [pair for pair in pairs if len(pair) == 2 and pair not in seen.saved]:
-        seen.saved |= yield from compare(left)
+    ranked = sorted(additive, key=lambda name: -saved[name][0])
+    pairs = [frozenset().union(*ranked[:2])]
+    if LOADING in fed:
+        pairs.append(ranked[0] | {LOADING})
+        if frozenset({PRECISION}) in alone:
+            pairs.append(frozenset({LOADING, PRECISION}))
+    return [pair for pair in dict.fromkeys(pairs) if len(pair) == 2 and pair not in saved]
+
+
+def _note_slowness(seen: Observed) -> Plan:
+    """Fill in, over some steps, what slows this GPU down itself."""
     clocks = []
     for _ in range(_CALLING):
         yield 1
         clocks.append(power.read_clock())  # while the GPU works
     seen.warnings += (*power.tell_slow(list(filter(None, clocks))), *tell_spilled())
-
-
-_DISTURBED = "each turn holds an evaluation, a checkpoint or the start of an epoch: the script makes one so often"
 
 
 def _time_calls(has_reads: bool) -> Plan:
