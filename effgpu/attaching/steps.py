@@ -23,12 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from effgpu.attaching import ticking
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import readers_frames
+from effgpu.attaching.ticking import BACKWARD, TICKS
 from effgpu.measuring.variants import Step, check_worked
 
 Plan = Generator[int, None, Any]
 _BACKWARD = "_engine_run_backward"  # of torch.autograd: see torch_internals
 _HOOKS = "_global_optimizer_post_hooks"  # of torch.optim.optimizer
-TICKS, BACKWARD = ticking.TICKS, ticking.BACKWARD
 
 
 def drive(plan: Plan, step: Step) -> Any:
@@ -88,6 +88,13 @@ def _is_within_its_step(optimizer: torch.optim.Optimizer) -> bool:
         if frame.f_code is code and frame.f_locals.get("self") is optimizer:
             return True
     return False
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What does the step inside of another library's wrappers, such as accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _nobody() -> None:
@@ -168,51 +175,22 @@ class Marks:
         """
         scaler, optimizers = torch.amp.GradScaler, torch.optim.Optimizer
         step_unless_overflown, prepare = scaler._maybe_opt_step, optimizers.__init__
-        made, inside, self._make_plan = [], [], make_plan
+        self._made, self._inside, self._make_plan = [], [], make_plan
 
         @functools.wraps(prepare)
         def prepared(optimizer, *args, **kwargs):
-            made.append(True)
+            self._made.append(True)
             self.in_thread |= threading.current_thread() is not threading.main_thread()
             if self.source is BACKWARD:  # passes before the training, such as to see what they take
                 self._source = _nobody
             return prepare(optimizer, *args, **kwargs)
 
-        def marked_backward(run):
-            @functools.wraps(run)
-            def marking(*args, **kwargs):
-                if not made and not inside:
-                    self.mark(BACKWARD)
-                inside.append(True)  # checkpointing may run a pass within a pass
-                try:
-                    return run(*args, **kwargs)
-                finally:
-                    inside.pop()
-
-            return marking
-
         @functools.wraps(step_unless_overflown)
-        def scaled(self, optimizer, *args, **kwargs):
-            return marked(step_unless_overflown, optimizer)(self, optimizer, *args, **kwargs)
-
-        def marked(step, optimizer):
-            @functools.wraps(step)
-            def marking(*args, **kwargs):
-                before = self.count
-                result = step(*args, **kwargs)
-                if self.count == before:
-                    self.mark(innermost(optimizer))
-                return result
-
-            return marking
+        def scaled(one, optimizer, *args, **kwargs):
+            return self._marking_step(step_unless_overflown, optimizer)(one, optimizer, *args, **kwargs)
 
         def replace_step(optimizer, name, value):
-            object.__setattr__(optimizer, name, marked(value, optimizer) if name == "step" else value)
-
-        def innermost(optimizer):  # of another library's wrapper, such as accelerate's
-            while isinstance(inner := getattr(optimizer, "optimizer", None), optimizers):
-                optimizer = inner
-            return optimizer
+            object.__setattr__(optimizer, name, self._marking_step(value, optimizer) if name == "step" else value)
 
         hooks = _Snapshots(getattr(optimizer_module, _HOOKS))  # as a plan may add some, or take some away, at a mark
         passes = ((torch.autograd, _BACKWARD), (torch.Tensor, "backward"))  # outside of all modes: a plan may end one
@@ -222,8 +200,36 @@ class Marks:
             (optimizers, "__init__", prepared),
             (optimizers, "__setattr__", replace_step),
             (ticking, "_script", self),
-            *((owner, name, marked_backward(getattr(owner, name))) for owner, name in passes),
+            *((owner, name, self._marking_backward(getattr(owner, name))) for owner, name in passes),
         ]
         with replaced(others):
             register_optimizer_step_post_hook(lambda one, *_: None if _is_within_its_step(one) else self.mark(one))
             yield
+
+    def _marking_step(self, step: Callable, optimizer: torch.optim.Optimizer) -> Callable:
+        """A step that marks itself, unless a hook has done so."""
+
+        @functools.wraps(step)
+        def marking(*args, **kwargs):
+            before = self.count
+            result = step(*args, **kwargs)
+            if self.count == before:
+                self.mark(_innermost(optimizer))
+            return result
+
+        return marking
+
+    def _marking_backward(self, run: Callable) -> Callable:
+        """A backward pass that is a mark, as long as no optimizer is made."""
+
+        @functools.wraps(run)
+        def marking(*args, **kwargs):
+            if not self._made and not self._inside:
+                self.mark(BACKWARD)
+            self._inside.append(True)  # checkpointing may run a pass within a pass
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._inside.pop()
+
+        return marking
