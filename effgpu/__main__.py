@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OF_A_MODEL = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")
+_TARGET_HELP = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
 _BEFORE_A_PREDICTION = """\
 effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
 _BEFORE_A_DIAGNOSIS = """\
@@ -101,7 +102,32 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show this machine and what it supports")
     info.set_defaults(command=_info)
 
-    run = commands.add_parser("run", help="run lessons on this machine and write a report")
+    _add_run(commands.add_parser("run", help="run lessons on this machine and write a report"))
+
+    report = commands.add_parser("report", help="write a report from the results files of one or more machines")
+    report.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json")
+    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    report.set_defaults(command=_report)
+
+    predict_help = "predict whether a training step fits a GPU, and its time, without having one"
+    predict = commands.add_parser("predict", help=predict_help)
+    _add_predict(predict)
+    doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
+    _add_doctor(doctor)
+    for one in (predict, doctor):
+        _add_model(one.add_argument_group("a model of transformers, by its name, in place of a script"))
+        one.add_argument("--json", metavar="FILE", help="write the result there; - is standard output, without table")
+        trace_help = "write the predicted timeline of one step there, for ui.perfetto.dev"
+        one.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
+
+    calibrate = commands.add_parser("calibrate", help="measure this GPU, for predictions of its times from now on")
+    calibrate.set_defaults(command=_calibrate)
+
+    _add_bench(commands.add_parser("bench", help="compare training scripts as they are, in turns"))
+    return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("lessons", nargs="*", metavar="LESSON", help="02, dataloader, 02_dataloader or a path; else all")
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (out; out/look with --seconds)")
     run.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
@@ -115,43 +141,27 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--missing", action="store_true", help=missing_help)
     run.set_defaults(command=_run)
 
-    report = commands.add_parser("report", help="write a report from the results files of one or more machines")
-    report.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json")
-    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
-    report.set_defaults(command=_report)
 
-    predict_help = "predict whether a training step fits a GPU, and its time, without having one"
-    predict = commands.add_parser("predict", help=predict_help)
-    variant_help = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
-    predict.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
+def _add_predict(predict: argparse.ArgumentParser) -> None:
+    predict.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=_TARGET_HELP)
     gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
     predict.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
     predict.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, to tell its time")
     predict.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples or --model")
     taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
     predict.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
-    predict.set_defaults(command=_predict)
     price_help = "of an hour, to tell what an epoch of --samples costs, with --model"
     predict.add_argument("--price", type=float, metavar="P", help=price_help)
+    predict.set_defaults(command=_predict)
 
-    doctor = commands.add_parser("doctor", help="say what holds a training step back, and what each change would save")
-    doctor.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=variant_help)
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=_TARGET_HELP)
     loader_help = "what gives batches of a function's step, by its name in the same file: then the step takes a batch"
     doctor.add_argument("--loader", metavar="NAME", help=loader_help)
     doctor.add_argument("--gpu", metavar="GPU", help="predict all for this one; else this machine's, or a T4")
     doctor.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --model")
     doctor.set_defaults(command=_doctor)
-    for one in (predict, doctor):
-        _add_model(one.add_argument_group("a model of transformers, by its name, in place of a script"))
-        one.add_argument("--json", metavar="FILE", help="write the result there; - is standard output, without table")
-        trace_help = "write the predicted timeline of one step there, for ui.perfetto.dev"
-        one.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
-
-    calibrate = commands.add_parser("calibrate", help="measure this GPU, for predictions of its times from now on")
-    calibrate.set_defaults(command=_calibrate)
-
-    _add_bench(commands.add_parser("bench", help="compare training scripts as they are, in turns"))
-    return parser
 
 
 def _add_model(model: argparse._ArgumentGroup) -> None:
