@@ -10,7 +10,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -157,47 +157,57 @@ def _holds_fake(value: object) -> bool:
     return False
 
 
+class _Slice:
+    """One tensor of a file: its shape and type, and what is read of it."""
+
+    def __init__(self, real, recorder: Recorder):
+        self._real, self.get_shape, self.get_dtype = real, real.get_shape, real.get_dtype
+        self.recorder = recorder
+
+    def __getitem__(self, key):
+        shape, dtype = tuple(self.get_shape()), _DTYPES.get(self.get_dtype())
+        if math.prod(shape) <= LARGE or dtype is None:
+            with on_real_tensors():
+                small = self._real[key]
+            return self.recorder.take_in(small)
+        with self.recorder.placed(on_host=True):
+            return torch.empty(shape, dtype=dtype).contiguous()[key]
+
+
+class _Opened:
+    """What safetensors.safe_open gives, whose large tensors have no values. Each prediction has a class of its own."""
+
+    recorder: Recorder
+    opened: Callable  # the library's
+
+    def __init__(self, filename, framework="pt", device="cpu", **options):
+        self._real, self._device = self.opened(filename, framework=framework, device="cpu", **options), device
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def __enter__(self):
+        self._real.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self._real.__exit__(*error)
+
+    def get_slice(self, name):
+        """A tensor that is not read yet."""
+        return _Slice(self._real.get_slice(name), self.recorder)
+
+    def get_tensor(self, name):
+        """A tensor, where it was asked for."""
+        return self.get_slice(name)[...].to(self._device)
+
+
 def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     import safetensors.torch
 
-    class Slice:
-        """One tensor of a file: its shape and type, and what is read of it."""
-
-        def __init__(self, real):
-            self._real, self.get_shape, self.get_dtype = real, real.get_shape, real.get_dtype
-
-        def __getitem__(self, key):
-            shape, dtype = tuple(self.get_shape()), _DTYPES.get(self.get_dtype())
-            if math.prod(shape) <= LARGE or dtype is None:
-                with on_real_tensors():
-                    small = self._real[key]
-                return recorder.take_in(small)
-            with recorder.placed(on_host=True):
-                return torch.empty(shape, dtype=dtype).contiguous()[key]
-
-    class Opened:
-        """What safetensors.safe_open gives, whose large tensors have no values."""
-
-        def __init__(self, filename, framework="pt", device="cpu", **options):
-            self._real, self._device = opened(filename, framework=framework, device="cpu", **options), device
-
-        def __getattr__(self, name):
-            return getattr(self._real, name)
-
-        def __enter__(self):
-            self._real.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self._real.__exit__(*error)
-
-        def get_slice(self, name):
-            return Slice(self._real.get_slice(name))
-
-        def get_tensor(self, name):
-            return self.get_slice(name)[...].to(self._device)
-
-    opened, save = safetensors.safe_open, safetensors.torch.save_file
+    save = safetensors.torch.save_file
+    values = {"recorder": recorder, "opened": staticmethod(safetensors.safe_open)}
+    safe_open = type("safe_open", (_Opened,), values)  # a class: a library may write safe_open | None
 
     @functools.wraps(save)
     def save_values(tensors, filename, *args, **kwargs):
@@ -207,6 +217,6 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         elif not recorder.checkpoints.keep(filename, tensors):
             save(tensors, filename, *args, **kwargs)
 
-    yield safetensors, "safe_open", Opened
-    yield safetensors.torch, "safe_open", Opened
+    yield safetensors, "safe_open", safe_open
+    yield safetensors.torch, "safe_open", safe_open
     yield safetensors.torch, "save_file", save_values
