@@ -449,7 +449,7 @@ def test_a_gpu_that_no_run_was_compared_on_says_so_and_its_range_is_wider(monkey
     without = math.sqrt(width(unseen) ** 2 - EXTRAPOLATED**2)
     assert without == pytest.approx(width(checked)) and without > SPREAD_OF_SOURCES[audited.TRANSFORMERS]
     predicted = predict(training(**WIDE), ["T4", "A100 80 GB", "RTX 4080"])
-    told = [line for line in repr(predicted).splitlines() if line.startswith("not checked")]
+    told = [line for line in repr(predicted).splitlines() if line.startswith("no published time")]
     assert told == ["no published time to check this by: transformers in fp32 on T4, RTX 4080"]
     assert [gpu["time"]["checked_by"] for gpu in predicted.to_dict()["gpus"]] == [0, 3, 0]
     (one, _, other) = predict_full_size({"wide": training}, {"wide": training(**WIDE)}, ["T4", "A100", "4080"])["wide"]
