@@ -1744,6 +1744,7 @@ def test_a_size_that_the_number_of_a_step_decides_is_named(line, named, run, exp
         ("for weight in model[0].parameters(): weight.requires_grad = True", True),
         ("model[0].requires_grad_()", True),
         ("model[0].requires_grad_(False)", False),
+        ("model[0].requires_grad_(requires_grad=False)", False),
     ],
 )
 def test_weights_that_are_trained_in_later_steps_alone_are_named(how, named, run):

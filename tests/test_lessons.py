@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 from effgpu.comparison import MIME_TYPE
 from effgpu.course.ranks import torchrun
@@ -136,6 +137,27 @@ def run_script(folder: Path, launched: bool, **environment: str) -> str:
     done = subprocess.run(command, **options, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_the_packed_script_keeps_texts_apart_and_without_its_triangle_an_encoders(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    script = {}
+    exec(scripts_to_copy(ROOT / "notebooks" / "04_padding_and_packing.ipynb")[1], script)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = BertForMaskedLM(BertConfig(vocab_size=1000, **sizes))
+    rows = script["first_fit"](script["texts"])[:3]
+    tokens, _, positions, mask = script["pack"](rows)
+    torch.manual_seed(0)
+    for model, seen in ((script["model"], mask), (encoder, mask | mask.mT)):
+        for weight in model.eval().parameters():
+            if weight.dim() > 1:
+                weight.data.normal_(0, 0.3)  # as made, the weights are too small for one token to matter to another
+        with torch.no_grad():
+            packed = model(tokens, position_ids=positions, attention_mask=seen).logits
+            for row, logits in zip(rows, packed):
+                alone = torch.cat([model(text[None]).logits[0] for text in row])
+                torch.testing.assert_close(logits[: len(alone)], alone, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -79,8 +79,7 @@ def _is_within(code: CodeType, line: int) -> bool:
 @once_a_file
 def _tests(file: str) -> list[_Rare]:
     """The tests of a file that ask for a remainder, or compare what counts the rounds of a loop, by their lines."""
-    nodes = [*ast.walk(parse(file))]
-    counters = {name for node in nodes for name in _counted(node)}
+    nodes, counters = _read(file)
     found = []
     for node in nodes:
         if isinstance(node, ast.If | ast.IfExp):
@@ -91,6 +90,12 @@ def _tests(file: str) -> list[_Rare]:
                 comes = (_comes(node, later, does) for does in (_passes, _copies, _unfreezes))
                 found.append(_Rare(node.test, remainder, *comes))
     return sorted(found, key=lambda rare: rare.test.lineno)
+
+
+def _read(file: str) -> tuple[list[ast.AST], set[str]]:
+    """The nodes of a file's code, and the names that count the rounds of its loops."""
+    nodes = [*ast.walk(parse(file))]
+    return nodes, {name for node in nodes for name in _counted(node)}
 
 
 def _comes(node: ast.If | ast.IfExp, later: set[bool], does: Callable[[ast.AST], bool]) -> bool:
@@ -122,15 +127,15 @@ def _unfreezes(node: ast.AST) -> bool:
         )
     if not isinstance(node, ast.Call):
         return False
-    freezes = any(isinstance(given, ast.Constant) and not given.value for given in node.args)
+    given = [*node.args, *(each.value for each in node.keywords)]
+    freezes = any(isinstance(each, ast.Constant) and not each.value for each in given)
     return called_name(node).startswith("unfreeze") or (called_name(node) == "requires_grad_" and not freezes)
 
 
 @once_a_file
 def _sizes(file: str) -> list[int]:
     """The lines that give a name what a step's number decides, where that name is used as a size."""
-    nodes = [*ast.walk(parse(file))]
-    counters = {name for node in nodes for name in _counted(node)}
+    nodes, counters = _read(file)
     functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     used = {name for node in nodes for name in _sizes_in(node) if not counters & _sizes_in(node)}
     found = []
