@@ -375,7 +375,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
         _draw_interval(ax, row, expected, low, high, "range of a predicted time")
         seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
-        _write(ax, high, row, seconds + needed.tell_time())
+        _write(ax, high, row, seconds + needed.tell_time(brief=True))
     _value_axis(ax.xaxis, units.format_seconds)
     ax.set_xlim(left=0)
     gpu = units.with_article(comparison.full_size_gpus[place])

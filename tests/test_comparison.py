@@ -279,6 +279,22 @@ def test_a_predicted_difference_is_told_with_its_middle_whatever_the_range():
     assert tell_range((1.0, 1.0, 1.0)) == "same"
 
 
+@pytest.mark.parametrize(
+    "ratio, told",
+    [
+        ((0.5, 0.4, 0.6), "2.00 × faster [1.67, 2.50]"),
+        ((0.5, 0.4, 1.2), "perhaps 2.00 × faster"),
+        ((1.001, 0.9, 1.1), "about the same"),
+        ((1.0, 1.0, 1.0), "same"),
+    ],
+)
+def test_a_plot_says_perhaps_where_the_range_would_be_long(ratio, told):
+    (size,) = predicted_sizes(GiB, GiB)["new"]
+    assert replace(size, ratio=ratio).tell_time(brief=True) == told
+    too_large = replace(size, ratio=ratio, verdict="does not fit")
+    assert too_large.tell_time(brief=True) == f"{told}, does not fit"
+
+
 def test_the_plot_in_words_tells_each_result(make_measurement):
     told = Comparison("some", (make_measurement("a"), make_measurement("b", 0.01))).alt_text()
     assert told == "Plot of some on Test CPU (CPU, 2 cores). a: baseline, b: 2.00 × faster [2.00, 2.00]"

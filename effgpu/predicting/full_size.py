@@ -42,14 +42,19 @@ class FullSize:
     unchecked: str = ""
     untimed: str = ""
 
-    def tell_time(self) -> str:
-        """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit."""
+    def tell_time(self, *, brief: bool = False) -> str:
+        """In words: "5.40 × faster [4.30, 6.80]", or the seconds of a baseline; and that the step does not fit.
+
+        Brief, as for a plot, a range that crosses 1 is told as "perhaps 1.77 × faster".
+        """
         if self.seconds is None:
             text = units.NOT_MEASURED
         elif self.untimed:
             text = f"at least {units.format_seconds(self.seconds[1])}"
         elif self.ratio is None:
             text = units.format_seconds(self.seconds[0])
+        elif brief and self.ratio[1] < 1 < self.ratio[2]:
+            text = f"{'' if units.is_same(self.ratio[0]) else 'perhaps '}{tell_range(self.ratio, brackets=False)}"
         else:
             text = tell_range(self.ratio)
         return f"{text}, {DOES_NOT_FIT}" if self.verdict == DOES_NOT_FIT else text
