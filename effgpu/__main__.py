@@ -26,9 +26,9 @@ SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _OF_A_MODEL = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")
 _TARGET_HELP = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
 _BEFORE_A_PREDICTION = """\
-effgpu: runs {} up to its third step. Weights that it saves are not written; other files that it writes are its own"""
+effgpu: runs {} up to its third step. It writes no weights and changes no file that is there; new files are its own"""
 _BEFORE_A_DIAGNOSIS = """\
-effgpu: runs {} for some steps. Weights that it saves are not written; other files that it writes are its own"""
+effgpu: runs {} for some steps. It writes no weights and changes no file that is there; new files are its own"""
 _BEFORE_A_TRAINING = """\
 effgpu: trains {} for some hundred steps, some of them altered. The weights that it trains are thrown away: keep \
 nothing that it saves. Before, it is run for some steps to predict what is not measured"""

@@ -880,6 +880,7 @@ os.remove("new.pt")
 assert not os.path.exists("new.pt")
 pathlib.Path("log.txt").write_text("a line")
 os.replace("log.txt", "log.old")
+assert open("log.old").read() == "a line" and not os.path.exists("log.txt")
 """
 
 
@@ -898,14 +899,14 @@ def test_no_checkpoint_from_before_is_lost_and_what_is_not_written_is_there_for_
     for name in files:
         torch.save(f"before {name}", here / name)
         os.utime(here / name, (0, 0))
-    before = [(here / name).read_bytes() for name in files[:-1]]
+    before = [(here / name).read_bytes() for name in files]
     code, told, errors = run(loop(step=STEP + ROTATES))
     assert code == 0, errors
     assert {path.name for path in here.iterdir()} == {"train.py", "data.pkl", "run", *files} - {"run/model.safetensors"}
-    assert (here / "log.old").read_text() == "a line"
-    assert [(here / name).read_bytes() for name in files[:-1]] == before
+    assert [(here / name).read_bytes() for name in files] == before
     left = [note for note in told["notes"] if note.startswith("left as it is, a file from before: ")]
-    assert [note.rpartition(" ")[2] for note in left] == ["last.pt", "other.pth", "run", "whole.ckpt", "state.pt"]
+    names = ["last.pt", "other.pth", "run", "whole.ckpt", "state.pt", "log.old"]
+    assert [note.rpartition(" ")[2] for note in left] == names
 
 
 WRITES_ELSEWHERE = """
@@ -973,6 +974,42 @@ def test_what_a_script_writes_over_a_file_from_before_it_reads_again_and_the_fil
     assert "left as it is, a file from before: words.pkl" in told["notes"]
     assert "not written, as its weights have no values: torch.save to best" in told["notes"]
     assert "not written, as its weights have no values: torch.jit.save to model.ts" in told["notes"]
+
+
+WRITES_WHAT_IT_KNOWS = """
+import json, logging, os, pathlib, shutil
+loss = model(torch.randn(8, 1024, device="cuda")).mean().item()
+json.dump({"loss": loss}, open("best.json", "w"))
+assert json.load(open("best.json"))["loss"] == loss
+pathlib.Path("part.json").write_text("{}")
+os.replace("part.json", "state.json")
+assert pathlib.Path("state.json").read_text() == "{}" and not os.path.exists("part.json")
+logging.FileHandler("log.txt").stream.write("a line")
+with open("log.txt", "a") as log: log.write("another")
+if not number: assert open("log.txt").read().startswith("log.txt")
+shutil.copy("train.py", "copy.py")
+if not number:
+    os.rename("old.txt", "older.txt")
+    assert open("older.txt").read() == "old.txt" and os.stat("older.txt").st_size == 7
+    open("older.txt", "a").write("er")
+    assert open("older.txt").read() == "old.txter" and not os.path.exists("old.txt")
+    open("old.txt", "x").write("new")
+    os.remove("gone.txt")
+assert open("old.txt").read() == "new" and "gone.txt" not in os.listdir()
+open("mine.txt", "w").write("mine")
+"""
+
+
+def test_no_text_from_before_is_overwritten_by_numbers_that_nobody_knows(run, here):
+    names = "best.json", "state.json", "log.txt", "copy.py", "old.txt", "gone.txt"
+    for name in names:
+        (here / name).write_text(name)
+        os.utime(here / name, (0, 0))
+    code, told, errors = run(loop(step=STEP + WRITES_WHAT_IT_KNOWS))
+    assert code == 0, errors
+    assert [(here / name).read_text() for name in names] == [*names]
+    assert {path.name for path in here.iterdir()} == {*names, "train.py", "mine.txt"}
+    assert {note.rpartition(" ")[2] for note in told["notes"]} == {*names}
 
 
 KEEPS_THE_LAST_TWO = """
@@ -1400,9 +1437,11 @@ HALVES = tries("torch.cuda.OutOfMemoryError:\n    rows //= 2")
 ENDS = tries("RuntimeError as error:\n    sys.exit(f'{error}: out of memory')")
 
 
-def test_a_script_that_catches_running_out_of_memory_goes_on_with_less(run):
+def test_a_script_that_catches_running_out_of_memory_goes_on_with_less(run, here):
     halved = tries("torch.cuda.OutOfMemoryError:\n    rows //= 2", 2**18)
-    (_, told, errors), (_, alone, _) = run(HALVES), run(halved)
+    _, told, errors = run(HALVES)
+    (here / "runs").unlink()
+    _, alone, _ = run(halved)
     assert told["allocated"] == alone["allocated"] and seconds(told) == pytest.approx(seconds(alone)), errors
     assert told["reserved"]["high"] < 1.3 * alone["reserved"]["high"] and not alone["notes"]
     assert re.fullmatch(
@@ -1412,18 +1451,55 @@ def test_a_script_that_catches_running_out_of_memory_goes_on_with_less(run):
 
 
 def test_a_script_that_runs_out_of_memory_and_ends_is_predicted_as_if_it_fitted(run, here):
-    (_, told, _), (_, alone, _) = run(ENDS), run(tries("KeyError:\n    rows = 0"))
-    assert (here / "runs").read_text() == "xx" + "x", "once more than the other"
+    _, told, _ = run(ENDS)
+    assert (here / "runs").read_text() == "xx", "the second time, as if it fitted"
+    (here / "runs").unlink()
+    _, alone, _ = run(tries("KeyError:\n    rows = 0"))
+    assert (here / "runs").read_text() == "x"
     assert told["allocated"] == alone["allocated"] > 16 * 2**30 and told["gpus"][0]["verdict"] == "does not fit"
     assert told["notes"][0].endswith("catches that, and ends: predicted as if it fitted") and not alone["notes"]
 
 
 def test_of_several_gpus_none_is_full(run, here, capfd):
     run(HALVES)
+    (here / "runs").unlink()
     assert main(["predict", "--gpu", "T4", "--gpu", "H100", "--json", "-", "--", "python", "train.py"]) == 3
     told = json.loads(capfd.readouterr().out)
     assert told["allocated"] > 16 * 2**30
     assert told["notes"][0].endswith('catches that: predict for "T4" alone to see what follows')
+
+
+FREE = {
+    "mem_get_info": "rows = 4096 * (torch.cuda.mem_get_info()[0] >> 33)",
+    "total_memory": "rows = 4096 * (torch.cuda.get_device_properties(0).total_memory >> 33)",
+}
+
+
+@pytest.mark.parametrize("asks", FREE)
+def test_a_size_that_follows_from_the_memory_is_that_of_one_gpu(asks, run, here, capfd):
+    script = loop(f"{BUILD}{FREE[asks]}", STEP.replace("64, 1024", "rows, 1024"))
+    alone = {gpu: run(script, gpu=gpu)[1] for gpu in ("T4", "A100 80 GB")}
+    assert alone["T4"]["allocated"] < alone["A100 80 GB"]["allocated"]
+    assert not any("sizes that follow" in what for told in alone.values() for what in told["assumptions"])
+    main(
+        [
+            "predict",
+            *(word for gpu in (*alone, "A100 40 GB") for word in ("--gpu", gpu)),
+            "--json",
+            "-",
+            "--",
+            "python",
+            "train.py",
+        ]
+    )
+    told = json.loads(capfd.readouterr().out)
+    needed = {gpu["name"]: gpu["needed"] for gpu in told["gpus"]}
+    for name, one in alone.items():
+        assert needed[name] == one["gpus"][0]["needed"]
+    (what,) = told["assumptions"]
+    assert what.startswith(
+        "sizes that follow from a GPU's memory are those of the A100 80 GB, which train.py:5 asks for"
+    )
 
 
 def test_doctor_follows_a_script_that_catches_running_out_of_memory(run, here, capfd):
@@ -1663,6 +1739,29 @@ del made, kept
 """
 
 
+EVALUATES = """
+model.eval()
+with torch.no_grad():
+    for batch in range(3): model(torch.randn(64, 1024, device="cuda"))
+model.train()
+"""
+
+
+def test_an_evaluation_in_each_step_is_said_once(run):
+    _, told, errors = run(loop(step=STEP + EVALUATES, steps=9))
+    note = "an evaluation is part of the step that was counted: the script evaluates in each"
+    assert told["notes"] == [note], errors
+    before = loop(BUILD + 2 * EVALUATES, STEP + EVALUATES, steps=9)
+    notes = run(before)[1]["notes"]
+    assert notes[0] == note and notes[1].startswith("forward passes without gradients ran before the third step")
+
+
+def test_a_batch_that_grows_is_said_to(run):
+    grows = STEP.replace("torch.randn(64, 1024)", "torch.randn(512 + number, 1024)")
+    (what,) = run(loop(step=grows))[1]["assumptions"]
+    assert what.startswith("steps differ in size") and "a later step may be larger still" in what
+
+
 def test_blocks_that_grow_are_given_back_and_an_evaluation_in_some_steps_is_no_part_of_them(run, expected):
     _, told, errors = run(loop(step=f"{STEP}if number % 2 == 1:\n{textwrap.indent(GROWS, '    ')}", steps=9))
     (gpu,) = told["gpus"]
@@ -1681,16 +1780,31 @@ if number % 10 == 9:
 
 @pytest.mark.parametrize(
     "test, named",
-    [("number % 10 == 9", True), ("number > 50", True), ("number % 2 == 2", False), ("losses > 50", False)],
-    ids=["a pass", "later", "either way", "no number of a step"],
+    {
+        "a pass": ("number % 10 == 9", True),
+        "later": ("number > 50", True),
+        "at one later": ("number == 50", True),
+        "not in the first": ("number != 0", False),
+        "either way": ("number % 2 == 2", False),
+        "no number of a step": ("losses > 50", False),
+        "always": ("number >= 0", False),
+        "in the first": ("number == 0", False),
+        "in the one that is counted": ("number % 5 == 2", False),
+    }.values(),
 )
 def test_a_backward_pass_of_every_tenth_step_is_named(test, named, run):
     either = "losses = 0" + RARELY.replace("number % 10 == 9", test)
-    either += "" if named or "losses" in test else "else:\n    loss.backward(retain_graph=True)\n"
+    either += (
+        "" if named or test in ("losses > 50", "number % 5 == 2") else "else:\n    loss.backward(retain_graph=True)\n"
+    )
     _, told, errors = run(loop(step=STEP.replace("loss.backward()", f"{either}\nloss.backward()")))
     assert [why.partition(": ")[0] for why in told["unknown"]] == [
         "what the backward pass takes that comes only in some steps"
     ] * named, errors
+    (gpu,) = told["gpus"]
+    assert gpu["verdict"] == ("may not fit" if named else "fits") and gpu["needed"]["low"] > 0.9 * told["allocated"]
+    more = "times are those of a step with more work in its backward pass than the one before"
+    assert told["assumptions"] == [more] * (test == "number % 5 == 2")
 
 
 LATER = """
@@ -1752,6 +1866,32 @@ def test_weights_that_are_trained_in_later_steps_alone_are_named(how, named, run
     _, told, errors = run(loop(BUILD + frozen, f"{STEP}\nif number == 50:\n    {how}", steps=9))
     said = ["what a step takes once more weights are trained: train.py:14: if number == 50:"]
     assert told["unknown"] == said * named, errors
+
+
+STOPS = """
+loss = model(torch.randn(64, 1024).to("cuda")).square().mean()
+loss.backward()
+if loss < best: best, worse = loss.item(), 0
+else: worse += 1
+if worse > limit: break
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_guess_that_ends_the_training_early_is_taken_the_other_way_round(limit, run, expected):
+    """The first loss is below infinity, whatever it is."""
+    code, told, errors = run(loop(f"{BUILD}best, worse, limit = float('inf'), 0, {limit}", STOPS, steps=9))
+    assert code == 0 and seconds(told) == pytest.approx(expected[1], rel=0.05), errors
+    ended = loop(f"{BUILD}best, worse, limit = float('inf'), 0, {limit}", STOPS, steps=2)
+    assert run(ended)[0] == 2
+
+
+def test_a_loss_is_below_infinity(run):
+    asks = "assert loss < float('inf') and not loss > float('inf') and loss > -float('inf') and not loss <= -torch.inf"
+    code, told, errors = run(loop(step=STEP.replace("loss.backward()", f"if not ({asks[7:]}): break\nloss.backward()")))
+    assert code == 0 and not told["unknown"], errors
 
 
 def test_a_guess_by_which_no_step_is_ever_made_is_taken_the_other_way_round(run, expected):
@@ -1889,3 +2029,73 @@ def test_folds_of_two_steps_each_say_so(run):
     fold = "for fold in range(5):\n" + textwrap.indent(loop(steps=2), "    ")
     code, _, errors = run(fold)
     assert code == 2 and "ended after 10 steps, at most 2 with one optimizer, and 3 are needed" in errors
+
+
+# --- what a GPU refuses ---
+
+DEVICES = {
+    "a table": ("table = torch.randn(64, 1024)", "x = x + table"),
+    "a mask": ("", "x = x * torch.ones(1, 1024)"),
+    "labels": ("", "x = model(x).square() - torch.zeros(64, 1024)"),
+    "a teacher": ("teacher = torch.nn.Linear(1024, 1024)", "x = x + teacher(x).detach()"),
+    "a list": ("", "x = torch.cat([x, torch.ones(1, 1024)])[:64]"),
+    "a place": ("", "x = x.index_select(0, torch.arange(64))"),
+    "the CPU's by the GPU's": ("table = torch.randn(64, 1024)", "table[torch.arange(64, device='cuda')]"),
+    "an array": ("", "x.numpy()"),
+    "an array of NumPy's": ("import numpy", "numpy.asarray(x)"),
+}
+MIXED = {
+    "indices": ("", "x = x[torch.arange(64)]"),
+    "a number": ("scale = torch.tensor(2.0)", "x = x * scale"),
+    "a copy": ("table = torch.randn(64, 1024)", "x.copy_(table); table.copy_(x)"),
+    "written by indices": ("", "x[torch.arange(8)] = 0.0"),
+    "an array": ("", "x.cpu().numpy(); x.numpy(force=True)"),
+    "what follows another": ("", "x = x * torch.ones(1, 1024).type_as(x) + torch.ones(1).to(x)"),
+    "the CPU's work": ("table = torch.randn(64, 1024)", "(table + 1).to('cuda') + x"),
+    "weights that travel": ("table = torch.nn.Parameter(torch.randn(64, 1024))", "x = x + table.to('cuda')"),
+    "lengths": (
+        "layer = torch.nn.LSTM(1024, 8).cuda()\nfrom torch.nn.utils.rnn import pack_padded_sequence as pack",
+        "layer(pack(x[:, None].expand(64, 4, 1024), torch.full((4,), 64)))",
+    ),
+    "labels of characters": (
+        "",
+        "torch.nn.functional.ctc_loss(x[:, None].log_softmax(-1), torch.ones(1, 8).long(), [64], [8])",
+    ),
+}
+FORMATS = {
+    "a layer": ("half = torch.nn.Linear(1024, 1024).cuda().half()", "half(x)"),
+    "its input": ("wide = torch.nn.Linear(1024, 1024).cuda()", "wide(x.half())"),
+    "a product": ("weight = torch.randn(1024, 1024, device='cuda').half()", "x @ weight"),
+    "a product with a vector": ("weight = torch.randn(1024, device='cuda').bfloat16()", "x @ weight"),
+    "what is written": ("", "x[torch.arange(8, device='cuda')] = torch.ones(8, 1024, device='cuda').half()"),
+    "labels": ("", "torch.nn.functional.cross_entropy(x, torch.ones(64, device='cuda').int())"),
+}
+
+
+def refused(build, step, run):
+    x = 'x = torch.randn(64, 1024, device="cuda")\n'
+    script = loop(f"{BUILD}\n{build}", x + step + STEP.replace('torch.randn(64, 1024).to("cuda")', "x"))
+    return run(script)
+
+
+@pytest.mark.parametrize("build, step", DEVICES.values(), ids=DEVICES)
+def test_tensors_of_the_cpu_and_of_the_gpu_are_refused_as_a_gpu_does(build, step, run):
+    code, told, errors = refused(build, step, run)
+    assert code == 1 and told is None
+    words = "Expected all tensors to be on the same device|indices should be either on|can't convert cuda:0 device type"
+    assert re.search(words, errors.splitlines()[-1]), errors
+
+
+@pytest.mark.parametrize("build, step", MIXED.values(), ids=MIXED)
+def test_what_a_gpu_takes_of_the_cpu_is_taken(build, step, run):
+    code, told, errors = refused(build, step, run)
+    assert code == 0 and told["gpus"][0]["verdict"] == "fits", errors
+
+
+@pytest.mark.parametrize("build, step", FORMATS.values(), ids=FORMATS)
+def test_numbers_of_several_formats_are_refused_as_pytorch_does(build, step, run):
+    real = {"torch": torch, "x": torch.randn(64, 1024)}
+    with pytest.raises(RuntimeError):
+        exec(f"{build}\n{step}".replace(".cuda()", "").replace(", device='cuda'", ""), real)
+    code, _, errors = refused(build, step, run)
+    assert code == 1 and "RuntimeError" in errors.splitlines()[-1] and "dtype" in errors.splitlines()[-1], errors

@@ -21,6 +21,7 @@ from effgpu.attaching.commands import read_program
 from effgpu.course.runner import Outcome, read_lessons
 from effgpu.diagnosing.causes import NOTHING
 from effgpu.diagnosing.ranking import rank
+from effgpu.predicting.asked import Asked
 from effgpu.predicting.gpus import find_gpu
 from effgpu.results import stored
 from effgpu.units import NOT_MEASURED, format_bytes, with_article
@@ -254,7 +255,8 @@ def test_readmes_diagnosis_is_what_its_script_gives(tmp_path, monkeypatch):
     linecache.clearcache()  # which may hold another test's train.py
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     gpu, program = find_gpu("T4"), read_program(command.partition(" -- ")[2])
-    predicted, seen = scripts.run(program, "effgpu.diagnosing.scripts:predicting", needs=5, gpu=gpu)
+    asked = Asked((gpu,), gpu.capability)
+    predicted, seen = scripts.run(program, "effgpu.diagnosing.scripts:predicting", needs=5, asked=asked)
     found = str(rank(gpu, replace(seen, loading=NOTHING), predicted)).splitlines()
     lines = [line for line in shown.splitlines() if line.strip() != "..."]
     assert len(lines) > 5 and set(lines) <= {line.rstrip() for line in found}

@@ -139,7 +139,7 @@ class Diagnosis:
         if self.memory is None:
             return []
         memory, gpu = self.memory, self.memory.gpus[0]
-        lines = [f"memory, predicted: {memory.total()} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
+        lines = [f"memory, predicted: {memory.tell_total(gpu)} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
         if self.batches is not None:
             fits, may_fit = self.batches.fits, self.batches.may_fit
             lines[0] += f"; {fits} times the batch fits, too, and {may_fit} times may fit"

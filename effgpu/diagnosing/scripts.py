@@ -48,7 +48,8 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
     predicted, walked, why = None, Observed(), f"{gpu.name} is not in the table of GPUs"
     if gpu.bandwidth is not None:
         try:
-            predicted, walked = scripts.run(program, f"{__name__}:predicting", needs=WALKED, gpu=gpu)
+            asked = Asked((gpu,), gpu.capability)
+            predicted, walked = scripts.run(program, f"{__name__}:predicting", needs=WALKED, asked=asked)
             why = ""
         except scripts.ScriptFailed:
             raise
@@ -183,15 +184,15 @@ class Disturbances:
 
 
 @contextlib.contextmanager
-def predicting(marks: Marks, gpu: Gpu, **again: object) -> Iterator[Callable[[], Plan]]:
-    """What makes the plan whose result is the Prediction for this GPU, and what was seen of the step.
+def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable[[], Plan]]:
+    """What makes the plan whose result is the Prediction that is asked for, of one GPU, and what was seen of the step.
 
     Nothing but the loader is measured. What is raised is as in `predicting.scripts.planned`.
     """
     loading = Loading()
     marks.listeners.append(loading.next_step)
-    with replaced(loading.replacing()), recording(marks, Asked((gpu,), gpu.capability), **again) as recorder:
-        yield functools.partial(_predict, marks, gpu, recorder, loading)
+    with replaced(loading.replacing()), recording(marks, asked, **again) as recorder:
+        yield functools.partial(_predict, marks, asked.gpu, recorder, loading)
 
 
 def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:

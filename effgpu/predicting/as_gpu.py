@@ -53,6 +53,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         answering_as(
             recorder.asked.gpu,
             recorder.note_capability,
+            recorder.note_memory,
             InUse(recorder.in_use, recorder.most_in_use, recorder.forget_most),
         ),
         imports.changed(

@@ -1,6 +1,7 @@
 """What a walk is asked for: the GPUs, and how far it goes. A script's process gets the same."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from effgpu.predicting.gpus import Gpu
 
@@ -13,7 +14,8 @@ class Asked:
 
     With None, the step runs as on a CPU, as tests compare it with a trace of one: without a GPU's rules, and sizes are
     not rounded. `steps` are counted. `taken` is the share that an index takes that depends on values; None: as known,
-    or half. `awaits_update` says that a function is called until an optimizer has made a step.
+    or half. `awaits_update` says that a function is called until an optimizer has made a step. A file that was there
+    when it `began`, in seconds since 1970, is one from before: a script may be walked more than once.
     """
 
     gpus: tuple[Gpu, ...]
@@ -21,6 +23,7 @@ class Asked:
     steps: int = STEPS
     taken: float | None = None
     awaits_update: bool = False
+    began: float = field(default_factory=time.time)
 
     @property
     def gpu(self) -> Gpu | None:

@@ -122,13 +122,11 @@ def _repeat(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     return made
 
 
-def _ctc_loss(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _ctc_loss(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """aten/src/ATen/native/cuda/LossCTC.cu: the losses, and log_alpha, which is kept, by the longest target.
 
     Of targets in one row, without their lengths, each counts as long as the mean.
     """
-    if func is not aten._ctc_loss.Tensor:
-        return None
     scores, targets = given["log_probs"], given["targets"]
     steps, batch, _ = scores.shape
     longest = targets.shape[1] if targets.dim() > 1 else math.ceil(targets.numel() / batch)

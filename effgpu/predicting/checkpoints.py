@@ -1,10 +1,9 @@
-"""What a script does with checkpoints while it is predicted: none is written, and none from before is lost.
+"""What a script does with files while it is predicted: no checkpoint is written, and no file from before is lost.
 
 A script rotates its files: it lists them, renames or deletes an old checkpoint, and writes a new one. Here the new one
 is not written, as its weights have no values. So the old one stays, and what would have been written is there for the
-script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes by itself in place of a
-checkpoint from before goes into a file without a name, as do all bytes that it writes over a file from before: weights
-may have any name.
+script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes in place of any file from
+before, such as a log or the best loss so far, goes into a file without a name: it may hold values that nobody knows.
 """
 
 import builtins
@@ -24,9 +23,9 @@ from typing import BinaryIO, NamedTuple
 from effgpu.attaching.replacing import replaced
 
 _NAMES = "src", "dst", "path", "file"  # of arguments that say which file
+_open = open  # Python's own, also of what a script takes for deleted
 _DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
 ZIP = b"PK\3\4"  # how a file of torch.save begins since PyTorch 1.6, whatever its name
-_WEIGHTS = (".bin", ".ckpt", ".h5", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
 
 
 class Saved(NamedTuple):
@@ -77,9 +76,9 @@ class _Entries(contextlib.closing):
 class Checkpoints:
     """What a script has saved, by path, without having written it; and which files from before were left alone."""
 
-    def __init__(self):
+    def __init__(self, began: float):
         self.left_alone: dict[str, None] = {}
-        self._began = time.time()
+        self._began = began
         self._saved: dict[str, Saved] = {}  # by path
         self._gone: set[str] = set()  # what the script has deleted, and what was left alone
         self._stand_ins: dict[str, str] = {}  # the path of what a file stands for that the script writes in its place
@@ -92,7 +91,7 @@ class Checkpoints:
             self._gone.discard(path)
 
     def keep(self, file: object, value: object) -> bool:
-        """Whether a file is a checkpoint from before, which is left alone: then the value is saved for the script."""
+        """Whether a file is from before, and left alone: then the value is saved for the script."""
         if left := self._leave(file):
             self.save(file, value)
         return left
@@ -114,11 +113,11 @@ class Checkpoints:
         path = _path(file)
         return self._stand_ins.get(path, path)
 
-    def _stand_in(self, file: object, real: Callable, filled: bool) -> str:
-        """A file for the script to write and read in place of one from before: empty, or `filled` with the same."""
+    def _stand_in(self, file: object, filled: object = None) -> str:
+        """A file for the script to write and read in place of one from before: empty, or `filled` with another's."""
         self._open.append(tempfile.TemporaryFile())  # noqa: SIM115, it stays open
-        if filled:
-            with real(file, "rb") as before:
+        if filled is not None:
+            with _open(filled, "rb") as before:
                 shutil.copyfileobj(before, self._open[-1])
             self._open[-1].flush()
         source, path = f"/dev/fd/{self._open[-1].fileno()}", self._path(file)
@@ -126,29 +125,25 @@ class Checkpoints:
         self._gone.discard(path)
         return source
 
-    def _is_from_before(self, file: object, anything: bool = False) -> bool:
-        """Whether it is a checkpoint (or any file), or a folder with one, from before the script was started."""
+    def _is_from_before(self, file: object) -> bool:
+        """Whether it is a file, or a folder with one, from before the script was started."""
         if (name := _path(file)) is None:  # a pipe, or memory
             return False
         path = Path(name)
-        if self._path(file) in self._gone:
+        if self._path(file) in self._gone or ((saved := self.find(file)) and saved.source in self._stand_ins):
             return True
         try:
             if path.is_dir():
                 return any(map(self._is_from_before, path.iterdir()))
-            if not path.is_file() or path.stat().st_mtime >= self._began:
-                return False
-            if anything or path.suffix in _WEIGHTS:
-                return True
-            with path.open("rb") as file:
-                return file.read(len(ZIP)) == ZIP
+            return path.is_file() and path.stat().st_mtime < self._began
         except OSError:
             return False
 
-    def _leave(self, file: object, anything: bool = False) -> bool:
-        """Whether to leave a file alone, as it is a checkpoint (or any file) from before."""
-        if left := self._is_from_before(file, anything):
-            self.left_alone[str(file)] = None
+    def _leave(self, file: object) -> bool:
+        """Whether to leave a file alone, as it is from before."""
+        if left := self._is_from_before(file):
+            name, here = self.name(file), os.getcwd() + os.sep
+            self.left_alone[name.removeprefix(here)] = None
         return left
 
     def _listed(self, folder: str | os.PathLike, found: Iterable, name_of: Callable, make: Callable) -> list:
@@ -161,7 +156,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, a script keeps its checkpoints from before."""
+        """Inside, a script keeps its files from before."""
         ways = {
             os: {
                 "rename": self._move,
@@ -184,22 +179,31 @@ class Checkpoints:
             yield
 
     def _move(self, real: Callable, source, target, *args, **kwargs):
+        old, new = self._path(source), self._path(target)
         if source in self:
-            self._saved[self._path(target)] = self._saved.pop(self._path(source))
-            if os.path.lexists(source) and self._is_new(source):  # a temporary file, which has no values
+            self._saved[new] = self._saved.pop(old)
+            if os.path.lexists(source) and not self._leave(source):  # a temporary file, which has no values
                 os.remove(source)
-        elif self._leave(source) or (not self._is_new(source) and self._leave(target)):
-            self._saved[self._path(target)] = Saved(source=self._path(source))
-        else:
+        elif self._leave(source):
+            self._saved[new] = Saved(source=old)
+        elif not self._leave(target):
             return real(source, target, *args, **kwargs)
+        elif os.path.isdir(source):
+            self._saved[new] = Saved(source=old)
+        else:
+            self._stand_in(target, source)
+            os.remove(source)
+        self._gone.discard(new)
+        self._gone |= {old} & {*filter(os.path.lexists, [old])}
         return target
 
     def _copy(self, real: Callable, source, target, *args, **kwargs):
         inside = Path(target, Path(source).name) if os.path.isdir(target) else target
         if source in self:
             self._saved[self._path(inside)] = self._saved[self._path(source)]
-        elif not self._is_new(source) and self._leave(inside):
-            self._saved[self._path(inside)] = Saved(source=self._path(source))
+            self._gone.discard(self._path(inside))
+        elif self._leave(inside):
+            self._stand_in(inside, source)
         else:
             return real(source, target, *args, **kwargs)
         return target
@@ -227,10 +231,10 @@ class Checkpoints:
         self._gone.remove(self._path(folder))
 
     def _look(self, real: Callable, file, *args, **kwargs):
-        path, saved = self._path(file), self.find(file)
-        if path in self._gone:
+        saved = self.find(file)
+        if self._path(file) in self._gone:
             raise _missing(file)
-        if saved and saved.source in self._stand_ins:
+        if saved and saved.source:
             return real(saved.source, *args, **kwargs)
         try:
             return real(file, *args, **kwargs)
@@ -242,13 +246,15 @@ class Checkpoints:
 
     def _open_other(self, real: Callable, file, mode="r", *args, **kwargs):
         saved, gone = self.find(file), self._path(file) in self._gone
-        writes = {*"wa+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
+        writes = {*"wax+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
+        source = saved.source if saved else None
         if gone and "r" in mode:
             raise _missing(file)
-        if saved and saved.source in self._stand_ins:
-            file = saved.source
-        elif writes and self._leave(file, anything={*"wb"} <= {*mode}):
-            file = self._stand_in(file, real, filled=not gone and "w" not in mode)
+        if source in self._stand_ins or (source and not writes):
+            file = source
+        elif writes and (source or self._leave(file)):
+            stays = None if gone or {*"wx"} & {*mode} else source or file
+            file, mode = self._stand_in(file, stays), mode.replace("x", "w" if gone else "x")
         return real(file, mode, *args, **kwargs)
 
     def _list_names(self, real: Callable, folder=None, *args):
@@ -261,9 +267,6 @@ class Checkpoints:
             return real(folder, *args)
         with real(folder) as entries:
             return _Entries(self._listed(folder, entries, lambda entry: entry.name, _Entry))
-
-    def _is_new(self, file: object) -> bool:
-        return os.path.lexists(file) and os.lstat(file).st_mtime >= self._began
 
 
 def _instead(real: Callable, way: Callable) -> Callable:

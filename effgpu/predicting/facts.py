@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 ASSUMED, CHOSEN = "assumed", "chosen"  # the latter in place of values that nobody knows: an error may come of it
 UNKNOWN, UNTIMED = "unknown", "untimed"  # the latter: only how long it takes is not known
-ASSUMPTIONS, NOT_KNOWN = (ASSUMED, CHOSEN), (UNKNOWN, UNTIMED)
+RARE = "rare"  # what other steps take beside what the one takes that is counted
+ASSUMPTIONS, NOT_KNOWN = (ASSUMED, CHOSEN), (UNKNOWN, RARE, UNTIMED)
 
 
 class Fact(NamedTuple):
@@ -30,5 +31,10 @@ def tell(facts: Iterable[Fact], *kinds: str) -> tuple[str, ...]:
 
 
 def memory_is_known(facts: Iterable[Fact]) -> bool:
-    """Whether nothing is unknown that memory depends on."""
+    """Whether nothing is unknown that the memory of the step depends on which is counted."""
     return all(fact.kind != UNKNOWN for fact in facts)
+
+
+def others_take_more(facts: Iterable[Fact]) -> bool:
+    """Whether other steps may take more memory and time, nobody knows how much."""
+    return any(fact.kind == RARE for fact in facts)

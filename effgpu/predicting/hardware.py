@@ -106,12 +106,21 @@ def _tell_memory(in_use: InUse) -> dict[str, Callable]:
     }
 
 
-def _properties(gpu: Gpu) -> SimpleNamespace:
+class _Properties(SimpleNamespace):
+    """Of a GPU. `_ask_memory` gives its bytes."""
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes."""
+        return self._ask_memory()
+
+
+def _properties(gpu: Gpu, ask_memory: Callable[[], int]) -> _Properties:
     """What torch.cuda.get_device_properties says of it."""
     major, minor = gpu.capability
-    return SimpleNamespace(
+    return _Properties(
         name=f"NVIDIA {gpu.name}",
-        total_memory=gpu.memory,
+        _ask_memory=ask_memory,
         major=major,
         minor=minor,
         multi_processor_count=gpu.multiprocessors or 1,
@@ -128,13 +137,18 @@ def _properties(gpu: Gpu) -> SimpleNamespace:
     )
 
 
-def _answers(gpu: Gpu, note: Callable[[], None], in_use: InUse) -> Iterator[tuple[object, str, object]]:
+def _answers(gpu: Gpu, note: Callable, note_memory: Callable, in_use: InUse) -> Iterator[tuple[object, str, object]]:
     """(module, name, what stands there inside). `note` is called where an answer is the named GPU's own."""
-    properties = _properties(gpu)
     memory = _tell_memory(in_use)
 
+    def ask_memory() -> int:
+        note_memory()
+        return gpu.memory
+
     def left(*_: object, **__: object) -> tuple[int, int]:
-        return max(0, gpu.memory - gpu.context[1] - in_use.most()), gpu.memory
+        return max(0, ask_memory() - gpu.context[1] - in_use.most()), gpu.memory
+
+    properties = _properties(gpu, ask_memory)
 
     def capability(device=None):
         note()
@@ -214,12 +228,14 @@ _true: list[tuple[object, str, object]] = []  # what stands behind the answers t
 
 
 @contextlib.contextmanager
-def answering_as(gpu: Gpu | None, note: Callable[[], None], in_use: InUse) -> Iterator[None]:
+def answering_as(
+    gpu: Gpu | None, note: Callable[[], None], note_memory: Callable[[], None], in_use: InUse
+) -> Iterator[None]:
     """Inside, PyTorch says that this GPU is the only one here, so much of it `in_use`; with None, what is true.
 
-    `note` is called where it says what another GPU may have otherwise.
+    `note` is called where it says what another GPU may have otherwise, `note_memory` where that is how much memory.
     """
-    answers = [each for each in _answers(gpu, note, in_use) if hasattr(*each[:2])] if gpu else []
+    answers = [each for each in _answers(gpu, note, note_memory, in_use) if hasattr(*each[:2])] if gpu else []
     behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name, _ in answers]
     before, _true[:] = list(_true), [*_true, *behind]
     try:

@@ -34,6 +34,7 @@ from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.parameters import is_plain
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
+from effgpu.predicting.refusals import check_array, check_devices
 from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
@@ -74,6 +75,7 @@ class ScriptRecorder(Recorder):
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
+        self._given: tuple = ()  # the arguments of the script's call that runs
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
 
     def translator(self) -> "_Placer":
@@ -113,6 +115,14 @@ class ScriptRecorder(Recorder):
         block = self.block_of(fake)
         return block is not None and block.place == HOST
 
+    def _lies_on_gpu(self, tensor: torch.Tensor) -> bool:
+        """Whether it does, or may: PyTorch moves some of what it makes in C++ itself to where other tensors are."""
+        if isinstance(tensor, FakeTensor) and not self.is_on_host(tensor):
+            return True
+        given = (innermost(each) for each in _flat(self._given) if isinstance(each, torch.Tensor))
+        key = storage_key(tensor)
+        return not any(each.layout is torch.strided and storage_key(each) == key for each in given)
+
     def device_of(self, fake: FakeTensor) -> torch.device:
         """Where a script finds a fake tensor: all that is not in the host's memory is on the GPU."""
         if self._depth or fake.fake_mode.in_kernel_invocation:
@@ -120,14 +130,15 @@ class ScriptRecorder(Recorder):
         return CPU if self.is_on_host(fake) else FIRST_GPU
 
     @contextlib.contextmanager
-    def placed(self, on_host: bool) -> Iterator[None]:
-        """Inside, new fake tensors are in the host's memory, or on the GPU."""
-        before, self.on_host = self.on_host, on_host
+    def placed(self, on_host: bool, given: tuple = ()) -> Iterator[None]:
+        """Inside, new fake tensors are in the host's memory, or on the GPU. `given` are the arguments of the call."""
+        before = self.on_host, self._given
+        self.on_host, self._given = on_host, given
         self._placing_at += 1
         try:
             yield
         finally:
-            self.on_host = before
+            self.on_host, self._given = before
             self._placing_at -= 1
 
     def placing_on_gpu(self) -> contextlib.AbstractContextManager:
@@ -152,7 +163,10 @@ class ScriptRecorder(Recorder):
         if by_hand or (given and not any(isinstance(each, FakeTensor) for each in given)):
             with on_real_tensors():
                 return func(*args, **kwargs)
-        if func.overloadpacket in _FORWARD and _current_graph_task_id() != -1:
+        in_backward = _current_graph_task_id() != -1
+        if len(given) > 1 and not (in_backward or self._moving or self.optimizers.working):
+            check_devices(func, args, given, self._lies_on_gpu)  # not where gradients are
+        if func.overloadpacket in _FORWARD and in_backward:
             self.products[-1] += 1
         elif func.overloadpacket in _FORWARD and self._lacks_gradients():
             self._passes[-1] += 1
@@ -272,16 +286,19 @@ class _Placer(Translator):
         if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
         if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
+            check_array(name, kwargs)
             self._recorder.wait(fakes[0].nbytes)
         if name == "get_device" and fakes:
             return super().__torch_function__(func, types, args, kwargs)
+        if name == "type_as":
+            func, name = torch.Tensor.to, "to"
         args, kwargs, where = self._find_place(func, name, args, kwargs)
         if where is not None and where.type == "meta" and fakes:
             return _outline(fakes[0], args, kwargs)
         if where != FIRST_GPU and not fakes:
             return self._run_real(func, types, args, kwargs, where)
         on_host = where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes))
-        with self._recorder.placed(on_host):
+        with self._recorder.placed(on_host, (args, kwargs)):
             result = super().__torch_function__(func, types, args, kwargs)
         return result if where is None else self._move(result, where, is_non_blocking(args, kwargs))
 

@@ -8,13 +8,14 @@ machine; where a GPU keeps something else than a CPU, the rules of rules.py answ
 import contextlib
 import html
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral, Real
-from time import monotonic
+from time import monotonic, time
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
@@ -33,10 +34,11 @@ from effgpu.predicting.facts import (
     ASSUMPTIONS,
     COMPILED,
     NOT_KNOWN,
-    UNKNOWN,
+    RARE,
     UNTIMED,
     Fact,
     memory_is_known,
+    others_take_more,
     tell,
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
@@ -64,7 +66,7 @@ _GIVES_BACK = (
     "where memory is tight, PyTorch gives back what it has cached and asks for it anew: that time is not counted"
 )
 _CACHED = 1.5  # by this factor or more, the allocator holds more than the peak: of blocks that grow, it keeps each
-_VARIES = 1.05  # by this factor or more, two steps differ in size
+_GROWS, _VARIES = 1.001, 1.05  # by these factors, a step is larger or smaller than the one before: what grows may go on
 _RANGE = "times: in brackets, where 9 of 10 published ones lie; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
 _TRUST = "predicted, not measured: docs/predict.md says how far published runs differ"
@@ -95,7 +97,8 @@ class Prediction:
     would hold for it. `workspaces` is what cuBLAS and cuDNN take beside it. `gpus` are the GPUs of the table.
     `said` is what was taken for granted, such as the values that the step read, and what could not be predicted:
     `assumptions` and `unknown` tell it. Where memory depends on what is not known, no verdict is "fits" unless twice as
-    much does. `resting` is the part of the peak that stays from step to step: weights, gradients, optimizer state.
+    much does, and none where other steps than the one that was counted take more. `resting` is the part of the peak
+    that stays from step to step: weights, gradients, optimizer state.
     `holds_from` is the lowest compute capability that the prediction is for. `notes` says what else was seen of a
     script. `older` is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
     `paged` are the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it:
@@ -175,7 +178,8 @@ class Prediction:
     def verdict(self, gpu: GpuLike | None = None) -> str:
         """Return "fits", "does not fit" or "may not fit". "fits" means that the high end of `total` fits.
 
-        What is not known may need more: then twice the high end must fit.
+        What is not known may need more: then twice the high end must fit. What only other steps do, or an optimizer
+        that made none, may need any number of bytes more: then nothing "fits".
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`, not all of them.
         """
         one, gpu = self.for_gpu(gpu)
@@ -185,12 +189,14 @@ class Prediction:
             return MAY_NOT_FIT
         return FITS if one.enough(gpu) <= gpu.memory else MAY_NOT_FIT
 
-    def enough(self, gpu: GpuLike | None = None) -> int:
+    def enough(self, gpu: GpuLike | None = None) -> float:
         """The bytes that the step fits: the high end of `total`, and twice that where something is not known.
 
-        What is paged needs no room.
+        What is paged needs no room. No number of bytes is enough where other steps may take more.
         """
         one, gpu = self.for_gpu(gpu)
+        if others_take_more(one.said):
+            return math.inf
         return one._most(gpu) * (1 if memory_is_known(one.said) else 2)
 
     def time(self, gpu: GpuLike | None = None) -> Time:
@@ -233,20 +239,25 @@ class Prediction:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and a row of strings for each GPU."""
         headings = ["GPU", "memory", "needed", "verdict"]
-        rows = [[gpu.name, format_bytes(gpu.memory), str(self.total(gpu)), self.verdict(gpu)] for gpu in self.gpus]
+        rows = [[gpu.name, format_bytes(gpu.memory), self.tell_total(gpu), self.verdict(gpu)] for gpu in self.gpus]
         if any(gpu.bandwidth for gpu in self.gpus):
             headings += ["time per step", "bound by"]
             for row, gpu in zip(rows, self.gpus):
                 row += [self._tell_time(gpu), self.time(gpu).bound] if gpu.bandwidth else [NOT_MEASURED] * 2
         return headings, rows
 
+    def tell_total(self, gpu: Gpu) -> str:
+        """What is needed, with its range; the least where other steps may need more."""
+        total = self.total(gpu)
+        return f"at least {format_bytes(total.low)}" if others_take_more(self.for_gpu(gpu)[0].said) else str(total)
+
     def _tell_time(self, gpu: Gpu) -> str:
         """The time with its range; the least where the time of a part of the step is not known."""
         return f"at least {format_seconds(self.time(gpu).low)}" if self.untimed(gpu) else str(self.time(gpu))
 
     def untimed(self, gpu: Gpu) -> str:
-        """What is not known of the step's time alone; empty if nothing is."""
-        return "; ".join(tell(self.for_gpu(gpu)[0].said, UNTIMED))
+        """Why the step's time, or that of others, may be longer, nobody knows how much; empty if it is known."""
+        return "; ".join(tell(self.for_gpu(gpu)[0].said, UNTIMED, RARE))
 
     def _summary(self) -> list[tuple[str, str]]:
         return [
@@ -345,8 +356,10 @@ def predict(
         raise BadArgument("gpu: expected at least one GPU, got none")
     program = read_program(variant) if isinstance(variant, (str, list, tuple)) else None
 
+    began = time()
+
     def walk_on(capability: tuple[int, int]) -> Prediction:
-        asked = Asked(gpus, capability, steps, taken, awaits_update=program is None)
+        asked = Asked(gpus, capability, steps, taken, awaits_update=program is None, began=began)
         if program is None:
             return walk(lambda _: variant, asked)
         return scripts.run(program, "effgpu.predicting.scripts:planned", asked=asked)
@@ -370,7 +383,7 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
             _walk_once(variant_of(recorder), recorder)
             break
         except Exception as error:
-            if why := explain(error):
+            if why := explain(error) or _explain_mixing(error):
                 raise CannotPredict(why) from error
             if not recorder.guesses.made and first is None:
                 if guessed := recorder.guesses.tell():
@@ -383,6 +396,13 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
                 raise CannotPredict(text) from first[0]
         answers = recorder.guesses.answers
     return conclude(recorder)
+
+
+def _explain_mixing(error: Exception) -> str | None:
+    if "devices" in str(error) and "cuda" in str(error):
+        text = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
+        return f"{text}: keep those on the CPU, and let the step move them with .to(device)"
+    return None
 
 
 def _walk_once(variant: Variant, recorder: Recorder) -> None:
@@ -426,7 +446,7 @@ def count(recorder: Recorder) -> Plan:
     if not asked.awaits_update or every == 1 or not recorder.optimizers.built:
         return
     if not every:
-        recorder.say(UNKNOWN, f"what the optimizer takes, which made no step in {calls} calls")
+        recorder.say(RARE, f"what the optimizer takes, which made no step in {calls} calls")
         return
     for left in reversed(range(-calls % every or every)):
         yield from call(last=not left)
@@ -437,7 +457,7 @@ def conclude(recorder: Recorder) -> Prediction:
     """What was recorded, as the prediction that was asked for."""
     gpus = recorder.asked.gpus
     for idle in recorder.idle:
-        recorder.say(UNKNOWN, f"what {idle} takes, which made no step in those that were looked at")
+        recorder.say(RARE, f"what {idle} takes, which made no step in those that were looked at")
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
         recorder.say(ASSUMED, f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own")
@@ -448,7 +468,8 @@ def conclude(recorder: Recorder) -> Prediction:
     if paged := recorder.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.say(ASSUMED, f"{text}: the time that it takes to move is not counted")
-    if len(made := recorder.made[-2:]) > 1 and max(made) > _VARIES * min(made) + MiB:
+    made = recorder.made[-2:]
+    if len(made) > 1 and (made[1] > _GROWS * made[0] or made[0] > _VARIES * made[1] + MiB):
         sizes = " and ".join(map(format_bytes, made))
         differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
         larger = "larger; a later step may be larger still" if made[-1] > made[0] else "larger"
@@ -570,9 +591,6 @@ def explain(error: BaseException) -> str | None:
         return f"an operation has no fake implementation, so its result is unknown: {error}"
     if "DTensor" in str(error) or "_local_tensor" in str(error):
         return "a DTensor, as of parallelize_module, cannot be predicted: leave it out, for one rank"
-    if "devices" in str(error) and "cuda" in str(error):
-        text = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
-        return f"{text}: keep those on the CPU, and let the step move them with .to(device)"
     if found := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
         return f"{found[1]} cannot be predicted: let the script call plain operations in its place"
     if "shape_env must not be None" in str(error):

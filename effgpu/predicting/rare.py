@@ -19,43 +19,50 @@ _SIZES = ("size", "batch_size", "max_length", "length", "seq_len")  # arguments 
 
 
 class _Rare(NamedTuple):
-    """A test of a step's number: whether it asks for a remainder, and what depends on it."""
+    """A test of a step's number: whether it asks for a remainder, and the lines that it decides on which do this."""
 
     test: ast.expr
     remainder: bool
-    passes: bool
-    copies: bool
-    trains_more: bool
+    passes: range
+    copies: range
+    trains_more: range
+
+
+class Found(NamedTuple):
+    """A line that decides what only some steps do, and the lines that do it, if these are known."""
+
+    site: Site
+    lines: range = range(0)
 
 
 def find_remainders(code: CodeType) -> list[Site]:
     """The lines where this code asks for a remainder, to do something in every tenth call."""
-    return [_site(code, rare) for rare in _asked(code) if rare.remainder]
+    return [Site(code.co_filename, rare.test.lineno) for rare in _asked(code) if rare.remainder]
 
 
-def find_passes(code: CodeType) -> list[Site]:
-    """The lines where a step's number decides whether there is a backward pass, or one more."""
-    return [_site(code, rare) for rare in _asked(code) if rare.passes]
+def find_passes(code: CodeType) -> list[Found]:
+    """Where a step's number decides whether there is a backward pass, or one more."""
+    return [_found(code, rare.test, rare.passes) for rare in _asked(code) if rare.passes]
 
 
-def find_copies(code: CodeType) -> list[Site]:
-    """The lines where a step's number decides whether a model is copied."""
-    return [_site(code, rare) for rare in _asked(code) if rare.copies]
+def find_copies(code: CodeType) -> list[Found]:
+    """Where a step's number decides whether a model is copied."""
+    return [_found(code, rare.test, rare.copies) for rare in _asked(code) if rare.copies]
 
 
-def find_unfreezing(code: CodeType) -> list[Site]:
-    """The lines where a step's number decides that more weights are trained."""
-    return [_site(code, rare) for rare in _asked(code) if rare.trains_more]
+def find_unfreezing(code: CodeType) -> list[Found]:
+    """Where a step's number decides that more weights are trained."""
+    return [_found(code, rare.test, rare.trains_more) for rare in _asked(code) if rare.trains_more]
 
 
-def find_sizes(code: CodeType) -> list[Site]:
-    """The lines where a step's number decides a size, as in a curriculum of longer and longer texts."""
-    return [Site(code.co_filename, line) for line in _sizes(code.co_filename) if _is_within(code, line)]
+def find_sizes(code: CodeType) -> list[Found]:
+    """Where a step's number decides a size, as in a curriculum of longer and longer texts."""
+    return [Found(Site(code.co_filename, line)) for line in _sizes(code.co_filename) if _is_within(code, line)]
 
 
-def find_captures(code: CodeType) -> list[Site]:
-    """The lines of this code's file that make a CUDA graph, which is replayed in place of the step that is seen."""
-    return [Site(code.co_filename, line) for line in _captures(code.co_filename)]
+def find_captures(code: CodeType) -> list[Found]:
+    """Where this code's file makes a CUDA graph, which is replayed in place of the step that is seen."""
+    return [Found(Site(code.co_filename, line)) for line in _captures(code.co_filename)]
 
 
 @once_a_file
@@ -63,8 +70,8 @@ def _captures(file: str) -> list[int]:
     return [node.lineno for node in ast.walk(parse(file)) if called_name(node) in _CAPTURES]
 
 
-def _site(code: CodeType, rare: _Rare) -> Site:
-    return Site(code.co_filename, rare.test.lineno)
+def _found(code: CodeType, test: ast.expr, lines: range) -> Found:
+    return Found(Site(code.co_filename, test.lineno), lines)
 
 
 def _asked(code: CodeType) -> Iterator[_Rare]:
@@ -98,12 +105,15 @@ def _read(file: str) -> tuple[list[ast.AST], set[str]]:
     return nodes, {name for node in nodes for name in _counted(node)}
 
 
-def _comes(node: ast.If | ast.IfExp, later: set[bool], does: Callable[[ast.AST], bool]) -> bool:
-    """Whether what is done in later steps does this, and what is done else does not."""
+def _comes(node: ast.If | ast.IfExp, later: set[bool], does: Callable[[ast.AST], bool]) -> range:
+    """The lines of what is done in later steps, if it does this and what is done else does not."""
     if isinstance(node, ast.IfExp):
-        return False
+        return range(0)
     if_true, if_false = (any(map(does, _inside(statements))) for statements in (node.body, node.orelse))
-    return if_true != if_false and if_true in later
+    if if_true == if_false or if_true not in later:
+        return range(0)
+    statements = node.body if if_true else node.orelse
+    return range(statements[0].lineno, statements[-1].end_lineno + 1)
 
 
 def _inside(statements: list[ast.stmt]) -> Iterator[ast.AST]:
@@ -203,4 +213,7 @@ def _later(node: ast.AST, counters: set[str]) -> set[bool]:
         return set()
     if isinstance(node.ops[0], ast.Gt | ast.GtE):
         return {left}
-    return {right} if isinstance(node.ops[0], ast.Lt | ast.LtE) else {True, False}
+    if isinstance(node.ops[0], ast.Lt | ast.LtE):
+        return {right}
+    first = any(isinstance(side, ast.Constant) and side.value == 0 for side in (node.left, node.comparators[0]))
+    return {isinstance(node.ops[0], ast.NotEq)} if first else {True, False}  # the first step is over

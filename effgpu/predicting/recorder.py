@@ -47,6 +47,7 @@ from effgpu.predicting.kernels import (
     touching,
 )
 from effgpu.predicting.optimizers import Optimizers
+from effgpu.predicting.refusals import check_formats
 from effgpu.predicting.rules import TEMPORARY, attention, convolution_workspace, dropout, recurrent_layers
 from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
@@ -56,6 +57,7 @@ from effgpu.units import MiB
 
 aten = torch.ops.aten
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
+_BELOW_INFINITY = {"lt": True, "le": True, "gt": False, "ge": False}  # what a loss is
 _KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
@@ -110,7 +112,7 @@ class Recorder(TorchDispatchMode):
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
-        self.checkpoints = Checkpoints()
+        self.checkpoints = Checkpoints(asked.began)
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
@@ -164,6 +166,14 @@ class Recorder(TorchDispatchMode):
     def note_capability(self) -> None:
         """The step has asked what the GPU is: another one may take another way."""
         self.holds_from = max(self.holds_from, self.capability or (0, 0))
+
+    def note_memory(self) -> None:
+        """The step has asked how much memory the GPU has: sizes may follow from it."""
+        self.note_capability()
+        site = sites.find_site()
+        if len(self.asked.gpus) > 1 and site and not site.inside:
+            text = f"sizes that follow from a GPU's memory are those of the {self.asked.gpu.name}"
+            self.say(ASSUMED, f"{text}, which {site.place} asks for: predict for each GPU alone")
 
     def translator(self) -> Translator:
         """The mode that makes a GPU of the CPU, for `as_gpu`."""
@@ -276,6 +286,7 @@ class Recorder(TorchDispatchMode):
                 self._see_real(value)
         place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
         name = func._schema.name
+        check_formats(func, args)
         result = shapes.run(self.fakes, func, args, kwargs)
         self._placing = place
         self.see(result)
@@ -303,6 +314,8 @@ class Recorder(TorchDispatchMode):
                 self.truths[result] = truths[0]
         elif name == "logical_not" and args[0] in self.truths:
             self.truths[result] = not self.truths[args[0]]
+        elif name in _BELOW_INFINITY and not args[0].dim() and isinstance(args[1], float) and math.isinf(args[1]):
+            self.truths[result] = _BELOW_INFINITY[name] == (args[1] > 0)
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
             self._zeros.add(storage_key(args[1]))
         elif name in ("mm", "bmm", "addmm", "baddbmm"):

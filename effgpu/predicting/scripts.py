@@ -11,7 +11,7 @@ from effgpu.attaching.steps import BACKWARD, Marks, Plan
 from effgpu.errors import CannotPredict
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import STEPS, Asked
-from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
+from effgpu.predicting.facts import ASSUMED, RARE, UNTIMED
 from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
@@ -25,8 +25,8 @@ _HIGHER = 1.02  # by this factor, what came before the steps that are counted is
 _FEW = 0.1  # a share of the weights
 _LONG = 5.0  # seconds of forward passes that are worth a line
 _RARE = (
-    (find_passes, UNKNOWN, "what the backward pass takes that comes only in some steps"),
-    (find_unfreezing, UNKNOWN, "what a step takes once more weights are trained"),
+    (find_passes, RARE, "what the backward pass takes that comes only in some steps"),
+    (find_unfreezing, RARE, "what a step takes once more weights are trained"),
     (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
     (find_copies, ASSUMED, "without the copy that is made only in some steps"),
     (find_captures, ASSUMED, "a step that launches its operations: one that is replayed as a CUDA graph takes less"),
@@ -99,9 +99,13 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
         most = f"{max(earlier)} matrix products in its backward pass, and {counted} in the one that was counted"
         recorder.say(UNTIMED, f"work takes that comes only in some steps: one before had {most}")
         return
+    if counted > MORE_WORK * max(earlier):
+        recorder.say(ASSUMED, "times are those of a step with more work in its backward pass than the one before")
+    ran = {(event.site.file, event.site.line) for event in recorder.events if event.site}
     for find, kind, text in _RARE:
-        for site in dict.fromkeys(site for code in recorder.loop for site in find(code)):
-            recorder.say(kind, f"{text}: {site}")
+        for site, lines in dict.fromkeys(each for code in recorder.loop for each in find(code)):
+            if not ran.intersection((site.file, line) for line in lines):  # what the counted step has done is no news
+                recorder.say(kind, f"{text}: {site}")
 
 
 def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
@@ -112,7 +116,7 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
         yield f"the step that was counted trains {share:.2%} of the weights of all modules"
     if recorder.evaluated:
         yield "an evaluation is part of the step that was counted: the script evaluates in each"
-    if recorder.passes_before > recorder.asked.steps * recorder.passes_within:  # as many steps came before
+    if recorder.passes_before > (marks.count - 1) * recorder.passes_within:  # so many steps came before
         text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
         took = format_seconds(recorder.without_gradients)
         slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
@@ -152,8 +156,7 @@ def _explaining(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[
                 raise CannotFollow(f"fails without values: {describe_error(error)}") from error
         raise
     _ask_again(recorder)
-    if not marks.total:  # a guess may have kept it from training
-        _ask_otherwise(recorder.guesses, tries, object)
+    _ask_otherwise(recorder.guesses, tries, bool if marks.total else object)  # a guess may have ended the training
     if marks.source is BACKWARD and marks.count > STEPS and marks.probes > 1:
         raise Again({"probes": 1})
     if recorder.trouble and (why := explain(recorder.trouble)):

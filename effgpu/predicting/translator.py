@@ -77,6 +77,9 @@ class Translator(TorchFunctionMode):
             if isinstance(copied, torch.nn.Parameter):
                 self._recorder.copied[copied] = True
             return copied
+        if name == "ctc_loss":  # PyTorch writes a list of lengths into a tensor of its own: a fake one has no memory
+            args = tuple(map(_as_tensor, args))
+            kwargs = {key: _as_tensor(value) for key, value in kwargs.items()}
         if name == "_pad_packed_sequence" and not isinstance(args[1], FakeTensor):
             with self:
                 return recurrent.pad_packed(*args)
@@ -116,6 +119,14 @@ class Translator(TorchFunctionMode):
         if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
             result = self._recorder.move(result, HOST)
         return result
+
+
+def _as_tensor(value: object) -> object:
+    """A list of numbers as a tensor on the CPU; anything else as it is."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    with on_real_tensors():
+        return torch.tensor(value)
 
 
 def innermost(value: object) -> object:

@@ -1,0 +1,67 @@
+"""What PyTorch refuses and fake tensors let pass: tensors of several devices, or numbers of several formats."""
+
+from collections.abc import Callable
+
+import torch
+
+from effgpu.measuring.ops import tensors_of
+
+aten = torch.ops.aten
+_ONE_FORMAT = {  # operations whose fractions are all of one dtype
+    *(aten.mm.default, aten.addmm.default, aten.addmv.default, aten.mv.default, aten.cdist.default),
+    *(aten._cdist_forward.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default),
+    *(aten.index_put.default, aten.index_put_.default, aten.index_add.default, aten.index_add_.default),
+    *(aten.index_copy.default, aten.index_copy_.default),
+}
+_LABELS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_TAKES_INDICES = {  # of the CPU's or of their own device's
+    *(aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put),
+}
+_MIXES = {  # devices: some copy, and some want lengths and the like on the CPU
+    *(aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy, aten.set_, aten.lift_fresh, aten._copy_from),
+    *(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter),
+    *(aten._pack_padded_sequence, aten._pad_packed_sequence, aten.tensor_split, aten.is_same_size),
+    *(aten._ctc_loss, aten._use_cudnn_ctc_loss, aten._cudnn_ctc_loss, aten.ctc_loss, aten.segment_reduce),
+}
+
+
+def check_formats(func, args: tuple) -> None:
+    """Raise RuntimeError, as PyTorch does, where an operation has numbers of several formats that it does not mix."""
+    if func in _ONE_FORMAT:
+        given = [tensor for tensor in tensors_of(args) if tensor.is_floating_point()]
+        if len(kinds := dict.fromkeys(tensor.dtype for tensor in given)) > 1:
+            name = func.overloadpacket.__name__
+            found = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
+            raise RuntimeError(f"{name}: expected all of its tensors to have the same dtype, but got {found}")
+    elif func in _LABELS and args[1].dtype not in (torch.int64, torch.uint8):
+        kind = str(args[1].dtype).removeprefix("torch.")
+        raise RuntimeError(f"expected labels of dtype int64 for the loss, but got {kind}")
+
+
+def check_devices(func, args: tuple, given: list[torch.Tensor], is_on_gpu: Callable[[torch.Tensor], bool]) -> None:
+    """Raise RuntimeError, as PyTorch does, where an operation has tensors of the CPU and of the GPU.
+
+    A tensor of one number may be anywhere, and indices on the CPU.
+    """
+    packet = func.overloadpacket
+    if len(given) < 2 or func.namespace != "aten" or packet in _MIXES:
+        return
+    placed = [(tensor, is_on_gpu(tensor)) for tensor in given if tensor.dim() and tensor.numel()]
+    if packet in _TAKES_INDICES:
+        chosen_from = next((on_gpu for tensor, on_gpu in placed if tensor is args[0]), True)
+        indices = {id(each) for each in args[1]}
+        if not chosen_from and any(on_gpu for tensor, on_gpu in placed if id(tensor) in indices):
+            text = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            raise RuntimeError(text)
+        placed = [(tensor, on_gpu) for tensor, on_gpu in placed if id(tensor) not in indices]
+    if len({on_gpu for _, on_gpu in placed}) > 1:
+        shape = next(tuple(tensor.shape) for tensor, on_gpu in placed if not on_gpu)
+        text = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        raise RuntimeError(f"{text} On the CPU is one of shape {shape}")
+
+
+def check_array(name: str, kwargs: dict) -> None:
+    """Raise TypeError, as PyTorch does, where a tensor on the GPU is read as an array without `force`."""
+    if name == "__array__" or not kwargs.get("force", False):
+        text = "can't convert cuda:0 device type tensor to numpy. "
+        raise TypeError(f"{text}Use Tensor.cpu() to copy the tensor to host memory first.")
