@@ -14,11 +14,11 @@ from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, worker
 from effgpu.predicting import flex, imports, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN, WORKERS_IDLE
-from effgpu.predicting.files import weights_without_values
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.rules import boxes_at_once, kernels
+from effgpu.predicting.weights import weights_without_values
 
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
 

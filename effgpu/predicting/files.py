@@ -1,222 +1,289 @@
-"""What a script reads and writes while it is predicted: weights are known by their shapes, and are written nowhere.
+"""What a script does with files while it is predicted: no checkpoint is written, and no file from before is lost.
 
-A file of safetensors says in its header which tensors it holds. What torch.load reads is real, as data may be in it,
-but it is mapped into memory, so that weights which nobody looks at are not read.
+A script rotates its files: it lists them, renames or deletes an old checkpoint, and writes a new one. Here the new one
+is not written, as its weights have no values. So the old one stays, and what would have been written is there for the
+script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes in place of any file from
+before, such as a log or the best loss so far, goes into a file without a name: it may hold values that nobody knows.
 """
 
+import builtins
 import contextlib
+import errno
 import functools
 import io
-import math
 import os
-import pickle
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from types import ModuleType
-
-import torch
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from effgpu.attaching.replacing import replaced
-from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
-from effgpu.predicting import imports
-from effgpu.predicting.checkpoints import ZIP
-from effgpu.predicting.hardware import FIRST_GPU
-from effgpu.predicting.recorder import LARGE, Recorder
-from effgpu.predicting.translator import name_device, on_real_tensors
 
-_DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
-# transformers loads in other threads, unless told not to: fake tensors are of one thread
-_SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
+_NAMES = "src", "dst", "path", "file"  # of arguments that say which file
+_open = open  # Python's own, also of what a script takes for deleted
+_DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
 
 
-@contextlib.contextmanager
-def weights_without_values(recorder: Recorder) -> Iterator[None]:
-    """Inside, fake tensors are not written, and large weights not read. `recorder.unwritten` names what was left out.
+class Saved(NamedTuple):
+    """What a file would hold: a value, or what another file holds, which was not moved."""
 
-    Of modules that have imported what saves and loads, before or inside, all use what stands in its place.
-    """
-    from_before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update(_SETTINGS)
-    found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
-    trainer = {"transformers.trainer": lambda module: _without_checkpoints(recorder, module)}
-    try:
-        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
-            yield
-    finally:
-        for name, value in from_before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    value: object = None
+    source: str | None = None
 
 
-def _by_name(found: list[tuple[object, str, object]]) -> dict[str, tuple[object, object]]:
-    """(what modules have imported, what they get), by the names under which they have it."""
-    those = {name: (vars(owner)[name], other) for owner, name, other in found if name in ("safe_open", "save_file")}
-    return those | {f"safe_{name}": pair for name, pair in those.items()}
+class _Entry:
+    """What `os.scandir` would give of a file that was not written."""
 
+    def __init__(self, folder: str, name: str):
+        self.name, self.path = name, os.path.join(folder, name)
 
-def _without_checkpoints(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:
-    """The Trainer writes no checkpoint: it would lack the weights, and be taken for one to go on from."""
+    def __fspath__(self) -> str:
+        return self.path
 
-    def save(trainer, *_, **__):
-        recorder.unwritten[f"the Trainer's checkpoint in {trainer.args.output_dir}"] = None
+    def stat(self, **_) -> os.stat_result:
+        return os.stat(self.path)
 
-    return replaced([(module.Trainer, "_save_checkpoint", save)])
-
-
-def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
-    save, load, generator = torch.save, torch.load, torch.Generator
-    save_compiled, address = torch.jit.RecursiveScriptModule.save, torch.UntypedStorage.data_ptr
-
-    @functools.wraps(save)
-    def save_values(obj, f, *args, **kwargs):
-        if _holds_fake(obj):
-            recorder.unwritten[f"torch.save to {recorder.checkpoints.name(f)}"] = None
-            recorder.checkpoints.save(f, obj)
-        elif not recorder.checkpoints.keep(f, obj):
-            save(obj, f, *args, **kwargs)
-
-    @functools.wraps(load)
-    def load_mapped(f, map_location=None, *args, mmap=None, **kwargs):
-        if saved := recorder.checkpoints.find(f):
-            if saved.source is None:
-                return saved.value
-            f = saved.source
-        if mmap is None and isinstance(f, (str, os.PathLike)):
-            with open(f, "rb") as file:
-                mmap = file.read(len(ZIP)) == ZIP or None
-        to_gpu = _maps_to_gpu(map_location)
-        with on_real_tensors():  # else PyTorch gives fake tensors here
-            loaded = load(f, "cpu" if map_location is None or to_gpu else map_location, *args, mmap=mmap, **kwargs)
-        loaded = tree_map_only(torch.Tensor, recorder.take_in, loaded)
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(FIRST_GPU), loaded) if to_gpu else loaded
-
-    class Generator(generator):
-        """Random numbers of a GPU are as good as any: none of them is looked at."""
-
-        def __new__(cls, device="cpu"):
-            return super().__new__(cls, "cpu")
-
-    def tell_storages_apart(storage):
-        """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
-        return address(storage) if storage.device.type != "meta" else storage_key(storage)
-
-    @functools.wraps(save_compiled)
-    def save_compiled_values(module, f, *args, **kwargs):
-        if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
-            recorder.unwritten[f"torch.jit.save to {recorder.checkpoints.name(f)}"] = None
-        else:
-            save_compiled(module, f, *args, **kwargs)
-
-    yield torch.jit.RecursiveScriptModule, "save", save_compiled_values
-    yield torch, "save", save_values
-    yield torch, "load", load_mapped
-    yield torch, "Generator", Generator
-    yield torch.UntypedStorage, "data_ptr", tell_storages_apart
-
-
-def _maps_to_gpu(map_location: object) -> bool:
-    """Whether torch.load is told to put on the GPU what a GPU had saved: by a device, a dictionary or a function."""
-
-    class Storage:
-        def cuda(self, *_, **__):
-            return FIRST_GPU
-
-    if isinstance(map_location, dict):
-        map_location = next((map_location[name] for name in ("cuda:0", "cuda") if name in map_location), None)
-    elif callable(map_location):
-        with contextlib.suppress(Exception):
-            return map_location(Storage(), "cuda:0") == FIRST_GPU
-    return name_device(map_location) == FIRST_GPU
-
-
-def _holds_fake(value: object) -> bool:
-    """Whether there is a fake tensor in what would be pickled. What cannot be pickled holds none."""
-
-    class Found(Exception): ...
-
-    class Search(pickle.Pickler):
-        def persistent_id(self, one):
-            if isinstance(one, FakeTensor):
-                raise Found
-            return "" if isinstance(one, torch.Tensor) else None
-
-    try:
-        Search(io.BytesIO()).dump(value)
-    except Found:
+    def is_file(self, **_) -> bool:
         return True
-    except Exception:
+
+    def is_dir(self, **_) -> bool:
         return False
-    return False
+
+    is_symlink = is_junction = is_dir
 
 
-class _Slice:
-    """One tensor of a file: its shape and type, and what is read of it."""
+class _Entries(contextlib.closing):
+    """What `os.scandir` gives: an iterator that can be closed, by `with` too."""
 
-    def __init__(self, real, recorder: Recorder):
-        self._real, self.get_shape, self.get_dtype = real, real.get_shape, real.get_dtype
-        self.recorder = recorder
+    def __init__(self, entries: Iterable):
+        super().__init__(self)
+        self._entries = iter(entries)
 
-    def __getitem__(self, key):
-        shape, dtype = tuple(self.get_shape()), _DTYPES.get(self.get_dtype())
-        if math.prod(shape) <= LARGE or dtype is None:
-            with on_real_tensors():
-                small = self._real[key]
-            return self.recorder.take_in(small)
-        with self.recorder.placed(on_host=True):
-            return torch.empty(shape, dtype=dtype).contiguous()[key]
+    def __iter__(self) -> Iterator:
+        return self._entries
 
+    def __next__(self) -> object:
+        return next(self._entries)
 
-class _Opened:
-    """What safetensors.safe_open gives, whose large tensors have no values. Each prediction has a class of its own."""
-
-    recorder: Recorder
-    opened: Callable  # the library's
-
-    def __init__(self, filename, framework="pt", device="cpu", **options):
-        self._real, self._device = self.opened(filename, framework=framework, device="cpu", **options), device
-
-    def __getattr__(self, name):
-        return getattr(self._real, name)
-
-    def __enter__(self):
-        self._real.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self._real.__exit__(*error)
-
-    def get_slice(self, name):
-        """A tensor that is not read yet."""
-        return _Slice(self._real.get_slice(name), self.recorder)
-
-    def get_tensor(self, name):
-        """A tensor, where it was asked for."""
-        return self.get_slice(name)[...].to(self._device)
+    def close(self) -> None:
+        self._entries = iter(())
 
 
-def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
-    import safetensors.torch
+class Files:
+    """What a script has saved, by path, without having written it; and which files from before were left alone."""
 
-    save = safetensors.torch.save_file
-    values = {"recorder": recorder, "opened": staticmethod(safetensors.safe_open)}
-    safe_open = type("safe_open", (_Opened,), values)  # a class: a library may write safe_open | None
+    def __init__(self, began: float):
+        self.left_alone: dict[str, None] = {}
+        self._began = began
+        self._saved: dict[str, Saved] = {}  # by path
+        self._gone: set[str] = set()  # what the script has deleted, and what was left alone
+        self._stand_ins: dict[str, str] = {}  # the path of what a file stands for that the script writes in its place
+        self._open: list[BinaryIO] = []  # these files, which nobody else finds
 
-    @functools.wraps(save)
-    def save_values(tensors, filename, *args, **kwargs):
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            recorder.unwritten[f"safetensors' save_file to {recorder.checkpoints.name(filename)}"] = None
-            recorder.checkpoints.save(filename, tensors)
-        elif not recorder.checkpoints.keep(filename, tensors):
-            save(tensors, filename, *args, **kwargs)
+    def save(self, file: object, value: object) -> None:
+        """Remember what would be in this file from now on."""
+        if path := self._path(file):
+            self._saved[path] = Saved(value)
+            self._gone.discard(path)
 
-    yield safetensors, "safe_open", safe_open
-    yield safetensors.torch, "safe_open", safe_open
-    yield safetensors.torch, "save_file", save_values
+    def keep(self, file: object, value: object) -> bool:
+        """Whether a file is from before, and left alone: then the value is saved for the script."""
+        if left := self._leave(file):
+            self.save(file, value)
+        return left
+
+    def find(self, file: object) -> Saved | None:
+        """What a file would hold; None where it holds that."""
+        return self._saved.get(self._path(file))
+
+    def __contains__(self, file: object) -> bool:
+        return self._path(file) in self._saved
+
+    def name(self, file: object) -> str:
+        """What a person calls a file that is named, or open."""
+        if (path := _path(file)) in self._stand_ins:
+            return os.path.relpath(self._stand_ins[path])
+        return str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", file))
+
+    def _path(self, file: object) -> str | None:
+        path = _path(file)
+        return self._stand_ins.get(path, path)
+
+    def _stand_in(self, file: object, filled: object = None) -> str:
+        """A file for the script to write and read in place of one from before: empty, or `filled` with another's."""
+        self._open.append(tempfile.TemporaryFile())  # noqa: SIM115, it stays open
+        if filled is not None:
+            with _open(filled, "rb") as before:
+                shutil.copyfileobj(before, self._open[-1])
+            self._open[-1].flush()
+        source, path = f"/dev/fd/{self._open[-1].fileno()}", self._path(file)
+        self._stand_ins[source], self._saved[path] = path, Saved(source=source)
+        self._gone.discard(path)
+        return source
+
+    def _is_from_before(self, file: object) -> bool:
+        """Whether it is a file, or a folder with one, from before the script was started."""
+        if (name := _path(file)) is None:  # a pipe, or memory
+            return False
+        path = Path(name)
+        if self._path(file) in self._gone or ((saved := self.find(file)) and saved.source in self._stand_ins):
+            return True
+        try:
+            if path.is_dir():
+                return any(map(self._is_from_before, path.iterdir()))
+            return path.is_file() and path.stat().st_mtime < self._began
+        except OSError:
+            return False
+
+    def _leave(self, file: object) -> bool:
+        """Whether to leave a file alone, as it is from before."""
+        if left := self._is_from_before(file):
+            name, here = self.name(file), os.getcwd() + os.sep
+            self.left_alone[name.removeprefix(here)] = None
+        return left
+
+    def _listed(self, folder: str | os.PathLike, found: Iterable, name_of: Callable, make: Callable) -> list:
+        """What a script finds in a folder: not what it has deleted, but what it has saved."""
+        whole, folder = self._path(folder), os.fspath(folder)
+        there = [each for each in found if os.path.join(whole, name_of(each)) not in self._gone]
+        names = {name_of(each) for each in there}
+        saved = [os.path.basename(path) for path in self._saved if os.path.dirname(path) == whole]
+        return there + [make(folder, name) for name in saved if name not in names]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, a script keeps its files from before."""
+        ways = {
+            os: {
+                "rename": self._move,
+                "replace": self._move,
+                "link": self._link,
+                "symlink": self._link,
+                "remove": self._remove,
+                "unlink": self._remove,
+                "mkdir": self._make,
+                "stat": self._look,
+                "listdir": self._list_names,
+                "scandir": self._scan,
+            },
+            shutil: {"copyfile": self._copy, "copy": self._copy, "copy2": self._copy, "rmtree": self._remove},
+            builtins: {"open": self._open_other},
+            io: {"open": self._open_other},
+        }
+        every = ((owner, name, way) for owner, by_name in ways.items() for name, way in by_name.items())
+        with replaced((owner, name, _instead(getattr(owner, name), way)) for owner, name, way in every):
+            yield
+
+    def _move(self, real: Callable, source, target, *args, **kwargs):
+        old, new = self._path(source), self._path(target)
+        if source in self:
+            self._saved[new] = self._saved.pop(old)
+            if os.path.lexists(source) and not self._leave(source):  # a temporary file, which has no values
+                os.remove(source)
+        elif self._leave(source):
+            self._saved[new] = Saved(source=old)
+        elif not self._leave(target):
+            return real(source, target, *args, **kwargs)
+        elif os.path.isdir(source):
+            self._saved[new] = Saved(source=old)
+        else:
+            self._stand_in(target, source)
+            os.remove(source)
+        self._gone.discard(new)
+        self._gone |= {old} & {*filter(os.path.lexists, [old])}
+        return target
+
+    def _copy(self, real: Callable, source, target, *args, **kwargs):
+        inside = Path(target, Path(source).name) if os.path.isdir(target) else target
+        if source in self:
+            self._saved[self._path(inside)] = self._saved[self._path(source)]
+            self._gone.discard(self._path(inside))
+        elif self._leave(inside):
+            self._stand_in(inside, source)
+        else:
+            return real(source, target, *args, **kwargs)
+        return target
+
+    def _link(self, real: Callable, source, target, *args, **kwargs):
+        beside = os.path.join(os.path.dirname(target), source)  # what a symbolic link's source is relative to
+        if found := self.find(source) or self.find(beside):
+            self._saved[self._path(target)] = found
+        else:
+            real(source, target, *args, **kwargs)
+
+    def _remove(self, real: Callable, file, *args, **kwargs):
+        if self._path(file) in self._gone and not kwargs.get("ignore_errors"):
+            raise _missing(file)
+        saved = self._saved.pop(self._path(file), None)
+        if self._leave(file):
+            inside = Path(file).rglob("*") if os.path.isdir(file) else ()
+            self._gone |= {self._path(file), *map(self._path, inside)}
+        elif saved is None or os.path.lexists(file):
+            real(file, *args, **kwargs)
+
+    def _make(self, real: Callable, folder, *args, **kwargs):
+        if self._path(folder) not in self._gone:
+            return real(folder, *args, **kwargs)
+        self._gone.remove(self._path(folder))
+
+    def _look(self, real: Callable, file, *args, **kwargs):
+        saved = self.find(file)
+        if self._path(file) in self._gone:
+            raise _missing(file)
+        if saved and saved.source:
+            return real(saved.source, *args, **kwargs)
+        try:
+            return real(file, *args, **kwargs)
+        except FileNotFoundError:
+            if not saved:
+                raise
+        now = int(time.time())
+        return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, os.getuid(), os.getgid(), 0, now, now, now))
+
+    def _open_other(self, real: Callable, file, mode="r", *args, **kwargs):
+        saved, gone = self.find(file), self._path(file) in self._gone
+        writes = {*"wax+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
+        source = saved.source if saved else None
+        if gone and "r" in mode:
+            raise _missing(file)
+        if source in self._stand_ins or (source and not writes):
+            file = source
+        elif writes and (source or self._leave(file)):
+            stays = None if gone or {*"wx"} & {*mode} else source or file
+            file, mode = self._stand_in(file, stays), mode.replace("x", "w" if gone else "x")
+        return real(file, mode, *args, **kwargs)
+
+    def _list_names(self, real: Callable, folder=None, *args):
+        if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+            return real(folder, *args)
+        return self._listed(folder, real(folder), str, lambda _, name: name)
+
+    def _scan(self, real: Callable, folder=None, *args):
+        if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+            return real(folder, *args)
+        with real(folder) as entries:
+            return _Entries(self._listed(folder, entries, lambda entry: entry.name, _Entry))
+
+
+def _instead(real: Callable, way: Callable) -> Callable:
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        if any(kwargs.get(name) is not None for name in _DIRECTORIES):
+            return real(*args, **kwargs)
+        named = [kwargs.pop(name) for name in _NAMES if name in kwargs]
+        return way(real, *args, *named, **kwargs)
+
+    return call
+
+
+def _missing(file: object) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(file))
+
+
+def _path(file: object) -> str | None:
+    """The whole path of a file that is named, or open."""
+    name = file if isinstance(file, (str, bytes, os.PathLike)) else getattr(file, "name", None)
+    return os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else None

@@ -491,7 +491,7 @@ def conclude(recorder: Recorder) -> Prediction:
         recorder.holds_from,
         notes=(
             *(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
-            *(f"left as it is, a file from before: {file}" for file in recorder.checkpoints.left_alone),
+            *(f"left as it is, a file from before: {file}" for file in recorder.files.left_alone),
         ),
         paged=paged,
         events=tuple(recorder.events),

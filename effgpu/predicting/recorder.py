@@ -30,9 +30,9 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import GPU, HOST, PAGED, Block, find_peak, round_size
 from effgpu.predicting.asked import Asked
-from effgpu.predicting.checkpoints import Checkpoints
 from effgpu.predicting.counting import HALF, Counting
 from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, UNTIMED, Fact
+from effgpu.predicting.files import Files
 from effgpu.predicting.gpus import FP8, FP8_FROM
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import FIRST_GPU
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
-        self.checkpoints = Checkpoints(asked.began)
+        self.files = Files(asked.began)
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known

@@ -64,7 +64,7 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
-    with _explaining(marks, recorder, tries), recorder.checkpoints.kept(), as_gpu(recorder, fakes_in_place(recorder)):
+    with _explaining(marks, recorder, tries), recorder.files.kept(), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
         finally:

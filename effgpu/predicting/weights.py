@@ -1,0 +1,222 @@
+"""What a script reads and writes while it is predicted: weights are known by their shapes, and are written nowhere.
+
+A file of safetensors says in its header which tensors it holds. What torch.load reads is real, as data may be in it,
+but it is mapped into memory, so that weights which nobody looks at are not read.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from effgpu.attaching.replacing import replaced
+from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
+from effgpu.predicting import imports
+from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.recorder import LARGE, Recorder
+from effgpu.predicting.translator import name_device, on_real_tensors
+
+_ZIP = b"PK\3\4"  # how a file of torch.save begins since PyTorch 1.6, whatever its name
+_DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+# transformers loads in other threads, unless told not to: fake tensors are of one thread
+_SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
+
+
+@contextlib.contextmanager
+def weights_without_values(recorder: Recorder) -> Iterator[None]:
+    """Inside, fake tensors are not written, and large weights not read. `recorder.unwritten` names what was left out.
+
+    Of modules that have imported what saves and loads, before or inside, all use what stands in its place.
+    """
+    from_before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
+    found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
+    trainer = {"transformers.trainer": lambda module: _without_checkpoints(recorder, module)}
+    try:
+        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
+            yield
+    finally:
+        for name, value in from_before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _by_name(found: list[tuple[object, str, object]]) -> dict[str, tuple[object, object]]:
+    """(what modules have imported, what they get), by the names under which they have it."""
+    those = {name: (vars(owner)[name], other) for owner, name, other in found if name in ("safe_open", "save_file")}
+    return those | {f"safe_{name}": pair for name, pair in those.items()}
+
+
+def _without_checkpoints(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:
+    """The Trainer writes no checkpoint: it would lack the weights, and be taken for one to go on from."""
+
+    def save(trainer, *_, **__):
+        recorder.unwritten[f"the Trainer's checkpoint in {trainer.args.output_dir}"] = None
+
+    return replaced([(module.Trainer, "_save_checkpoint", save)])
+
+
+def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    save, load, generator = torch.save, torch.load, torch.Generator
+    save_compiled, address = torch.jit.RecursiveScriptModule.save, torch.UntypedStorage.data_ptr
+
+    @functools.wraps(save)
+    def save_values(obj, f, *args, **kwargs):
+        if _holds_fake(obj):
+            recorder.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
+            recorder.files.save(f, obj)
+        elif not recorder.files.keep(f, obj):
+            save(obj, f, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_mapped(f, map_location=None, *args, mmap=None, **kwargs):
+        if saved := recorder.files.find(f):
+            if saved.source is None:
+                return saved.value
+            f = saved.source
+        if mmap is None and isinstance(f, (str, os.PathLike)):
+            with open(f, "rb") as file:
+                mmap = file.read(len(_ZIP)) == _ZIP or None
+        to_gpu = _maps_to_gpu(map_location)
+        with on_real_tensors():  # else PyTorch gives fake tensors here
+            loaded = load(f, "cpu" if map_location is None or to_gpu else map_location, *args, mmap=mmap, **kwargs)
+        loaded = tree_map_only(torch.Tensor, recorder.take_in, loaded)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(FIRST_GPU), loaded) if to_gpu else loaded
+
+    class Generator(generator):
+        """Random numbers of a GPU are as good as any: none of them is looked at."""
+
+        def __new__(cls, device="cpu"):
+            return super().__new__(cls, "cpu")
+
+    def tell_storages_apart(storage):
+        """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
+        return address(storage) if storage.device.type != "meta" else storage_key(storage)
+
+    @functools.wraps(save_compiled)
+    def save_compiled_values(module, f, *args, **kwargs):
+        if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
+            recorder.unwritten[f"torch.jit.save to {recorder.files.name(f)}"] = None
+        else:
+            save_compiled(module, f, *args, **kwargs)
+
+    yield torch.jit.RecursiveScriptModule, "save", save_compiled_values
+    yield torch, "save", save_values
+    yield torch, "load", load_mapped
+    yield torch, "Generator", Generator
+    yield torch.UntypedStorage, "data_ptr", tell_storages_apart
+
+
+def _maps_to_gpu(map_location: object) -> bool:
+    """Whether torch.load is told to put on the GPU what a GPU had saved: by a device, a dictionary or a function."""
+
+    class Storage:
+        def cuda(self, *_, **__):
+            return FIRST_GPU
+
+    if isinstance(map_location, dict):
+        map_location = next((map_location[name] for name in ("cuda:0", "cuda") if name in map_location), None)
+    elif callable(map_location):
+        with contextlib.suppress(Exception):
+            return map_location(Storage(), "cuda:0") == FIRST_GPU
+    return name_device(map_location) == FIRST_GPU
+
+
+def _holds_fake(value: object) -> bool:
+    """Whether there is a fake tensor in what would be pickled. What cannot be pickled holds none."""
+
+    class Found(Exception): ...
+
+    class Search(pickle.Pickler):
+        def persistent_id(self, one):
+            if isinstance(one, FakeTensor):
+                raise Found
+            return "" if isinstance(one, torch.Tensor) else None
+
+    try:
+        Search(io.BytesIO()).dump(value)
+    except Found:
+        return True
+    except Exception:
+        return False
+    return False
+
+
+class _Slice:
+    """One tensor of a file: its shape and type, and what is read of it."""
+
+    def __init__(self, real, recorder: Recorder):
+        self._real, self.get_shape, self.get_dtype = real, real.get_shape, real.get_dtype
+        self.recorder = recorder
+
+    def __getitem__(self, key):
+        shape, dtype = tuple(self.get_shape()), _DTYPES.get(self.get_dtype())
+        if math.prod(shape) <= LARGE or dtype is None:
+            with on_real_tensors():
+                small = self._real[key]
+            return self.recorder.take_in(small)
+        with self.recorder.placed(on_host=True):
+            return torch.empty(shape, dtype=dtype).contiguous()[key]
+
+
+class _Opened:
+    """What safetensors.safe_open gives, whose large tensors have no values. Each prediction has a class of its own."""
+
+    recorder: Recorder
+    opened: Callable  # the library's
+
+    def __init__(self, filename, framework="pt", device="cpu", **options):
+        self._real, self._device = self.opened(filename, framework=framework, device="cpu", **options), device
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def __enter__(self):
+        self._real.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self._real.__exit__(*error)
+
+    def get_slice(self, name):
+        """A tensor that is not read yet."""
+        return _Slice(self._real.get_slice(name), self.recorder)
+
+    def get_tensor(self, name):
+        """A tensor, where it was asked for."""
+        return self.get_slice(name)[...].to(self._device)
+
+
+def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    import safetensors.torch
+
+    save = safetensors.torch.save_file
+    values = {"recorder": recorder, "opened": staticmethod(safetensors.safe_open)}
+    safe_open = type("safe_open", (_Opened,), values)  # a class: a library may write safe_open | None
+
+    @functools.wraps(save)
+    def save_values(tensors, filename, *args, **kwargs):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            recorder.unwritten[f"safetensors' save_file to {recorder.files.name(filename)}"] = None
+            recorder.files.save(filename, tensors)
+        elif not recorder.files.keep(filename, tensors):
+            save(tensors, filename, *args, **kwargs)
+
+    yield safetensors, "safe_open", safe_open
+    yield safetensors.torch, "safe_open", safe_open
+    yield safetensors.torch, "save_file", save_values
