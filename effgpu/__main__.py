@@ -30,8 +30,8 @@ effgpu: runs {} up to its third step. It writes no weights and changes no file t
 _BEFORE_A_DIAGNOSIS = """\
 effgpu: runs {} for some steps. It writes no weights and changes no file that is there; new files are its own"""
 _BEFORE_A_TRAINING = """\
-effgpu: trains {} for some hundred steps, some of them altered. The weights that it trains are thrown away: keep \
-nothing that it saves. Before, it is run for some steps to predict what is not measured"""
+effgpu: trains {} for some hundred steps, some of them altered. The weights that it trains are thrown away, and no \
+file that is there changes. Before, it is run for some steps to predict what is not measured"""
 _QUESTIONS = {  # an example of each command, and what it answers
     "effgpu predict --gpu T4 -- python train.py": "Will my script fit a GPU, and how long will a step take there?",
     "effgpu doctor --gpu T4 -- python train.py": "What holds my training back, and what would each change save?",

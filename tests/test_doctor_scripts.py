@@ -246,7 +246,7 @@ def measure(simulate_gpu, monkeypatch):
 
     def measure(script):
         marks, before = Marks(end), patched()
-        with pytest.raises(Done) as done, measuring(marks, T4) as plan, marks.pushing(plan):
+        with pytest.raises(Done) as done, measuring(marks, T4, time.time()) as plan, marks.pushing(plan):
             script(gpu)
         assert patched() == before
         return done.value.args[0]
@@ -409,6 +409,8 @@ def test_turns_with_an_evaluation_are_taken_again(measure, monkeypatch):
 @pytest.mark.slow
 def test_a_script_on_the_simulated_gpu_from_the_command_line(tmp_path):
     (tmp_path / "train.py").write_text(ON_GPU)
+    for name in ("best.pt", "best.safetensors", "best.json"):
+        (tmp_path / name).write_text(name)
     simulated = [sys.executable, str(Path(__file__).parent / "simulated_gpu"), "T4"]
     command = [*simulated, sys.executable, "-m", "effgpu", "doctor", "--json", "-", "--", "python", "train.py"]
     variables = {"EFFGPU_SECONDS": "0.1", "PYTHONPATH": str(Path(__file__).parent.parent)}
@@ -419,10 +421,15 @@ def test_a_script_on_the_simulated_gpu_from_the_command_line(tmp_path):
     assert told["measured"] and told["memory"]
     measured = {one["name"] for one in told["examined"] if one["measured"]}
     assert measured == {LOADING, COPYING, OPTIMIZER, PRECISION}
+    left = {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != "train.py"}
+    assert left == {name: name for name in ("best.pt", "best.safetensors", "best.json")}
+    thrown = ("torch.save to best.pt", "torch.save to part.pt", "safetensors' save_file to best.safetensors")
+    assert {f"not written, as its weights are thrown away: {what}" for what in thrown} <= {*told["notes"]}
+    assert "left as it is, a file from before: best.json" in told["notes"]
 
 
 ON_GPU = """
-import torch
+import io, json, os, safetensors.torch, torch
 from torch.utils.data import DataLoader, TensorDataset
 data = TensorDataset(torch.randn(640, 64), torch.zeros(640, dtype=torch.long))
 loader = DataLoader(data, 32, shuffle=True, pin_memory=True)
@@ -441,6 +448,14 @@ for epoch in range(200):
     with torch.no_grad():
         model(torch.zeros(8, 64, device="cuda"))
     model.train()
+    torch.save(model.state_dict(), "best.pt")
+    torch.save({"epoch": epoch}, "part.pt")
+    os.replace("part.pt", "last.pt")
+    assert torch.load("last.pt")["epoch"] == epoch and "0.weight" in torch.load("best.pt")
+    safetensors.torch.save_file({"weight": torch.ones(3)}, "best.safetensors")
+    torch.save(epoch, memory := io.BytesIO())
+    assert memory.getvalue()
+    json.dump({"loss": loss.item()}, open("best.json", "w"))
 """
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -25,6 +27,7 @@ from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, obse
 from effgpu.measuring.torch_internals import _BaseDataLoaderIter, _current_graph_task_id
 from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import WORKERS_IDLE
+from effgpu.predicting.files import Files
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
@@ -32,6 +35,7 @@ from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import recording, walk
 from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event
 from effgpu.predicting.translator import on_real_tensors
+from effgpu.predicting.weights import weights_set_aside
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
@@ -59,7 +63,7 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
             why = str(error)
     if not measured:
         return rank(gpu, walked, predicted)
-    seen = scripts.run(program, f"{__name__}:measuring", needs="some hundred", gpu=gpu)
+    seen = scripts.run(program, f"{__name__}:measuring", needs="some hundred", gpu=gpu, began=time.time())
     if predicted:
         try:
             seen.notes += tuple(check_walked(seen, predicted))
@@ -73,12 +77,22 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
 
 
 @contextlib.contextmanager
-def measuring(marks: Marks, gpu: Gpu) -> Iterator[Callable[[], Plan]]:
-    """What makes the plan whose result is what was seen of the script's step, and measured in turns, on this GPU."""
-    loading, moving, disturbances = Loading(), Moving(), Disturbances()
+def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Plan]]:
+    """What makes the plan whose result is what was seen of the script's step, and measured in turns, on this GPU.
+
+    A file that was there when it `began`, in seconds since 1970, stays as it is, and no weights are written.
+    """
+    loading, moving, disturbances, files = Loading(), Moving(), Disturbances(), Files(began)
     marks.listeners += [loading.next_step, moving.next_step]
-    with replaced([*loading.replacing(disturbances.note), *moving.replacing(), *disturbances.replacing()]):
-        yield functools.partial(_measure, marks, gpu, loading, moving, disturbances)
+    seeing = loading.replacing(disturbances.note), moving.replacing(), disturbances.replacing()
+    with weights_set_aside(files), replaced(itertools.chain(*seeing)):
+
+        def make_plan() -> Plan:
+            seen = yield from _measure(marks, gpu, loading, moving, disturbances)
+            seen.notes += tuple(files.tell("are thrown away"))
+            return seen
+
+        yield make_plan
 
 
 def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", disturbances: "Disturbances") -> Plan:

@@ -1,9 +1,10 @@
-"""What a script does with files while it is predicted: no checkpoint is written, and no file from before is lost.
+"""What a script does with files while it is looked at: no checkpoint is written, and no file from before is lost.
 
 A script rotates its files: it lists them, renames or deletes an old checkpoint, and writes a new one. Here the new one
-is not written, as its weights have no values. So the old one stays, and what would have been written is there for the
-script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes in place of any file from
-before, such as a log or the best loss so far, goes into a file without a name: it may hold values that nobody knows.
+is not written, as its weights have no values, or are thrown away. So the old one stays, and what would have been
+written is there for the script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes
+in place of any file from before, such as a log or the best loss so far, goes into a file without a name: it may hold
+values that nobody knows.
 """
 
 import builtins
@@ -76,12 +77,27 @@ class Files:
     """What a script has saved, by path, without having written it; and which files from before were left alone."""
 
     def __init__(self, began: float):
-        self.left_alone: dict[str, None] = {}
+        self.unwritten: dict[str, None] = {}  # what was not written, for its weights
+        self._left_alone: dict[str, None] = {}
         self._began = began
         self._saved: dict[str, Saved] = {}  # by path
         self._gone: set[str] = set()  # what the script has deleted, and what was left alone
         self._stand_ins: dict[str, str] = {}  # the path of what a file stands for that the script writes in its place
         self._open: list[BinaryIO] = []  # these files, which nobody else finds
+
+    def tell(self, why: str) -> list[str]:
+        """What was not written, as of its weights `why` is true, and which files from before were left alone."""
+        unwritten = [f"not written, as its weights {why}: {what}" for what in self.unwritten]
+        return unwritten + [f"left as it is, a file from before: {file}" for file in self._left_alone]
+
+    def names(self, file: object) -> bool:
+        """Whether it is a file with a name, or its name: no pipe, and no memory."""
+        return self._path(file) is not None
+
+    def aside(self, file: object) -> str:
+        """A file to write in place of this one, which the script alone finds."""
+        saved = self.find(file)
+        return saved.source if saved and saved.source in self._stand_ins else self._stand_in(file)
 
     def save(self, file: object, value: object) -> None:
         """Remember what would be in this file from now on."""
@@ -114,12 +130,14 @@ class Files:
 
     def _stand_in(self, file: object, filled: object = None) -> str:
         """A file for the script to write and read in place of one from before: empty, or `filled` with another's."""
-        self._open.append(tempfile.TemporaryFile())  # noqa: SIM115, it stays open
+        path = self._path(file)
+        folder = os.path.dirname(path)  # where there is room for it
+        self._open.append(tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None))  # noqa: SIM115
         if filled is not None:
             with _open(filled, "rb") as before:
                 shutil.copyfileobj(before, self._open[-1])
             self._open[-1].flush()
-        source, path = f"/dev/fd/{self._open[-1].fileno()}", self._path(file)
+        source = f"/dev/fd/{self._open[-1].fileno()}"
         self._stand_ins[source], self._saved[path] = path, Saved(source=source)
         self._gone.discard(path)
         return source
@@ -142,7 +160,7 @@ class Files:
         """Whether to leave a file alone, as it is from before."""
         if left := self._is_from_before(file):
             name, here = self.name(file), os.getcwd() + os.sep
-            self.left_alone[name.removeprefix(here)] = None
+            self._left_alone[name.removeprefix(here)] = None
         return left
 
     def _listed(self, folder: str | os.PathLike, found: Iterable, name_of: Callable, make: Callable) -> list:

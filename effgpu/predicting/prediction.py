@@ -489,10 +489,7 @@ def conclude(recorder: Recorder) -> Prediction:
         tuple(recorder.said),
         resting,
         recorder.holds_from,
-        notes=(
-            *(f"not written, as its weights have no values: {what}" for what in recorder.unwritten),
-            *(f"left as it is, a file from before: {file}" for file in recorder.files.left_alone),
-        ),
+        notes=tuple(recorder.files.tell("have no values")),
         paged=paged,
         events=tuple(recorder.events),
         peak=recorder.owners_at_peak(),

@@ -111,7 +111,6 @@ class Recorder(TorchDispatchMode):
         self.names_gpu = False  # for a tensor: then what does not say where it lies, and never meets one, is on the CPU
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
-        self.unwritten: dict[str, None] = {}  # what was not written, as its weights have no values
         self.files = Files(asked.began)
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()

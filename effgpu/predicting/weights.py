@@ -19,6 +19,7 @@ import torch
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
 from effgpu.predicting import imports
+from effgpu.predicting.files import Files
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, Recorder
 from effgpu.predicting.translator import name_device, on_real_tensors
@@ -40,14 +41,14 @@ _SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
 
 @contextlib.contextmanager
 def weights_without_values(recorder: Recorder) -> Iterator[None]:
-    """Inside, fake tensors are not written, and large weights not read. `recorder.unwritten` names what was left out.
+    """Inside, fake tensors are not written, and large weights not read. `recorder.files` names what was left out.
 
     Of modules that have imported what saves and loads, before or inside, all use what stands in its place.
     """
     from_before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
     found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
-    trainer = {"transformers.trainer": lambda module: _without_checkpoints(recorder, module)}
+    trainer = {"transformers.trainer": functools.partial(_without_checkpoints, recorder.files)}
     try:
         with imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
             yield
@@ -62,11 +63,50 @@ def _by_name(found: list[tuple[object, str, object]]) -> dict[str, tuple[object,
     return those | {f"safe_{name}": pair for name, pair in those.items()}
 
 
-def _without_checkpoints(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def weights_set_aside(files: Files) -> Iterator[None]:
+    """Inside, weights that a script saves go where it alone finds them: those of a training that is thrown away."""
+    save, load = torch.save, torch.load
+
+    @functools.wraps(save)
+    def save_aside(obj, f, *args, **kwargs):
+        save(obj, _aside(files, "torch.save", f), *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_aside(f, *args, **kwargs):
+        saved = files.find(f)
+        return load(saved.source if saved else f, *args, **kwargs)
+
+    found = [(torch, "save", save_aside), (torch, "load", load_aside)]
+    if find_spec("safetensors"):
+        import safetensors.torch
+
+        save_tensors = safetensors.torch.save_file
+
+        @functools.wraps(save_tensors)
+        def save_tensors_aside(tensors, filename, metadata=None):
+            with open(_aside(files, "safetensors' save_file", filename), "wb") as file:  # no other file beside it
+                file.write(safetensors.torch.save(tensors, metadata))
+
+        found.append((safetensors.torch, "save_file", save_tensors_aside))
+    trainer = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
+    with files.kept(), imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
+        yield
+
+
+def _aside(files: Files, how: str, file: object) -> object:
+    """Where to save what was to go into a file; memory, or a pipe, stays what it is."""
+    if not files.names(file):
+        return file
+    files.unwritten[f"{how} to {files.name(file)}"] = None
+    return files.aside(file)
+
+
+def _without_checkpoints(files: Files, module: ModuleType) -> contextlib.AbstractContextManager:
     """The Trainer writes no checkpoint: it would lack the weights, and be taken for one to go on from."""
 
     def save(trainer, *_, **__):
-        recorder.unwritten[f"the Trainer's checkpoint in {trainer.args.output_dir}"] = None
+        files.unwritten[f"the Trainer's checkpoint in {trainer.args.output_dir}"] = None
 
     return replaced([(module.Trainer, "_save_checkpoint", save)])
 
@@ -78,7 +118,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
-            recorder.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
+            recorder.files.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
             recorder.files.save(f, obj)
         elif not recorder.files.keep(f, obj):
             save(obj, f, *args, **kwargs)
@@ -111,7 +151,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save_compiled)
     def save_compiled_values(module, f, *args, **kwargs):
         if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
-            recorder.unwritten[f"torch.jit.save to {recorder.files.name(f)}"] = None
+            recorder.files.unwritten[f"torch.jit.save to {recorder.files.name(f)}"] = None
         else:
             save_compiled(module, f, *args, **kwargs)
 
@@ -212,7 +252,7 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(tensors, filename, *args, **kwargs):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            recorder.unwritten[f"safetensors' save_file to {recorder.files.name(filename)}"] = None
+            recorder.files.unwritten[f"safetensors' save_file to {recorder.files.name(filename)}"] = None
             recorder.files.save(filename, tensors)
         elif not recorder.files.keep(filename, tensors):
             save(tensors, filename, *args, **kwargs)
