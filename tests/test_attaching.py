@@ -1756,6 +1756,35 @@ def test_an_evaluation_in_each_step_is_said_once(run):
     assert notes[0] == note and notes[1].startswith("forward passes without gradients ran before the third step")
 
 
+SORTED = """
+from torch.utils.data import DataLoader
+rows = [torch.randn(1 + number // 32, 1024) for number in range(256)]
+def pad(rows): return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
+loader = DataLoader({order}, 32, collate_fn=pad, {more})
+batches = iter(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    "order, more, factor",
+    {
+        "sorted": ("rows", "", 8 / 3),
+        "the other way": ("rows[::-1]", "", 1),
+        "with workers": ("rows", "num_workers=2", 8 / 3),
+        "shuffled": ("rows", "shuffle=True", 1),
+        "in groups": ("rows", "batch_sampler=[[*range(n, n + 32)] for n in range(0, 256, 32)]", 8 / 3),
+        "of one length": ("[torch.randn(2, 1024)] * 256", "", 1),
+    }.values(),
+)
+def test_a_later_batch_that_is_larger_is_named(order, more, factor, run):
+    build = SORTED.format(order=order, more=more)
+    build = build.replace("32, collate_fn", "collate_fn") if "batch_sampler" in more else build
+    _, told, errors = run(loop(BUILD + build, STEP.replace("torch.randn(64, 1024)", "next(batches)")))
+    why = f"what a step takes of a later batch: the last is {factor:.1f} times as large as the one that was counted"
+    assert told["unknown"] == [why] * (factor > 1), errors
+    assert told["gpus"][0]["verdict"] == ("may not fit" if factor > 1 else "fits")
+
+
 def test_a_batch_that_grows_is_said_to(run):
     grows = STEP.replace("torch.randn(64, 1024)", "torch.randn(512 + number, 1024)")
     (what,) = run(loop(step=grows))[1]["assumptions"]

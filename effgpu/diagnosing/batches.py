@@ -16,15 +16,6 @@ _PATIENCE, _FEWEST = 10.0, 3  # seconds that the loader is timed, and times that
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 
 
-def tensors_in(batch: object) -> list[torch.Tensor]:
-    """The tensors of a batch: in mappings, such as transformers' BatchEncoding, too."""
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, tuple | list):
-        return [tensor for item in batch for tensor in tensors_in(item)]
-    return [batch] if isinstance(batch, torch.Tensor) else []
-
-
 def change_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
     """A batch with each of its tensors changed."""
     if isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from effgpu.attaching.commands import read_program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.agreement import check_walked, find_branches
-from effgpu.diagnosing.batches import Batches, change_tensors, tensors_in
+from effgpu.diagnosing.batches import Batches, change_tensors
 from effgpu.diagnosing.causes import Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Moves
@@ -21,6 +21,7 @@ from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.errors import BadArgument, BadType
 from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_memory, random_states_kept
+from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, gpu_here

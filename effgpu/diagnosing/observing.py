@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.attaching.steps import drive
-from effgpu.diagnosing.batches import tensors_in
+from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id, storage_key
 from effgpu.predicting.kernels import note
 from effgpu.predicting.recorder import OWN_READS

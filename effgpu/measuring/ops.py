@@ -1,7 +1,7 @@
 """The operations that a step calls, and the bytes that they touch."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
@@ -120,6 +120,15 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
         elif isinstance(branch, (list, tuple, dict)):
             found += tensors_of(branch)
     return found
+
+
+def tensors_in(batch: object) -> list[torch.Tensor]:
+    """The tensors of a batch: in mappings that are no dictionaries, such as transformers' BatchEncoding, too."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        return [tensor for item in batch for tensor in tensors_in(item)]
+    return [batch] if isinstance(batch, torch.Tensor) else []
 
 
 def _size(tensor: torch.Tensor) -> int:

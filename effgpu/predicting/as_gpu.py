@@ -10,10 +10,10 @@ from types import ModuleType
 import torch
 
 from effgpu.attaching.replacing import replaced
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, worker
-from effgpu.predicting import flex, imports, quantized, ranks, triton_kernels
+from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
+from effgpu.predicting import flex, imports, loading, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
-from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN, WORKERS_IDLE
+from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder
@@ -122,7 +122,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     values = [  # all known before the first is replaced: what stands in a place may use what stood there
         *_what_needs_a_gpu(recorder),
         *_running_eagerly(recorder),
-        *_loading_here(recorder),
+        *loading.loading_here(recorder),
         *_fake_classes(recorder),
     ]
     with replaced(values):
@@ -193,26 +193,6 @@ def _running_eagerly(recorder: Recorder) -> Iterator[tuple[object, str, object]]
     yield eval_frame, "_callback_from_stance", run_uncompiled
 
 
-def _loading_here(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
-    """A DataLoader loads in this process: its workers cannot run on fake tensors."""
-    from torch.utils.data import DataLoader
-
-    from effgpu.measuring.torch_internals import _SingleProcessDataLoaderIter
-
-    def load_here(loader):
-        workers, loader.num_workers = loader.num_workers, 0
-        try:
-            made = _SingleProcessDataLoaderIter(loader)
-        finally:
-            loader.num_workers = workers
-        if workers:
-            recorder.say(*WORKERS_IDLE)
-            _be_first_worker(made, loader)
-        return made
-
-    yield DataLoader, "_get_iterator", load_here
-
-
 def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     """Subclasses and parameters are fake tensors, too, which tell what a GPU's would; and Module.to takes them.
 
@@ -228,25 +208,6 @@ def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     yield FakeTensor, "tolist", lambda fake: recorder.read_list(fake)
     yield FakeTensor, "layout", torch.Tensor.layout  # its own asks first whether it is of oneDNN, which none is
     yield FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))
-
-
-def _be_first_worker(batches: Iterator, loader: "torch.utils.data.DataLoader") -> None:
-    """Let an iterator load what the first worker of a loader would, but collate as without: not in shared memory."""
-    info = worker.WorkerInfo(id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset)
-    load, collate = batches._next_data, batches._dataset_fetcher.collate_fn
-    prepare = [loader.worker_init_fn] if loader.worker_init_fn else []
-
-    def load_as_worker():
-        with replaced([(worker, "_worker_info", info)]):
-            while prepare:
-                prepare.pop()(0)
-            return load()
-
-    def collate_here(rows):
-        with replaced([(worker, "_worker_info", None)]):
-            return collate(rows)
-
-    batches._next_data, batches._dataset_fetcher.collate_fn = load_as_worker, collate_here
 
 
 def _autocast_on_both() -> dict[str, Callable]:

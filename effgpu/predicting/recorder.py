@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
@@ -112,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self._depth = 0  # of operations that are being looked up
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.files = Files(asked.began)
+        self.loaded: tuple[DataLoader, int] | None = None  # whose batch the step that counts took, and its bytes
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known

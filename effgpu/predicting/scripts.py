@@ -14,6 +14,7 @@ from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import ASSUMED, RARE, UNTIMED
 from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
+from effgpu.predicting.loading import compare_last
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import conclude, count, explain
 from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_unfreezing
@@ -82,6 +83,7 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
         yield 1
         recorder.end_step()
     _name_rare_work(recorder)
+    _name_larger_batches(recorder)
     concluded = conclude(recorder)
     before, site = recorder.peak_before()
     notes = [*concluded.notes, *(_tell_caught(recorder, *places) for places in recorder.room.caught.items())]
@@ -106,6 +108,12 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
         for site, lines in dict.fromkeys(each for code in recorder.loop for each in find(code)):
             if not ran.intersection((site.file, line) for line in lines):  # what the counted step has done is no news
                 recorder.say(kind, f"{text}: {site}")
+
+
+def _name_larger_batches(recorder: ScriptRecorder) -> None:
+    if recorder.loaded and (factor := compare_last(*recorder.loaded)) > MORE_WORK:
+        text = f"the last is {factor:.1f} times as large as the one that was counted"
+        recorder.say(RARE, f"what a step takes of a later batch: {text}")
 
 
 def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:

@@ -1,0 +1,83 @@
+"""DataLoaders while a step is walked: batches are loaded by the step itself. Which ones are larger than its own."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from effgpu.attaching.replacing import replaced
+from effgpu.measuring.ops import tensors_in
+from effgpu.measuring.torch_internals import _SingleProcessDataLoaderIter, worker
+from effgpu.predicting.facts import WORKERS_IDLE
+from effgpu.predicting.translator import on_real_tensors
+
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
+_MOST = 20_000  # batches of an epoch that are counted through, to find the last ones
+
+
+def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
+    """(class, name, what stands there). A DataLoader loads in this process: its workers cannot run on fake tensors."""
+
+    def load_here(loader):
+        workers, loader.num_workers = loader.num_workers, 0
+        try:
+            made = _SingleProcessDataLoaderIter(loader)
+        finally:
+            loader.num_workers = workers
+        if workers:
+            recorder.say(*WORKERS_IDLE)
+            _be_first_worker(made, loader)
+        load = made._next_data
+
+        def load_noted():
+            batch = load()
+            if recorder.noting:
+                recorder.loaded = loader, _count_bytes(batch)
+            return batch
+
+        made._next_data = load_noted
+        return made
+
+    yield DataLoader, "_get_iterator", load_here
+
+
+def compare_last(loader: DataLoader, size: int) -> float:
+    """How many times as large as one of so many bytes the last batches of an epoch are; 1 where that is by chance.
+
+    As where texts are sorted by length: a loader that shuffles by itself has no last one.
+    """
+    by_chance = type(loader.batch_sampler) is BatchSampler and isinstance(loader.sampler, RandomSampler)
+    if loader.batch_sampler is None or by_chance or not size:
+        return 1.0
+    with on_real_tensors(), contextlib.suppress(Exception):  # of the script's own data set
+        *_, before, last = itertools.islice(loader.batch_sampler, _MOST)  # of which the latter may be cut short
+        batches = (loader.collate_fn([loader.dataset[row] for row in rows]) for rows in (before, last))
+        return max(map(_count_bytes, batches)) / size
+    return 1.0
+
+
+def _count_bytes(batch: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
+
+
+def _be_first_worker(batches: Iterator, loader: DataLoader) -> None:
+    """Let an iterator load what the first worker of a loader would, but collate as without: not in shared memory."""
+    info = worker.WorkerInfo(id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset)
+    load, collate = batches._next_data, batches._dataset_fetcher.collate_fn
+    prepare = [loader.worker_init_fn] if loader.worker_init_fn else []
+
+    def load_as_worker():
+        with replaced([(worker, "_worker_info", info)]):
+            while prepare:
+                prepare.pop()(0)
+            return load()
+
+    def collate_here(rows):
+        with replaced([(worker, "_worker_info", None)]):
+            return collate(rows)
+
+    batches._next_data, batches._dataset_fetcher.collate_fn = load_as_worker, collate_here
