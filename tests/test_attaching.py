@@ -1012,6 +1012,51 @@ def test_no_text_from_before_is_overwritten_by_numbers_that_nobody_knows(run, he
     assert {note.rpartition(" ")[2] for note in told["notes"]} == {*names}
 
 
+MOVES = """
+import numpy, os, shutil
+if number == 0:
+    os.unlink("latest")
+    os.symlink("new.txt", "latest")
+    shutil.move("runs", "runs_old")
+    os.makedirs("runs")
+    assert os.listdir("runs") == [] and os.listdir("runs_old/exp") == ["args.txt"]
+    assert open("runs_old/exp/args.txt").read() == "runs/exp/args.txt" and not os.path.exists("runs/exp/args.txt")
+    assert [names for *_, names in os.walk("runs_old")] == [[], ["args.txt"]]
+    open("runs_old/exp/more.txt", "w").write("more")
+    os.remove("runs_old/exp/args.txt")
+    assert os.listdir("runs_old/exp") == ["more.txt"] and open("runs_old/exp/more.txt").read() == "more"
+    for name in os.listdir("ckpts"): os.remove(os.path.join("ckpts", name))
+    os.rmdir("ckpts")
+    assert not os.path.exists("ckpts")
+    shutil.rmtree("done")
+    os.makedirs("done")
+    open("done/new.txt", "w").write("new")
+    shutil.move("done", "kept")
+    assert os.listdir("kept") == ["new.txt"] and not os.path.exists("done")
+    open("link", "w").write("written")
+    assert open("behind.txt").read() == "written"
+    numpy.savetxt("numbers.txt", numpy.ones(3))
+    assert numpy.loadtxt("numbers.txt").sum() == 3
+"""
+
+
+def test_folders_and_links_from_before_stay_where_they_are(run, here):
+    names = "runs/exp/args.txt", "ckpts/1.txt", "done/old.txt", "behind.txt", "numbers.txt"
+    for name in names:
+        (here / name).parent.mkdir(exist_ok=True, parents=True)
+        (here / name).write_text(name)
+        os.utime(here / name, (0, 0))
+    for link, name in (("latest", "behind.txt"), ("link", "behind.txt")):
+        (here / link).symlink_to(name)
+        os.utime(here / link, (0, 0), follow_symlinks=False)
+    code, told, errors = run(loop(step=STEP + MOVES))
+    assert code == 0, errors
+    assert [(here / name).read_text() for name in names] == [*names]
+    assert os.readlink(here / "latest") == os.readlink(here / "link") == "behind.txt"
+    left = {note.rpartition(" ")[2] for note in told["notes"]}
+    assert left == {"runs", "ckpts/1.txt", "ckpts", "done", "behind.txt", "numbers.txt", "latest"}
+
+
 KEEPS_THE_LAST_TWO = """
 import glob, os, pathlib
 torch.save(model.state_dict(), f"run/step_{9 - number % 10}.pt")
@@ -2070,6 +2115,8 @@ DEVICES = {
     "a list": ("", "x = torch.cat([x, torch.ones(1, 1024)])[:64]"),
     "a place": ("", "x = x.index_select(0, torch.arange(64))"),
     "the CPU's by the GPU's": ("table = torch.randn(64, 1024)", "table[torch.arange(64, device='cuda')]"),
+    "a sum": ("total = torch.tensor(0.0)", "total += x.mean().detach()"),
+    "a sum of a number": ("table = torch.randn(64, 1024)", "table * x.mean()"),
     "an array": ("", "x.numpy()"),
     "an array of NumPy's": ("import numpy", "numpy.asarray(x)"),
 }
@@ -2080,6 +2127,11 @@ MIXED = {
     "written by indices": ("", "x[torch.arange(8)] = 0.0"),
     "an array": ("", "x.cpu().numpy(); x.numpy(force=True)"),
     "what follows another": ("", "x = x * torch.ones(1, 1024).type_as(x) + torch.ones(1).to(x)"),
+    "a list of places": ("table = torch.zeros(100)", "table[[1, 2]] = x[0, :2].cpu()"),
+    "a list of losses": ("", "assert not torch.tensor([x.mean(), x.sum()]).mean().is_cuda"),
+    "classes": ("", "torch.nn.functional.one_hot(x.argmax(1).cpu(), 1024).sum(0)"),
+    "like another": ("", "(x * x.new_tensor([1.0] * 1024)).sum(); assert x.new_tensor([1]).is_cuda"),
+    "a sum on the CPU": ("total = torch.tensor(0.0)", "total += x.mean().item(); total += x.mean().cpu()"),
     "the CPU's work": ("table = torch.randn(64, 1024)", "(table + 1).to('cuda') + x"),
     "weights that travel": ("table = torch.nn.Parameter(torch.randn(64, 1024))", "x = x + table.to('cuda')"),
     "lengths": (

@@ -12,31 +12,41 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+from unittest.mock import patch
 
 from effgpu.attaching.replacing import replaced
 
 _NAMES = "src", "dst", "path", "file"  # of arguments that say which file
-_open = open  # Python's own, also of what a script takes for deleted
 _DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
+_open, _scandir, _stat = open, os.scandir, os.stat  # Python's own, also of what a script takes for deleted
 
 
 class Saved(NamedTuple):
-    """What a file would hold: a value, or what another file holds, which was not moved."""
+    """What a file would hold: a value, or what another file holds, or folder, which was not moved."""
 
     value: object = None
     source: str | None = None
 
 
+class _Moved(NamedTuple):
+    """Where a folder is that was not moved, and what in it was deleted before."""
+
+    source: str
+    without: frozenset[str]
+
+
 class _Entry:
-    """What `os.scandir` would give of a file that was not written."""
+    """What `os.scandir` would give of a file, or a folder, that is elsewhere, or was not written."""
 
     def __init__(self, folder: str, name: str):
         self.name, self.path = name, os.path.join(folder, name)
@@ -47,13 +57,16 @@ class _Entry:
     def stat(self, **_) -> os.stat_result:
         return os.stat(self.path)
 
-    def is_file(self, **_) -> bool:
-        return True
-
     def is_dir(self, **_) -> bool:
+        return os.path.isdir(self.path)
+
+    def is_file(self, **_) -> bool:
+        return not self.is_dir()
+
+    def is_symlink(self) -> bool:
         return False
 
-    is_symlink = is_junction = is_dir
+    is_junction = is_symlink
 
 
 class _Entries(contextlib.closing):
@@ -74,14 +87,15 @@ class _Entries(contextlib.closing):
 
 
 class Files:
-    """What a script has saved, by path, without having written it; and which files from before were left alone."""
+    """What a script has saved, moved and deleted, by path, where that was not done; and which files were left alone."""
 
     def __init__(self, began: float):
         self.unwritten: dict[str, None] = {}  # what was not written, for its weights
         self._left_alone: dict[str, None] = {}
         self._began = began
         self._saved: dict[str, Saved] = {}  # by path
-        self._gone: set[str] = set()  # what the script has deleted, and what was left alone
+        self._moved: dict[str, _Moved] = {}  # folders, by the path that they have for the script
+        self._gone: set[str] = set()  # what the script has deleted or moved, and is still there
         self._stand_ins: dict[str, str] = {}  # the path of what a file stands for that the script writes in its place
         self._open: list[BinaryIO] = []  # these files, which nobody else finds
 
@@ -97,26 +111,23 @@ class Files:
     def aside(self, file: object) -> str:
         """A file to write in place of this one, which the script alone finds."""
         saved = self.find(file)
-        return saved.source if saved and saved.source in self._stand_ins else self._stand_in(file)
+        return saved.source if saved and saved.source in self._stand_ins else self._stand_in(self._end(file))
 
     def save(self, file: object, value: object) -> None:
         """Remember what would be in this file from now on."""
-        if path := self._path(file):
+        if path := self._end(file):
             self._saved[path] = Saved(value)
             self._gone.discard(path)
 
     def keep(self, file: object, value: object) -> bool:
         """Whether a file is from before, and left alone: then the value is saved for the script."""
-        if left := self._leave(file):
+        if left := self._leave(self._end(file)):
             self.save(file, value)
         return left
 
     def find(self, file: object) -> Saved | None:
-        """What a file would hold; None where it holds that."""
-        return self._saved.get(self._path(file))
-
-    def __contains__(self, file: object) -> bool:
-        return self._path(file) in self._saved
+        """What a file would hold; None where it holds that, or is not there."""
+        return self._look_up(self._end(file))[0]
 
     def name(self, file: object) -> str:
         """What a person calls a file that is named, or open."""
@@ -128,9 +139,28 @@ class Files:
         path = _path(file)
         return self._stand_ins.get(path, path)
 
-    def _stand_in(self, file: object, filled: object = None) -> str:
-        """A file for the script to write and read in place of one from before: empty, or `filled` with another's."""
+    def _end(self, file: object) -> str | None:
+        """The path that a file's name leads to: of a symbolic link, that of the file."""
         path = self._path(file)
+        if path is None or path in self._saved or path in self._gone or not os.path.islink(path):
+            return path
+        return os.path.realpath(path)
+
+    def _look_up(self, path: str | None) -> tuple[Saved | None, bool]:
+        """What stands for the script at a path, if that is not what is there; and whether nothing is."""
+        if path in self._saved:
+            return self._saved[path], False
+        if path in self._gone:
+            return None, True
+        for folder, moved in self._moved.items():
+            if path is not None and _lies_in(path, folder):
+                there = moved.source + path.removeprefix(folder)
+                is_there = there not in moved.without and os.path.lexists(there)
+                return (Saved(source=there), False) if is_there else (None, True)
+        return None, False
+
+    def _stand_in(self, path: str, filled: object = None) -> str:
+        """A file for the script to write and read in place of another: empty, or `filled` with what one holds."""
         folder = os.path.dirname(path)  # where there is room for it
         self._open.append(tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None))  # noqa: SIM115
         if filled is not None:
@@ -142,34 +172,52 @@ class Files:
         self._gone.discard(path)
         return source
 
-    def _is_from_before(self, file: object) -> bool:
-        """Whether it is a file, or a folder with one, from before the script was started."""
-        if (name := _path(file)) is None:  # a pipe, or memory
-            return False
-        path = Path(name)
-        if self._path(file) in self._gone or ((saved := self.find(file)) and saved.source in self._stand_ins):
-            return True
+    def _is_from_before(self, path: str | None) -> bool:
+        """Whether a file, a link or a folder with such a one is from before the script was started."""
         try:
-            if path.is_dir():
-                return any(map(self._is_from_before, path.iterdir()))
-            return path.is_file() and path.stat().st_mtime < self._began
+            return path is not None and any(os.lstat(each).st_mtime < self._began for each in _files_in(path))
         except OSError:
             return False
 
-    def _leave(self, file: object) -> bool:
+    def _leave(self, path: str | None) -> bool:
         """Whether to leave a file alone, as it is from before."""
-        if left := self._is_from_before(file):
-            name, here = self.name(file), os.getcwd() + os.sep
-            self._left_alone[name.removeprefix(here)] = None
+        if left := self._is_from_before(path):
+            self._left_alone[self.name(path).removeprefix(os.getcwd() + os.sep)] = None
         return left
 
-    def _listed(self, folder: str | os.PathLike, found: Iterable, name_of: Callable, make: Callable) -> list:
-        """What a script finds in a folder: not what it has deleted, but what it has saved."""
-        whole, folder = self._path(folder), os.fspath(folder)
-        there = [each for each in found if os.path.join(whole, name_of(each)) not in self._gone]
-        names = {name_of(each) for each in there}
-        saved = [os.path.basename(path) for path in self._saved if os.path.dirname(path) == whole]
-        return there + [make(folder, name) for name in saved if name not in names]
+    def _forget(self, path: str) -> None:
+        """What is in a path is no longer deleted: something new is there, for the script."""
+        self._gone -= {each for each in self._gone if _lies_in(each, path)}
+
+    def _take_away(self, path: str) -> tuple[frozenset[str], dict[str, Saved]]:
+        """What is there is no longer there, for the script.
+
+        Returns what was not there before, and by the rest of its path what was saved in it.
+        """
+        folder = next((each for each in self._moved if _lies_in(path, each)), None)
+        without = frozenset(self._gone) if folder is None else self._moved[folder].without
+        if path == folder:
+            del self._moved[folder]
+        elif folder:
+            there = self._moved[folder].source + path.removeprefix(folder)
+            self._moved[folder] = _Moved(self._moved[folder].source, without | {there})
+        self._gone |= {path, *_all_in(path)} if os.path.lexists(path) else set()
+        return without, self._pop_saved(path)
+
+    def _pop_saved(self, path: str) -> dict[str, Saved]:
+        inside = [each for each in self._saved if _lies_in(each, path)]
+        return {each.removeprefix(path): self._saved.pop(each) for each in inside}
+
+    def _listed(self, folder: str | os.PathLike, names: Callable[[str], list[str]]) -> list[str]:
+        """The names that a script finds in a folder: not what it has deleted, but what it has saved."""
+        whole = self._path(folder)
+        instead, is_gone = self._look_up(whole)
+        if is_gone:
+            raise _missing(folder)
+        found = names(instead.source if instead and instead.source else folder)
+        there = [name for name in found if not self._look_up(os.path.join(whole, name))[1]]
+        new = [os.path.basename(path) for path in (*self._saved, *self._moved) if os.path.dirname(path) == whole]
+        return [*dict.fromkeys(there + new)]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -183,6 +231,7 @@ class Files:
                 "remove": self._remove,
                 "unlink": self._remove,
                 "mkdir": self._make,
+                "rmdir": self._remove_empty,
                 "stat": self._look,
                 "listdir": self._list_names,
                 "scandir": self._scan,
@@ -192,98 +241,170 @@ class Files:
             io: {"open": self._open_other},
         }
         every = ((owner, name, way) for owner, by_name in ways.items() for name, way in by_name.items())
-        with replaced((owner, name, _instead(getattr(owner, name), way)) for owner, name, way in every):
+        changes = [(owner, name, _instead(getattr(owner, name), way)) for owner, name, way in every]
+        with replaced(changes), patch.dict(_openers_of_numpy(), {None: _instead(_open, self._open_other)}):
             yield
 
     def _move(self, real: Callable, source, target, *args, **kwargs):
         old, new = self._path(source), self._path(target)
-        if source in self:
-            self._saved[new] = self._saved.pop(old)
-            if os.path.lexists(source) and not self._leave(source):  # a temporary file, which has no values
-                os.remove(source)
-        elif self._leave(source):
-            self._saved[new] = Saved(source=old)
-        elif not self._leave(target):
-            return real(source, target, *args, **kwargs)
-        elif os.path.isdir(source):
-            self._saved[new] = Saved(source=old)
+        instead, is_gone = self._look_up(old)
+        if is_gone:
+            raise _missing(source)
+        if old in self._saved:
+            del self._saved[old]
+            if os.path.lexists(old) and not self._leave(old):  # a temporary file, which has no values
+                os.remove(old)
+        elif instead or self._leave(old) or (_is_folder(old) and self._is_from_before(new)):
+            instead = instead or Saved(source=old)
+        elif self._leave(new):
+            self._stand_in(new, old)
+            os.remove(old)
+            return target
         else:
-            self._stand_in(target, source)
-            os.remove(source)
-        self._gone.discard(new)
-        self._gone |= {old} & {*filter(os.path.lexists, [old])}
+            return real(source, target, *args, **kwargs)
+        without, inside = self._take_away(old)
+        self._forget(new)
+        self._saved |= {new + rest: saved for rest, saved in inside.items()}
+        if instead.source and _is_folder(instead.source):
+            self._moved[new] = _Moved(instead.source, without)
+        else:
+            self._saved[new] = instead
         return target
 
     def _copy(self, real: Callable, source, target, *args, **kwargs):
-        inside = Path(target, Path(source).name) if os.path.isdir(target) else target
-        if source in self:
-            self._saved[self._path(inside)] = self._saved[self._path(source)]
-            self._gone.discard(self._path(inside))
-        elif self._leave(inside):
-            self._stand_in(inside, source)
+        inside = self._path(Path(target, Path(source).name) if os.path.isdir(target) else target)
+        if instead := self.find(source):
+            self._saved[inside] = instead
+            self._gone.discard(inside)
+        elif self._leave(self._end(inside)):
+            self._stand_in(self._end(inside), source)
         else:
             return real(source, target, *args, **kwargs)
         return target
 
     def _link(self, real: Callable, source, target, *args, **kwargs):
         beside = os.path.join(os.path.dirname(target), source)  # what a symbolic link's source is relative to
-        if found := self.find(source) or self.find(beside):
-            self._saved[self._path(target)] = found
-        else:
-            real(source, target, *args, **kwargs)
+        path = self._path(target)
+        instead = self.find(source) or self.find(beside)
+        if instead is None and path in self._gone:
+            instead = Saved(source=os.path.realpath(beside))
+        if instead is None:
+            return real(source, target, *args, **kwargs)
+        self._saved[path] = instead
+        self._gone.discard(path)
 
     def _remove(self, real: Callable, file, *args, **kwargs):
-        if self._path(file) in self._gone and not kwargs.get("ignore_errors"):
+        path = self._path(file)
+        instead, is_gone = self._look_up(path)
+        if is_gone and not kwargs.get("ignore_errors"):
             raise _missing(file)
-        saved = self._saved.pop(self._path(file), None)
-        if self._leave(file):
-            inside = Path(file).rglob("*") if os.path.isdir(file) else ()
-            self._gone |= {self._path(file), *map(self._path, inside)}
-        elif saved is None or os.path.lexists(file):
+        if self._leave(path) or (instead and not os.path.lexists(path)):
+            self._take_away(path)
+        elif not is_gone:
             real(file, *args, **kwargs)
+            self._pop_saved(path)
+
+    def _remove_empty(self, real: Callable, folder, *args, **kwargs):
+        path = self._path(folder)
+        if self._leave(path) and not os.listdir(folder):
+            self._gone.add(path)
+        else:
+            real(folder, *args, **kwargs)
 
     def _make(self, real: Callable, folder, *args, **kwargs):
-        if self._path(folder) not in self._gone:
-            return real(folder, *args, **kwargs)
-        self._gone.remove(self._path(folder))
+        path = self._path(folder)
+        if path in self._gone and _is_folder(path):
+            self._gone.remove(path)
+        else:
+            real(folder, *args, **kwargs)
 
     def _look(self, real: Callable, file, *args, **kwargs):
-        saved = self.find(file)
-        if self._path(file) in self._gone:
+        instead, is_gone = self._look_up(self._end(file))
+        if is_gone:
             raise _missing(file)
-        if saved and saved.source:
-            return real(saved.source, *args, **kwargs)
+        if instead and instead.source:
+            return real(instead.source, *args, **kwargs)
         try:
             return real(file, *args, **kwargs)
         except FileNotFoundError:
-            if not saved:
+            if not instead:
                 raise
         now = int(time.time())
         return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, os.getuid(), os.getgid(), 0, now, now, now))
 
     def _open_other(self, real: Callable, file, mode="r", *args, **kwargs):
-        saved, gone = self.find(file), self._path(file) in self._gone
-        writes = {*"wax+"} & {*mode} and not os.path.isdir(file)  # into a folder goes a temporary file
-        source = saved.source if saved else None
-        if gone and "r" in mode:
+        path = self._end(file)
+        instead, is_gone = self._look_up(path)
+        source = instead.source if instead else None
+        if not {*"wax+"} & {*mode} or (source in self._stand_ins and "x" not in mode):
+            if is_gone:
+                raise _missing(file)
+            return real(source or file, mode, *args, **kwargs)
+        if is_gone and "r" in mode:
             raise _missing(file)
-        if source in self._stand_ins or (source and not writes):
-            file = source
-        elif writes and (source or self._leave(file)):
-            stays = None if gone or {*"wx"} & {*mode} else source or file
-            file, mode = self._stand_in(file, stays), mode.replace("x", "w" if gone else "x")
+        is_file = path is not None and not os.path.isdir(path)  # into a folder goes a temporary file
+        if is_file and (source or is_gone or self._leave(path)) and not (source and "x" in mode):
+            stays = None if is_gone or "w" in mode else source or path
+            file, mode = self._stand_in(path, stays), mode.replace("x", "w" if is_gone else "x")
         return real(file, mode, *args, **kwargs)
 
     def _list_names(self, real: Callable, folder=None, *args):
         if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
             return real(folder, *args)
-        return self._listed(folder, real(folder), str, lambda _, name: name)
+        return self._listed(folder, real)
 
     def _scan(self, real: Callable, folder=None, *args):
         if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
             return real(folder, *args)
-        with real(folder) as entries:
-            return _Entries(self._listed(folder, entries, lambda entry: entry.name, _Entry))
+        found: dict[str, os.DirEntry] = {}
+
+        def names(there):
+            with real(there) as entries:
+                listed = {entry.name: entry for entry in entries}
+            found.update(listed if there is folder else {})
+            return [*listed]
+
+        whole = os.fspath(folder)
+        return _Entries(found.get(name) or _Entry(whole, name) for name in self._listed(folder, names))
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+def _is_folder(path: str) -> bool:
+    """Whether there really is one."""
+    return stat.S_ISDIR(_stat(path).st_mode)
+
+
+def _all_in(path: str) -> Iterator[str]:
+    """The paths of all that is really in a folder; nothing for a file, or a link."""
+    if os.path.islink(path):
+        return
+    with contextlib.suppress(NotADirectoryError), _scandir(path) as entries:
+        for entry in entries:
+            yield entry.path
+            if entry.is_dir(follow_symlinks=False):
+                yield from _all_in(entry.path)
+
+
+def _files_in(path: str) -> Iterator[str]:
+    """The path of a file, or those of all files that are really in a folder."""
+    inside = iter(_all_in(path))
+    first = next(inside, None)
+    if first is None:
+        if os.path.islink(path) or not _is_folder(path):
+            yield path
+        return
+    for each in itertools.chain([first], inside):
+        if os.path.islink(each) or not _is_folder(each):
+            yield each
+
+
+def _openers_of_numpy() -> dict:
+    """By which np.savetxt opens files: it got Python's own when it was imported."""
+    source = sys.modules.get("numpy.lib._datasource")
+    return getattr(getattr(source, "_file_openers", None), "_file_openers", {})
 
 
 def _instead(real: Callable, way: Callable) -> Callable:

@@ -46,6 +46,7 @@ from effgpu.predicting.translator import (
     name_by_number,
     name_device,
     on_real_tensors,
+    with_numbers,
 )
 from effgpu.predicting.values import MOST
 
@@ -115,13 +116,15 @@ class ScriptRecorder(Recorder):
         block = self.block_of(fake)
         return block is not None and block.place == HOST
 
-    def _lies_on_gpu(self, tensor: torch.Tensor) -> bool:
-        """Whether it does, or may: PyTorch moves some of what it makes in C++ itself to where other tensors are."""
-        if isinstance(tensor, FakeTensor) and not self.is_on_host(tensor):
+    def _lies_on_gpu(self, tensor: torch.Tensor) -> bool | None:
+        """Whether it does; None where that is not told: PyTorch makes tensors in C++ and moves them by itself."""
+        block = self.block_of(tensor) if isinstance(tensor, FakeTensor) else None
+        if block is not None and block.place != HOST:
             return True
         given = (innermost(each) for each in _flat(self._given) if isinstance(each, torch.Tensor))
-        key = storage_key(tensor)
-        return not any(each.layout is torch.strided and storage_key(each) == key for each in given)
+        key = storage_key(tensor) if tensor.layout is torch.strided else None
+        is_given = any(each.layout is torch.strided and storage_key(each) == key for each in given)
+        return False if is_given and (block or not isinstance(tensor, FakeTensor)) else None
 
     def device_of(self, fake: FakeTensor) -> torch.device:
         """Where a script finds a fake tensor: all that is not in the host's memory is on the GPU."""
@@ -279,6 +282,8 @@ class _Placer(Translator):
             return args[0] in self._recorder.pinned
         if name == "type" and tensor_types.read(kwargs.get("dtype", args[-1])):
             return super().__torch_function__(func, types, args, kwargs)
+        if name in ("tensor", "as_tensor") and args and _has_fake(args[:1]):
+            args, kwargs = with_numbers(*args, **kwargs)
         values = args[:1] if name == "__deepcopy__" else (*args, *kwargs.values())  # what was copied may be fake
         fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
@@ -292,6 +297,8 @@ class _Placer(Translator):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "type_as":
             func, name = torch.Tensor.to, "to"
+        if name == "new_tensor" and fakes:
+            func, name, args, kwargs = self._make_like(*args, **kwargs)
         args, kwargs, where = self._find_place(func, name, args, kwargs)
         if where is not None and where.type == "meta" and fakes:
             return _outline(fakes[0], args, kwargs)
@@ -310,6 +317,11 @@ class _Placer(Translator):
         """The call on the CPU, where fake tensors are; `placed` says where a script finds its result."""
         args, kwargs = all_on_cpu(args, kwargs)
         return func(*args, **kwargs)
+
+    def _make_like(self, tensor: torch.Tensor, data: object, **options: object) -> tuple:
+        """The call that `tensor.new_tensor(data)` is, which PyTorch makes in C++."""
+        options = {"dtype": tensor.dtype, "device": self._recorder.device_of(innermost(tensor))} | options
+        return torch.tensor, "tensor", (data,), options
 
     def _find_place(self, func, name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict, torch.device | None]:
         """The device that a call names, and its arguments with the GPU named as one device. None: it names none."""

@@ -17,6 +17,7 @@ _LABELS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _TAKES_INDICES = {  # of the CPU's or of their own device's
     *(aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put),
 }
+_ARITHMETIC = {aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_}
 _MIXES = {  # devices: some copy, and some want lengths and the like on the CPU
     *(aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy, aten.set_, aten.lift_fresh, aten._copy_from),
     *(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter),
@@ -38,24 +39,30 @@ def check_formats(func, args: tuple) -> None:
         raise RuntimeError(f"expected labels of dtype int64 for the loss, but got {kind}")
 
 
-def check_devices(func, args: tuple, given: list[torch.Tensor], is_on_gpu: Callable[[torch.Tensor], bool]) -> None:
+def check_devices(
+    func, args: tuple, given: list[torch.Tensor], is_on_gpu: Callable[[torch.Tensor], bool | None]
+) -> None:
     """Raise RuntimeError, as PyTorch does, where an operation has tensors of the CPU and of the GPU.
 
-    A tensor of one number may be anywhere, and indices on the CPU.
+    Numbers, of no dimension, may be on the CPU, if nothing is written into them, and indices, too. `is_on_gpu` gives
+    None for what is not known.
     """
     packet = func.overloadpacket
-    if len(given) < 2 or func.namespace != "aten" or packet in _MIXES:
+    if func.namespace != "aten" or packet in _MIXES:
         return
-    placed = [(tensor, is_on_gpu(tensor)) for tensor in given if tensor.dim() and tensor.numel()]
+    adds = packet in _ARITHMETIC
+    placed = [(each, is_on_gpu(each)) for each in given if (each.dim() or adds) and each.numel()]
     if packet in _TAKES_INDICES:
-        chosen_from = next((on_gpu for tensor, on_gpu in placed if tensor is args[0]), True)
+        chosen_from = next((on_gpu for tensor, on_gpu in placed if tensor is args[0]), None)
         indices = {id(each) for each in args[1]}
-        if not chosen_from and any(on_gpu for tensor, on_gpu in placed if id(tensor) in indices):
+        if chosen_from is False and any(on_gpu for tensor, on_gpu in placed if id(tensor) in indices):
             text = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
             raise RuntimeError(text)
         placed = [(tensor, on_gpu) for tensor, on_gpu in placed if id(tensor) not in indices]
-    if len({on_gpu for _, on_gpu in placed}) > 1:
-        shape = next(tuple(tensor.shape) for tensor, on_gpu in placed if not on_gpu)
+    written = args[0] if adds and packet.__name__.endswith("_") else None
+    on_cpu = [tensor for tensor, on_gpu in placed if on_gpu is False and (tensor.dim() or tensor is written)]
+    if on_cpu and any(on_gpu for _, on_gpu in placed):
+        shape = tuple(on_cpu[0].shape)
         text = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
         raise RuntimeError(f"{text} On the CPU is one of shape {shape}")
 

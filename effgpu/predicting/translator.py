@@ -77,6 +77,8 @@ class Translator(TorchFunctionMode):
             if isinstance(copied, torch.nn.Parameter):
                 self._recorder.copied[copied] = True
             return copied
+        if name in ("tensor", "as_tensor") and args and isinstance(args[0], (list, tuple)):
+            args, kwargs = with_numbers(*args, **kwargs)
         if name == "ctc_loss":  # PyTorch writes a list of lengths into a tensor of its own: a fake one has no memory
             args = tuple(map(_as_tensor, args))
             kwargs = {key: _as_tensor(value) for key, value in kwargs.items()}
@@ -127,6 +129,24 @@ def _as_tensor(value: object) -> object:
         return value
     with on_real_tensors():
         return torch.tensor(value)
+
+
+def with_numbers(data: object, **options: object) -> tuple[tuple, dict]:
+    """The arguments of torch.tensor, with numbers in place of fake tensors in a list, which PyTorch cannot read."""
+    dtypes = []
+
+    def read(value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return [read(each) for each in value]
+        if isinstance(value, FakeTensor):
+            dtypes.append(value.dtype)
+            return value.tolist()
+        return value
+
+    if not isinstance(data, (list, tuple)):
+        return (data,), options
+    data = read(data)
+    return (data,), ({"dtype": dtypes[0]} if dtypes else {}) | options
 
 
 def innermost(value: object) -> object:
