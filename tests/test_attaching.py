@@ -2128,6 +2128,12 @@ MIXED = {
     "an array": ("", "x.cpu().numpy(); x.numpy(force=True)"),
     "what follows another": ("", "x = x * torch.ones(1, 1024).type_as(x) + torch.ones(1).to(x)"),
     "a list of places": ("table = torch.zeros(100)", "table[[1, 2]] = x[0, :2].cpu()"),
+    "a sparse batch": ("", "torch.sparse.mm(torch.eye(64).to_sparse().to('cuda'), x)"),
+    "a number of another type": ("", "x[x > 0] = torch.tensor(1.0, dtype=torch.float64)"),
+    "what autocast widens": (
+        "layer = torch.nn.Bilinear(1024, 1024, 1).cuda()",
+        "with torch.autocast('cuda', torch.float16): assert layer(model(x), x).dtype is torch.float32",
+    ),
     "a list of losses": ("", "assert not torch.tensor([x.mean(), x.sum()]).mean().is_cuda"),
     "classes": ("", "torch.nn.functional.one_hot(x.argmax(1).cpu(), 1024).sum(0)"),
     "like another": ("", "(x * x.new_tensor([1.0] * 1024)).sum(); assert x.new_tensor([1]).is_cuda"),

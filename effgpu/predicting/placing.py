@@ -258,7 +258,7 @@ class ScriptRecorder(Recorder):
     def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
         """A real tensor moves to the GPU."""
         if self.noting:
-            size, pinned = real.nbytes, real in self.pinned
+            size, pinned = sum(part.nbytes for part in tensors_of([real])), real in self.pinned
             waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
             site = find_site(until=self.loop)
             self.events.append(Event(COPY, site, bytes=size, waits=waits, pinned=pinned))

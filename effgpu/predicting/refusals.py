@@ -28,7 +28,7 @@ _MIXES = {  # devices: some copy, and some want lengths and the like on the CPU
 
 def check_formats(func, args: tuple) -> None:
     """Raise RuntimeError, as PyTorch does, where an operation has numbers of several formats that it does not mix."""
-    if func in _ONE_FORMAT:
+    if func in _ONE_FORMAT and not (func.overloadpacket in _TAKES_INDICES and args[2].numel() == 1):  # which fills
         given = [tensor for tensor in tensors_of(args) if tensor.is_floating_point()]
         if len(kinds := dict.fromkeys(tensor.dtype for tensor in given)) > 1:
             name = func.overloadpacket.__name__

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from effgpu.attaching.replacing import replaced
+from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
 from effgpu.predicting.kernels import SHORT_SORT, length_of_sorted
@@ -36,6 +37,8 @@ cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord 
 _WITH_DTYPE = ("sum", "sum.dim_IntList", "prod", "prod.dim_int")  # fp32 by their own argument: no copy of the input
 # AT_FORALL_LOWER_PRECISION_FP, where the CPU's list lacks them
 _HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
+# AT_FORALL_PROMOTE: to the widest of their arguments' types, which the CPU's list leaves out
+_PROMOTED = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 # in the CPU's list only: a GPU leaves them to the types of their arguments
 _LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sampler_2d grid_sampler_3d
 cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
@@ -51,6 +54,8 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
             kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), dtype)
     for name in _WITH_DTYPE:
         kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
+    for name in _PROMOTED.split():
+        kernels[name, "AutocastCPU"] = functools.partial(_promote, _find(name))
     for name in _LEFT.split():
         kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
     for name in ("softmax", "log_softmax"):
@@ -96,6 +101,12 @@ def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
 
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+
+def _promote(func, *args, **kwargs):
+    """CastPolicy::promote: in fp32 if any argument is, else in the lower precision."""
+    given = {tensor.dtype for tensor in tensors_of((args, kwargs))}
+    return _cast_call(func, torch.float32 if torch.float32 in given else None, *args, **kwargs)
 
 
 def _with_dtype(func, *args, dtype=None, **kwargs):
