@@ -348,6 +348,10 @@ def test_an_optimizer_that_made_no_step_in_those_that_were_looked_at_is_named(ru
     sometimes = "if number == 4: second.step()\n"
     (why,) = run(loop(BUILD + build, STEP + sometimes))[1]["unknown"]
     assert re.fullmatch(r"what the SGD of train.py:\d+ takes, which made no step in those that were looked at", why)
+    pattern = "second = torch.optim.SGD(model[0].parameters(), 0.1)\n"
+    assert not run(loop(BUILD + pattern, STEP + sometimes))[1]["unknown"], (
+        "it trains what the other does, and keeps nothing"
+    )
 
 
 # --- what a script reads of its batch, and loops that end by values ---
@@ -988,6 +992,10 @@ logging.FileHandler("log.txt").stream.write("a line")
 with open("log.txt", "a") as log: log.write("another")
 if not number: assert open("log.txt").read().startswith("log.txt")
 shutil.copy("train.py", "copy.py")
+shutil.copy2("log.txt", "best.txt")
+known = open("log.txt").read()
+with open("log.txt", "a") as log: log.write("more")
+assert open("best.txt").read() == known
 if not number:
     os.rename("old.txt", "older.txt")
     assert open("older.txt").read() == "old.txt" and os.stat("older.txt").st_size == 7
@@ -1785,7 +1793,7 @@ del made, kept
 
 
 EVALUATES = """
-model.eval()
+model.train(False)
 with torch.no_grad():
     for batch in range(3): model(torch.randn(64, 1024, device="cuda"))
 model.train()
@@ -2136,7 +2144,7 @@ MIXED = {
     ),
     "a list of losses": ("", "assert not torch.tensor([x.mean(), x.sum()]).mean().is_cuda"),
     "classes": ("", "torch.nn.functional.one_hot(x.argmax(1).cpu(), 1024).sum(0)"),
-    "like another": ("", "(x * x.new_tensor([1.0] * 1024)).sum(); assert x.new_tensor([1]).is_cuda"),
+    "like another": ("", "(x * x.new_tensor([1.0] * 1024) * x.new([1.0] * 1024)).sum(); assert x.new(2, 3).is_cuda"),
     "a sum on the CPU": ("total = torch.tensor(0.0)", "total += x.mean().item(); total += x.mean().cpu()"),
     "the CPU's work": ("table = torch.randn(64, 1024)", "(table + 1).to('cuda') + x"),
     "weights that travel": ("table = torch.nn.Parameter(torch.randn(64, 1024))", "x = x + table.to('cuda')"),

@@ -273,11 +273,12 @@ class Files:
 
     def _copy(self, real: Callable, source, target, *args, **kwargs):
         inside = self._path(Path(target, Path(source).name) if os.path.isdir(target) else target)
-        if instead := self.find(source):
+        instead = self.find(source)
+        if instead and not instead.source:
             self._saved[inside] = instead
             self._gone.discard(inside)
-        elif self._leave(self._end(inside)):
-            self._stand_in(self._end(inside), source)
+        elif instead or self._leave(self._end(inside)):
+            self._stand_in(self._end(inside), instead.source if instead else source)
         else:
             return real(source, target, *args, **kwargs)
         return target

@@ -57,13 +57,18 @@ class Optimizers:
         return func is torch.ops.aten.gt.Scalar and bool(self._tolerances) and args[1] == _CURVED
 
     def idle(self) -> list[str]:
-        """Those that have made no step, where others have. One that shares its groups, as SAM's, is none."""
+        """Those that have made no step, where others have. One that shares its groups, as SAM's, is none.
+
+        Nor is SGD of weights that others train, if it keeps nothing: a pattern for the inner steps of MAML.
+        """
         if not self.stepped:
             return []
         stepped = {id(group) for one in self.stepped for group in one.param_groups}
+        trained = {id(weight) for one in self.stepped for group in one.param_groups for weight in group["params"]}
         if self.built - self.stepped:
             gc.collect()  # what was given up, as by an attempt that ran out of memory, may be in a circle of references
         idle = (one for one in self.built - self.stepped if not stepped.issuperset(map(id, one.param_groups)))
+        idle = (one for one in idle if not _is_pattern(one, trained))
         return [f"the {type(one).__name__} of {self._built_at.get(one, 'the step')}" for one in idle]
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -144,3 +149,10 @@ def _running() -> list[CodeType]:
             seen.append(frame.f_code)
         frame = frame.f_back
     return found
+
+
+def _is_pattern(optimizer: Optimizer, trained: set[int]) -> bool:
+    """Whether it is SGD without momentum, of weights that are `trained` by others."""
+    groups = optimizer.param_groups if type(optimizer) is torch.optim.SGD else []
+    weights = {id(weight) for group in groups for weight in group["params"]}
+    return bool(groups) and weights <= trained and not any(group["momentum"] for group in groups)

@@ -297,7 +297,7 @@ class _Placer(Translator):
             return super().__torch_function__(func, types, args, kwargs)
         if name == "type_as":
             func, name = torch.Tensor.to, "to"
-        if name == "new_tensor" and fakes:
+        if fakes and (name == "new_tensor" or (name == "new" and _is_data(args[1:]))):
             func, name, args, kwargs = self._make_like(*args, **kwargs)
         args, kwargs, where = self._find_place(func, name, args, kwargs)
         if where is not None and where.type == "meta" and fakes:
@@ -397,6 +397,11 @@ def _flat(values: tuple) -> Iterator[object]:
             yield value
 
 
+def _is_data(args: tuple) -> bool:
+    """Whether the old constructor gets numbers, and no shape."""
+    return len(args) == 1 and not isinstance(args[0], (int, torch.Size, torch.Tensor))
+
+
 def _is_large(args: tuple) -> bool:
     """Whether the first argument is the shape of a large tensor."""
     return bool(args) and isinstance(args[0], (list, tuple)) and math.prod(args[0]) > LARGE
@@ -452,13 +457,13 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
             data = recorder.imitate(data.detach(), True)
         return make_subclass(kind, data, *args, **options)
 
-    evaluate = torch.nn.Module.eval
+    train = torch.nn.Module.train
 
-    @functools.wraps(evaluate)
-    def note_evaluation(module):
-        recorder.evaluated = True
-        return evaluate(module)
+    @functools.wraps(train)
+    def note_evaluation(module, mode=True):  # which eval calls, that of transformers' models, too
+        recorder.evaluated |= not mode
+        return train(module, mode)
 
-    yield torch.nn.Module, "eval", note_evaluation
+    yield torch.nn.Module, "train", note_evaluation
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
     yield torch.Tensor, "_make_subclass", staticmethod(make_fake)
