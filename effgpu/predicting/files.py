@@ -349,13 +349,19 @@ class Files:
             file, mode = self._stand_in(path, stays), mode.replace("x", "w" if is_gone else "x")
         return real(file, mode, *args, **kwargs)
 
+    def _is_untouched(self) -> bool:
+        """Whether all is as it really is: a folder of a million images is then listed as fast as ever."""
+        return not (self._saved or self._moved or self._gone)
+
     def _list_names(self, real: Callable, folder=None, *args):
-        if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+        folder = "." if folder is None else folder
+        if self._is_untouched() or not isinstance(folder, (str, os.PathLike)):
             return real(folder, *args)
         return self._listed(folder, real)
 
     def _scan(self, real: Callable, folder=None, *args):
-        if not isinstance(folder := "." if folder is None else folder, (str, os.PathLike)):
+        folder = "." if folder is None else folder
+        if self._is_untouched() or not isinstance(folder, (str, os.PathLike)):
             return real(folder, *args)
         found: dict[str, os.DirEntry] = {}
 
