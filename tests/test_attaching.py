@@ -1826,6 +1826,7 @@ batches = iter(loader)
         "with workers": ("rows", "num_workers=2", 8 / 3),
         "shuffled": ("rows", "shuffle=True", 1),
         "in groups": ("rows", "batch_sampler=[[*range(n, n + 32)] for n in range(0, 256, 32)]", 8 / 3),
+        "given once": ("rows", "batch_sampler=iter([[*range(n, n + 32)] for n in range(0, 256, 32)])", 1),
         "of one length": ("[torch.randn(2, 1024)] * 256", "", 1),
     }.values(),
 )
@@ -1885,6 +1886,7 @@ def test_a_backward_pass_of_every_tenth_step_is_named(test, named, run):
     ] * named, errors
     (gpu,) = told["gpus"]
     assert gpu["verdict"] == ("may not fit" if named else "fits") and gpu["needed"]["low"] > 0.9 * told["allocated"]
+    assert (gpu["needed"]["high"] is None) == named
     more = "times are those of a step with more work in its backward pass than the one before"
     assert told["assumptions"] == [more] * (test == "number % 5 == 2")
 

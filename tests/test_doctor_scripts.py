@@ -409,7 +409,7 @@ def test_turns_with_an_evaluation_are_taken_again(measure, monkeypatch):
 @pytest.mark.slow
 def test_a_script_on_the_simulated_gpu_from_the_command_line(tmp_path):
     (tmp_path / "train.py").write_text(ON_GPU)
-    for name in ("best.pt", "best.safetensors", "best.json"):
+    for name in ("best.pt", "best.safetensors", "best.json", "best.ts"):
         (tmp_path / name).write_text(name)
     simulated = [sys.executable, str(Path(__file__).parent / "simulated_gpu"), "T4"]
     command = [*simulated, sys.executable, "-m", "effgpu", "doctor", "--json", "-", "--", "python", "train.py"]
@@ -422,7 +422,7 @@ def test_a_script_on_the_simulated_gpu_from_the_command_line(tmp_path):
     measured = {one["name"] for one in told["examined"] if one["measured"]}
     assert measured == {LOADING, COPYING, OPTIMIZER, PRECISION}
     left = {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != "train.py"}
-    assert left == {name: name for name in ("best.pt", "best.safetensors", "best.json")}
+    assert left == {name: name for name in ("best.pt", "best.safetensors", "best.json", "best.ts")}
     thrown = ("torch.save to best.pt", "torch.save to part.pt", "safetensors' save_file to best.safetensors")
     assert {f"not written, as its weights are thrown away: {what}" for what in thrown} <= {*told["notes"]}
     assert "left as it is, a file from before: best.json" in told["notes"]
@@ -456,6 +456,7 @@ for epoch in range(200):
     torch.save(epoch, memory := io.BytesIO())
     assert memory.getvalue()
     json.dump({"loss": loss.item()}, open("best.json", "w"))
+    torch.jit.script(torch.nn.Linear(2, 2)).save("best.ts")
 """
 
 

@@ -104,7 +104,7 @@ class Files:
         unwritten = [f"not written, as its weights {why}: {what}" for what in self.unwritten]
         return unwritten + [f"left as it is, a file from before: {file}" for file in self._left_alone]
 
-    def names(self, file: object) -> bool:
+    def has_path(self, file: object) -> bool:
         """Whether it is a file with a name, or its name: no pipe, and no memory."""
         return self._path(file) is not None
 
@@ -397,15 +397,7 @@ def _all_in(path: str) -> Iterator[str]:
 
 def _files_in(path: str) -> Iterator[str]:
     """The path of a file, or those of all files that are really in a folder."""
-    inside = iter(_all_in(path))
-    first = next(inside, None)
-    if first is None:
-        if os.path.islink(path) or not _is_folder(path):
-            yield path
-        return
-    for each in itertools.chain([first], inside):
-        if os.path.islink(each) or not _is_folder(each):
-            yield each
+    return (each for each in itertools.chain([path], _all_in(path)) if os.path.islink(each) or not _is_folder(each))
 
 
 def _openers_of_numpy() -> dict:

@@ -48,13 +48,15 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
 def compare_last(loader: DataLoader, size: int) -> float:
     """How many times as large as one of so many bytes the last batches of an epoch are; 1 where that is by chance.
 
-    As where texts are sorted by length: a loader that shuffles by itself has no last one.
+    As where texts are sorted by length: a loader that shuffles by itself has no last one. Nor are those looked at that
+    would be gone then, of an iterator.
     """
-    by_chance = type(loader.batch_sampler) is BatchSampler and isinstance(loader.sampler, RandomSampler)
-    if loader.batch_sampler is None or by_chance or not size:
+    sampler = loader.batch_sampler
+    by_chance = type(sampler) is BatchSampler and isinstance(loader.sampler, RandomSampler)
+    if sampler is None or by_chance or isinstance(sampler, Iterator) or not size:
         return 1.0
     with on_real_tensors(), contextlib.suppress(Exception):  # of the script's own data set
-        *_, before, last = itertools.islice(loader.batch_sampler, _MOST)  # of which the latter may be cut short
+        *_, before, last = itertools.islice(sampler, _MOST)  # of which the latter may be cut short
         batches = (loader.collate_fn([loader.dataset[row] for row in rows]) for rows in (before, last))
         return max(map(_count_bytes, batches)) / size
     return 1.0

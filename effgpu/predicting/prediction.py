@@ -225,7 +225,7 @@ class Prediction:
             {
                 "name": gpu.name,
                 "memory": gpu.memory,
-                "needed": vars(self.total(gpu)),
+                "needed": self._total_for_a_program(gpu),
                 "verdict": self.verdict(gpu),
                 "time": self.time(gpu).to_dict() if gpu.bandwidth else None,
             }
@@ -245,6 +245,11 @@ class Prediction:
             for row, gpu in zip(rows, self.gpus):
                 row += [self._tell_time(gpu), self.time(gpu).bound] if gpu.bandwidth else [NOT_MEASURED] * 2
         return headings, rows
+
+    def _total_for_a_program(self, gpu: Gpu) -> dict[str, int | None]:
+        """The range of `total`; no high end where other steps may need more."""
+        open_end = {"high": None} if others_take_more(self.for_gpu(gpu)[0].said) else {}
+        return vars(self.total(gpu)) | open_end
 
     def tell_total(self, gpu: Gpu) -> str:
         """What is needed, with its range; the least where other steps may need more."""

@@ -66,7 +66,7 @@ def _by_name(found: list[tuple[object, str, object]]) -> dict[str, tuple[object,
 @contextlib.contextmanager
 def weights_set_aside(files: Files) -> Iterator[None]:
     """Inside, weights that a script saves go where it alone finds them: those of a training that is thrown away."""
-    save, load = torch.save, torch.load
+    save, load, save_compiled = torch.save, torch.load, torch.jit.RecursiveScriptModule.save
 
     @functools.wraps(save)
     def save_aside(obj, f, *args, **kwargs):
@@ -77,7 +77,12 @@ def weights_set_aside(files: Files) -> Iterator[None]:
         saved = files.find(f)
         return load(saved.source if saved else f, *args, **kwargs)
 
+    @functools.wraps(save_compiled)
+    def save_compiled_aside(module, f, *args, **kwargs):
+        save_compiled(module, _aside(files, "torch.jit.save", f), *args, **kwargs)
+
     found = [(torch, "save", save_aside), (torch, "load", load_aside)]
+    found.append((torch.jit.RecursiveScriptModule, "save", save_compiled_aside))
     if find_spec("safetensors"):
         import safetensors.torch
 
@@ -96,7 +101,7 @@ def weights_set_aside(files: Files) -> Iterator[None]:
 
 def _aside(files: Files, how: str, file: object) -> object:
     """Where to save what was to go into a file; memory, or a pipe, stays what it is."""
-    if not files.names(file):
+    if not files.has_path(file):
         return file
     files.unwritten[f"{how} to {files.name(file)}"] = None
     return files.aside(file)
@@ -152,7 +157,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     def save_compiled_values(module, f, *args, **kwargs):
         if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
             recorder.files.unwritten[f"torch.jit.save to {recorder.files.name(f)}"] = None
-        else:
+        elif not recorder.files.keep(f, module):
             save_compiled(module, f, *args, **kwargs)
 
     yield torch.jit.RecursiveScriptModule, "save", save_compiled_values
