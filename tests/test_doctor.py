@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import re
 import runpy
 from dataclasses import replace
@@ -20,7 +21,7 @@ from effgpu.__main__ import main
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing import doctor as module
 from effgpu.diagnosing import turns
-from effgpu.diagnosing.batches import change_tensors, padding_share
+from effgpu.diagnosing.batches import change_tensors, padding_share, time_handing
 from effgpu.diagnosing.causes import (
     ATTENTION,
     CAUSES,
@@ -40,7 +41,7 @@ from effgpu.diagnosing.turns import emptied, in_16_bits
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.prediction import predict
-from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, Timeline
+from effgpu.predicting.timeline import COPY, KERNEL, NOTHING, READ, Event, Timeline
 from effgpu.units import GiB, format_bytes, format_seconds
 
 T4 = find_gpu("T4")
@@ -487,6 +488,22 @@ def test_a_batch_stays_what_it_is_when_its_tensors_change():
     assert changed[0]["name"] == "a" and torch.equal(batch[2]["rows"], ROWS), "the batch itself is left as it is"
     for rows in (changed[0]["rows"], changed[1][0], changed[2]["rows"], changed[3].bytes):
         assert torch.equal(rows, -ROWS)
+
+
+def test_how_long_a_worker_hands_a_batch_over_is_measured_and_told_where_loading_takes_no_longer():
+    small, large = {"texts": torch.ones(64, 64), "labels": torch.ones(64)}, [torch.ones(1 << 24)]
+    took = time_handing([small], NOTHING)
+    assert 1e-5 < took < 0.1
+    assert time_handing([large], NOTHING) > (1 << 26) / 100e9, "in memory of its own each time"
+    assert time_handing([small], (10.0, 9.0, 11.0)) == 0.0
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    "batch", [(), ([1, 2],), {"rows": ROWS, "of": lambda: 0}], ids=["none", "no tensors", "a function"]
+)
+def test_what_no_worker_hands_over_is_not_known(batch):
+    assert time_handing([{"rows": ROWS}, batch], NOTHING) == 0.0
 
 
 def test_who_owns_the_peak_is_told_with_the_line(found):

@@ -133,6 +133,30 @@ def test_of_an_unchanged_script_it_names_the_disease_first_and_the_line(disease,
         assert first["seconds"] > 0.018 and "num_workers=0" in first["note"], "more on a busy machine"
 
 
+IN_MEMORY = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(8192, 256), torch.randint(10, (8192,)))
+loader = DataLoader(data, 64, shuffle=True)
+model = torch.nn.Linear(256, 10).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for inputs, labels in loader:
+    torch.nn.functional.cross_entropy(model(inputs.cuda()), labels.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_no_workers_are_advised_for_data_in_memory_and_the_advice_helps(run, here):  # noqa: F811
+    code, told, errors = run(IN_MEMORY)
+    assert code == 0, errors
+    loading = told["findings"][0]
+    assert loading["name"] == "data loading" and "a worker takes" in loading["note"], told
+    assert "num_workers" not in loading["advice"] and "torch.randperm(len(tensors)).split(size)" in loading["advice"]
+    cured = IN_MEMORY.replace("in loader", "in map(data.__getitem__, torch.randperm(len(data)).split(64))")
+    assert run(cured)[1]["seconds"] < told["seconds"] - 0.8 * loading["low"]
+
+
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811
     code, told, errors = run(patients.script() + ENDLESS, "--trace", "step.json")
     assert code == 0 and not told["findings"], errors

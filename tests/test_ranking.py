@@ -105,6 +105,8 @@ COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
         (LOADING, {"has_loader": True}, "DataLoader(..., num_workers=2, persistent_workers=True)"),
         (LOADING, {"has_loader": True, "workers": 2, "persistent": True}, "DataLoader(..., num_workers=4)"),
         (LOADING, {"has_loader": True, "workers": 8}, "less work per sample"),
+        (LOADING, {"has_loader": True, "handing": 0.001}, "of data in memory, whole batches: tensors[rows]"),
+        (LOADING, {"has_loader": True, "handing": 0.001, "workers": 2}, "fewer bytes, such as uint8, to hand over"),
         (OPTIMIZER, {"optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
         (OPTIMIZER, {"optimizers": (("AdamW", True),)}, "fewer updates"),
         (OPTIMIZER, {"optimizers": (("Lion of another library", False),)}, "fewer updates"),

@@ -1,19 +1,27 @@
 """The batches of a step: where they come from, how long they take, what is in them."""
 
+import contextlib
 import copy
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from effgpu.errors import BadType, CannotRun
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
+from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.variants import is_function
 from effgpu.predicting.timeline import NOTHING, Range
 
 _PATIENCE, _FEWEST = 10.0, 3  # seconds that the loader is timed, and times that are taken however long they take
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
+# Times that a batch is handed over, the seconds in which that ends, and those in which a worker has to start.
+_HANDED, _HANDING, _STARTING = 100, 1.0, 10.0
+_start = DataLoader._get_iterator  # which a walk replaces
 
 
 def change_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
@@ -72,6 +80,53 @@ def time_loading(take: Callable[[], object], loader: object) -> Range:
             return statistics.median(seconds), min(seconds), max(seconds)
     middle, low, high = interval_of_blocks(seconds)
     return middle, max(0.0, low), high
+
+
+def time_handing(batches: Iterable[object], loading: Range) -> float:
+    """Seconds in which a worker of a DataLoader hands these batches over, if it has nothing else to do.
+
+    0 where that is less than half of what `loading` them takes, and where it is not known.
+    """
+    took = list(map(_time_handing, batches))
+    total = 0.0 if None in took else sum(took)
+    return total if total > loading[0] / 2 else 0.0
+
+
+def _time_handing(batch: object) -> float | None:
+    """None where it is not known: without tensors on the CPU, or where processes cannot fork."""
+    tensors = tensors_in(batch)
+    if (
+        not tensors
+        or any(tensor.is_cuda for tensor in tensors)
+        or "fork" not in multiprocessing.get_all_start_methods()
+    ):
+        return None
+    options = {"batch_size": None, "collate_fn": _as_it_is, "num_workers": 1, "multiprocessing_context": "fork"}
+    seconds, first, least = [], time.perf_counter(), 1 + _AHEAD + _FEWEST
+    with contextlib.suppress(Exception):  # of what cannot be sent to another process
+        ForkingPickler.dumps(change_tensors(batch, torch.clone))  # a worker that cannot would say nothing
+        handed = _start(DataLoader(_Again(batch), timeout=_STARTING, **options))
+        while len(seconds) < least or (len(seconds) < _HANDED and time.perf_counter() - first < _HANDING):
+            began = time.perf_counter()
+            next(handed)
+            seconds.append(time.perf_counter() - began)
+    # the first ones wait for the worker to start, or were made meanwhile
+    return statistics.fmean(seconds[1 + _AHEAD :]) if len(seconds) >= least else None
+
+
+class _Again(IterableDataset):
+    """The same batch without end, each time in memory of its own, as a worker makes it."""
+
+    def __init__(self, batch: object):
+        self._batch = batch
+
+    def __iter__(self) -> Iterator:
+        while True:
+            yield change_tensors(self._batch, torch.clone)
+
+
+def _as_it_is(batch: object) -> object:
+    return batch
 
 
 class Batches:

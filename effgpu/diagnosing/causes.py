@@ -37,17 +37,19 @@ class Observed:
     """What was seen of a step: of the real one, or where the script has no GPU, of the one on fake tensors.
 
     `loading` is what the loader takes for a step, in seconds; `workers`, `pinned`, `persistent` describe it. None of
-    them is known where no `has_loader`. `step`, `calls` and `saved` were measured on a GPU: the step's seconds, those
-    of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has the name of each
-    optimizer and whether it is fused. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the
-    optimizers' steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are
-    the step's events in 16 bits.
+    them is known where no `has_loader`. `handing` is what one worker takes to hand the step's batches over, if that is
+    more than half of `loading`: then workers are no cure. `step`, `calls` and `saved` were measured on a GPU: the
+    step's seconds, those of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has
+    the name of each optimizer and whether it is fused. `multiplied` are the FLOPs of the forward pass's products,
+    `stepped` counts the optimizers' steps. `time_first` says that a module takes the batch with time as its first
+    dimension. `halved` are the step's events in 16 bits.
     """
 
     events: tuple[Event, ...] = ()
     halved: tuple[Event, ...] = ()
     has_loader: bool = False
     loading: Range = NOTHING
+    handing: float = 0.0
     workers: int = 0
     pinned: bool = False
     persistent: bool = False
@@ -93,6 +95,10 @@ def _load_faster(seen: Observed) -> str:
     cores = os.cpu_count() or 1
     if not seen.has_loader:
         return "DataLoader(..., num_workers=2), so that batches are made while the GPU works"
+    if seen.handing and seen.workers:
+        return f"fewer bytes, such as uint8, to hand over; {_AT_ONCE}, without workers"
+    if seen.handing:
+        return _AT_ONCE
     if seen.workers >= 2 * cores:
         return "less work per sample: decode, resize or tokenise once, before the training; augment batches on the GPU"
     keep = "" if seen.persistent else ", persistent_workers=True"
@@ -142,6 +148,7 @@ def _formats(events: Iterable[Event]) -> set[str]:
     return {kernel.format for event in events for kernel in event.kernels if kernel.product}
 
 
+_AT_ONCE = "of data in memory, whole batches: tensors[rows] for rows in torch.randperm(len(tensors)).split(size)"
 _TRAINER = os.path.join("transformers", "trainer.py")
 _COMPILE = "a larger batch, or torch.compile(model)"
 
@@ -234,7 +241,8 @@ def _tell_loading(seen: Observed, events: list[Event]) -> str:
     if seen.step is not None:
         return ""
     how = f"num_workers={seen.workers}" if seen.has_loader else "by the script itself"
-    return f"{format_seconds(seen.loading[0])} per step, measured here, {how}"
+    handing = f"; a worker takes {format_seconds(seen.handing)} to hand it over" if seen.handing else ""
+    return f"{format_seconds(seen.loading[0])} per step, measured here, {how}{handing}"
 
 
 def _tell_copies(seen: Observed, events: list[Event]) -> str:

@@ -13,7 +13,7 @@ from effgpu.attaching.commands import read_program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.agreement import check_walked, find_branches
-from effgpu.diagnosing.batches import Batches, change_tensors
+from effgpu.diagnosing.batches import Batches, change_tensors, time_handing
 from effgpu.diagnosing.causes import Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Moves
@@ -150,6 +150,7 @@ def _examine(step: Callable, batches: Batches, target: Gpu | None) -> Observed:
         on_gpu=fed.on_gpu,
         last=lambda: tensors_in(fed.batch),
         settle=fed.settle,
+        handing=lambda: time_handing(batches.batch, batches.time()),
         batch=batches.batch,
     )
 
@@ -157,6 +158,7 @@ def _examine(step: Callable, batches: Batches, target: Gpu | None) -> Observed:
         seen, optimizers = yield from observe(supply)
         if target is None:
             seen.loading = batches.time()
+            seen.handing = time_handing(batches.batch, seen.loading)
         else:
             yield from time_turns(seen, optimizers, supply, target)
         return seen

@@ -18,7 +18,7 @@ from effgpu.attaching.commands import Program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
-from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_loading
+from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_handing, time_loading
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
@@ -33,7 +33,7 @@ from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import recording, walk
-from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event
+from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Range
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.predicting.weights import weights_set_aside
 
@@ -108,6 +108,7 @@ def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", distu
         on_gpu=moving.on_gpu,
         last=lambda: list(moving.last.values()),
         settle=lambda: math.ceil(count_ahead(loader) / batches),
+        handing=lambda: loading.time_handing(loading.taken, loading.time(loading.taken)[0]),
         disturbed=disturbances.happened,
         fixed=(PRECISION, TF32) if is_open else (),
         loop=marks.loop or (marks.mark.__code__,),
@@ -225,8 +226,9 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     with on_real_tensors(), as_it_is():
         try:
             took, loader = loading.time(taken)
+            handing = loading.time_handing(taken, took)
         except Exception as error:  # such as of a data set that holds a module, whose weights are fake
-            took, loader = NOTHING, None
+            took, loader, handing = NOTHING, None, 0.0
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it failed outside of the script: {why}",)
         padding = padding_share(tokens)
@@ -236,6 +238,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         halved=halved,
         has_loader=loader is not None,
         loading=took,
+        handing=handing,
         workers=getattr(loader, "num_workers", 0),
         pinned=bool(getattr(loader, "pin_memory", False)),
         persistent=bool(getattr(loader, "persistent_workers", False)),
@@ -309,7 +312,7 @@ class Loading:
         yield _BaseDataLoaderIter, "__init__", prepare_noted
         yield _BaseDataLoaderIter, "__next__", give_noted
 
-    def time(self, taken: list[DataLoader]) -> tuple[tuple[float, float, float], DataLoader | None]:
+    def time(self, taken: list[DataLoader]) -> tuple[Range, DataLoader | None]:
         """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most."""
         total, longest, slowest = NOTHING, -1.0, None
         for loader in dict.fromkeys(taken):
@@ -328,3 +331,7 @@ class Loading:
             if one[0] > longest:
                 longest, slowest = one[0], loader
         return total, slowest
+
+    def time_handing(self, taken: list[DataLoader], took: Range) -> float:
+        """What `time_handing` tells of a step's batches, which take so long to load."""
+        return time_handing((self._batches[loader] for loader in taken), took)

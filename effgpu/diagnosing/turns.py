@@ -19,6 +19,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.batches import padding_share
 from effgpu.diagnosing.causes import BATCHES, COPYING, LOADING, OPTIMIZER, PRECISION, TF32, Observed
+from effgpu.diagnosing.diagnosis import THRESHOLD
 from effgpu.diagnosing.observing import Observer, UntilRead
 from effgpu.diagnosing.ranking import feeding, reads
 from effgpu.measuring import power
@@ -29,7 +30,7 @@ from effgpu.measuring.torch_internals import _nn, counters
 from effgpu.measuring.turns import orders
 from effgpu.measuring.variants import uncompiled
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.timeline import COPY, Range
+from effgpu.predicting.timeline import COPY, NOTHING, Range
 
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
 _LEAD = 0.05  # seconds of a turn that do not count: the clock is still that of the change before
@@ -46,6 +47,7 @@ class Supply:
     `batch` has the tensors whose copies to the GPU count, None for all. `settle` is called after turns with the same
     batch, while workers have loaded ahead: it returns how many steps the next turn has to lead in with. `disturbed`
     says whether there was an evaluation or the like since it was asked last. `last` gives the tensors of the last step.
+    `handing` says what `Observed.handing` is: it times the loader.
     """
 
     has_loader: bool
@@ -56,6 +58,7 @@ class Supply:
     last: Callable[[], list[torch.Tensor]]
     settle: Callable[[], int] = lambda: 0
     disturbed: Callable[[], bool] = lambda: False
+    handing: Callable[[], float] = lambda: 0.0
     batch: tuple | None = None
     fixed: tuple[str, ...] = ()  # what cannot be changed here
     loop: tuple[CodeType, ...] = (drive.__code__,)
@@ -224,6 +227,8 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
     if pairs := _choose_pairs(alone, fed, seen.saved):
         seen.saved |= yield from compare(pairs)
     yield from _note_slowness(seen)
+    if seen.saved.get(frozenset({LOADING}), NOTHING)[0] >= THRESHOLD * seen.step[0]:
+        seen.handing = supply.handing()
 
 
 @contextlib.contextmanager
