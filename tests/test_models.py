@@ -1,6 +1,7 @@
 """A model by its name: the step that fine-tunes it, from a folder with a config.json, and `effgpu predict --model`."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import effgpu
 from effgpu.__main__ import main
 from effgpu.predicting import models
+from effgpu.predicting.facts import UNTIMED, Fact
 
 transformers = pytest.importorskip("transformers")
 WIDTH, LAYERS, WORDS = 64, 2, 500
@@ -112,6 +114,15 @@ def test_an_epochs_cost_is_its_hours_times_the_price(predicted, samples, price):
     steps = -(-samples // 2)
     assert found.epochs["T4"][0] == pytest.approx(steps * predicted.time("T4").expected)
     assert found.cost("T4") == pytest.approx([price * seconds / 3600 for seconds in found.epochs["T4"]])
+
+
+def test_where_a_part_of_the_time_is_not_known_an_epoch_and_its_cost_are_at_least_so_much(predicted):
+    found = models.ModelPrediction(replace(predicted, said=(Fact(UNTIMED, "what a kernel takes"),)), 2, {}, 100, 1.0)
+    (gpu,) = [gpu for gpu in found.to_dict()["gpus"] if gpu["name"] == "T4"]
+    for each in (gpu["time"], gpu["epoch"], gpu["cost"]):
+        assert each["expected"] is each["high"] is None and each["low"] > 0
+    (row,) = [row for row in found._rows() if row[0] == "T4"]
+    assert all(cell.startswith("at least ") for cell in row[1:])
 
 
 def test_the_table_and_the_json_say_the_same(folder, tmp_path, capsys):

@@ -74,8 +74,9 @@ class ModelPrediction:
             if found := self.largest.get(name):
                 gpu["largest_batch"] = {"fits": found.fits, "may_fit": found.may_fit}
             if name in self.epochs:
-                gpu["epoch"] = dict(zip(keys, self.epochs[name]))
-                gpu |= {"cost": dict(zip(keys, self.cost(name)))} if self.price else {}
+                at_least = {key: None for key in keys if gpu["time"][key] is None}
+                gpu["epoch"] = dict(zip(keys, self.epochs[name])) | at_least
+                gpu |= {"cost": dict(zip(keys, self.cost(name))) | at_least} if self.price else {}
         return fields | {"batch": self.batch, "samples": self.samples}
 
     def _rows(self) -> list[list[str]]:
@@ -89,10 +90,10 @@ class ModelPrediction:
                 found = self.largest[gpu.name]
                 row.append(f"{found.fits}" + (f", up to {found.may_fit} may" if found.may_fit > found.fits else ""))
             if self.samples:
-                row.append(self.predicted.time(gpu).times(self._steps) if gpu.bandwidth else NOT_MEASURED)
+                row.append(self.predicted.tell_time(gpu, self._steps) if gpu.bandwidth else NOT_MEASURED)
             if self.samples and self.price:
-                cost = "{:.2f} [{:.2f}, {:.2f}]".format(*self.cost(gpu.name)) if gpu.bandwidth else NOT_MEASURED
-                row.append(cost)
+                words = "at least {1:.2f}" if self.predicted.untimed(gpu) else "{:.2f} [{:.2f}, {:.2f}]"
+                row.append(words.format(*self.cost(gpu.name)) if gpu.bandwidth else NOT_MEASURED)
             rows.append(row)
         return rows
 

@@ -227,7 +227,7 @@ class Prediction:
                 "memory": gpu.memory,
                 "needed": self._total_for_a_program(gpu),
                 "verdict": self.verdict(gpu),
-                "time": self.time(gpu).to_dict() if gpu.bandwidth else None,
+                "time": self._time_for_a_program(gpu) if gpu.bandwidth else None,
             }
             for gpu in self.gpus
         ]
@@ -243,7 +243,7 @@ class Prediction:
         if any(gpu.bandwidth for gpu in self.gpus):
             headings += ["time per step", "bound by"]
             for row, gpu in zip(rows, self.gpus):
-                row += [self._tell_time(gpu), self.time(gpu).bound] if gpu.bandwidth else [NOT_MEASURED] * 2
+                row += [self.tell_time(gpu), self.time(gpu).bound] if gpu.bandwidth else [NOT_MEASURED] * 2
         return headings, rows
 
     def _total_for_a_program(self, gpu: Gpu) -> dict[str, int | None]:
@@ -251,14 +251,19 @@ class Prediction:
         open_end = {"high": None} if others_take_more(self.for_gpu(gpu)[0].said) else {}
         return vars(self.total(gpu)) | open_end
 
+    def _time_for_a_program(self, gpu: Gpu) -> dict:
+        """The time; neither expected nor a high end where it is at least the low one."""
+        return self.time(gpu).to_dict() | ({"expected": None, "high": None} if self.untimed(gpu) else {})
+
     def tell_total(self, gpu: Gpu) -> str:
         """What is needed, with its range; the least where other steps may need more."""
         total = self.total(gpu)
         return f"at least {format_bytes(total.low)}" if others_take_more(self.for_gpu(gpu)[0].said) else str(total)
 
-    def _tell_time(self, gpu: Gpu) -> str:
-        """The time with its range; the least where the time of a part of the step is not known."""
-        return f"at least {format_seconds(self.time(gpu).low)}" if self.untimed(gpu) else str(self.time(gpu))
+    def tell_time(self, gpu: Gpu, steps: int = 1) -> str:
+        """What so many steps take, with its range; the least where the time of a part of the step is not known."""
+        time = self.time(gpu)
+        return f"at least {format_seconds(steps * time.low)}" if self.untimed(gpu) else time.times(steps)
 
     def untimed(self, gpu: Gpu) -> str:
         """Why the step's time, or that of others, may be longer, nobody knows how much; empty if it is known."""
