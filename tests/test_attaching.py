@@ -2199,3 +2199,104 @@ def test_numbers_of_several_formats_are_refused_as_pytorch_does(build, step, run
         exec(f"{build}\n{step}".replace(".cuda()", "").replace(", device='cuda'", ""), real)
     code, _, errors = refused(build, step, run)
     assert code == 1 and "RuntimeError" in errors.splitlines()[-1] and "dtype" in errors.splitlines()[-1], errors
+
+
+OF_A_CLASS = """
+import torch
+class Field(torch.Tensor):
+    def new_empty(self, *sizes, **options):
+        return type(self)(self.as_subclass(torch.Tensor).new_empty(*sizes, **options))
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten()).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+while True:
+    rows = torch.rand(2, 1, 8, 8).as_subclass(Field).cuda()
+    with torch.no_grad(): print(rows.min().item())
+    (model(rows).sum() + rows.amin()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_librarys_tensors_with_methods_of_their_own_are_predicted_as_plain_ones(run):
+    _, told, errors = run(OF_A_CLASS)
+    _, plain, _ = run(OF_A_CLASS.replace(".as_subclass(Field)", ""))
+    assert told["allocated"] == plain["allocated"], errors
+    assert told["gpus"][0]["time"]["kinds"] == plain["gpus"][0]["time"]["kinds"]
+
+
+TWO_IN_TURN = """
+import torch
+model, kept = torch.nn.Linear(1000, 1000).cuda(), []
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(100):
+    x = torch.randn(500, 1000).cuda()
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = [x] if number % 2 == REST else []
+    del x
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [TWO_IN_TURN.replace("REST", "0"), TWO_IN_TURN.replace("REST", "1")], ids=["even", "odd"]
+)
+def test_memory_that_comes_and_goes_does_not_grow(script, run):
+    assert run(script)[1]["warnings"] == []
+    (warning,) = run(re.sub("kept = .* else .*", "kept.append(x)", script))[1]["warnings"]
+    assert "grows" in warning
+
+
+ON_THE_CPU = """
+import torch
+table, model = torch.nn.Embedding(100_000, 256), torch.nn.Linear(256, 256).cuda()
+optimizers = [torch.optim.SGD(table.parameters(), 0.1), torch.optim.AdamW(model.parameters())]
+while True:
+    model(table(torch.randint(100_000, (64,))).cuda()).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_gradient_of_what_was_made_on_the_cpu_goes_back_there(run):
+    _, told, errors = run(ON_THE_CPU)
+    assert told["allocated"] < 100_000 * 256 * 4 / 20, errors
+    assert told["unknown"] == ["how long the optimizer takes on the CPU, where its weights are"]
+    assert told["gpus"][0]["time"]["kinds"]["copies to the CPU and back"]["kernels"] == 2
+
+
+def test_a_script_with_a_sparse_format_that_is_not_followed_is_told_so(run):
+    code, _, errors = run(loop(BUILD + "torch.eye(8).to_sparse_csr().cuda()"))
+    assert code == 2 and "a sparse tensor of the format CSR cannot be predicted" in errors.splitlines()[-1]
+
+
+SAVES_AND_LOADS = {
+    "safetensors": "save_file(model.state_dict(), file); loaded = load_file(file)",
+    "memory": "memory = io.BytesIO(); torch.save(model.state_dict(), memory)\n"
+    "memory.seek(0); loaded = torch.load(memory)",
+    "memory, then a file": "memory = io.BytesIO(); torch.save(model.state_dict(), memory)\n"
+    "open(file, 'wb').write(memory.getvalue()); loaded = torch.load(file)",
+    "Lightning": "_atomic_save(model.state_dict(), file); loaded = torch.load(file)",
+}
+LIGHTNING = """
+import io, torch
+def _atomic_save(checkpoint, filepath):
+    memory = io.BytesIO()
+    torch.save(checkpoint, memory)
+    open(filepath, "wb").write(memory.getvalue())
+"""
+
+
+@pytest.mark.parametrize("way", SAVES_AND_LOADS.values(), ids=SAVES_AND_LOADS)
+def test_what_a_script_has_saved_it_can_load_and_no_folder_without_weights_is_left(way, run, here):
+    Path("lightning_fabric/utilities").mkdir(parents=True)
+    Path("lightning_fabric/utilities/cloud_io.py").write_text(LIGHTNING)
+    before = sorted(map(str, here.rglob("*")))
+    imports = "import io, os\nfrom safetensors.torch import load_file, save_file\n"
+    imports += "from lightning_fabric.utilities.cloud_io import _atomic_save\n"
+    made = "os.makedirs('saved/first'); file = 'saved/first/model'; open('saved/first/config', 'w').write('x')\n"
+    _, told, errors = run(loop(f"{imports}{BUILD}{made}{way}\nmodel.load_state_dict(loaded)"))
+    assert told["allocated"] == pytest.approx(run(PLAIN)[1]["allocated"], rel=0.01), errors
+    left = [each for each in sorted(map(str, here.rglob("*"))) if "__pycache__" not in each and "train.py" not in each]
+    assert left == before or "memory" in way

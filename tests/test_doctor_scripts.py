@@ -157,6 +157,13 @@ def test_no_workers_are_advised_for_data_in_memory_and_the_advice_helps(run, her
     assert run(cured)[1]["seconds"] < told["seconds"] - 0.8 * loading["low"]
 
 
+def test_how_long_data_without_values_load_is_not_known(run, here):  # noqa: F811
+    on_gpu = IN_MEMORY.replace("torch.randn(8192, 256)", "torch.randn(8192, 256).cuda().cpu()")
+    code, told, errors = run(on_gpu)
+    assert code == 0 and "data loading" not in [each["name"] for each in told["examined"]], errors
+    assert any("what loading takes is not known" in note and "came from there" in note for note in told["notes"])
+
+
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811
     code, told, errors = run(patients.script() + ENDLESS, "--trace", "step.json")
     assert code == 0 and not told["findings"], errors

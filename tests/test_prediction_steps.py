@@ -1373,3 +1373,208 @@ fine = values.any()
     file = tmp_path / "train.py"
     file.write_text(lines)
     assert sorted(guesses._checks(str(file))) == [1, 3, 4, 5, 8]
+
+
+# --- where tensors lie that a function's step makes, moves and trains ---
+
+
+def on_gpu(model, *inputs_of, lr=0.1):
+    """A step on the GPU that trains a model of what each of `inputs_of` makes there."""
+    model = model.to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+
+    def step():
+        model(*(make() for make in inputs_of)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Recurrent(nn.Module):
+    def __init__(self, packs):
+        super().__init__()
+        self.packs, self.layers, self.head = packs, nn.LSTM(512, 512, 2, batch_first=True), nn.Linear(512, 512)
+
+    def forward(self, rows):
+        if not self.packs:
+            return self.head(self.layers(rows)[0])
+        packed = nn.utils.rnn.pack_padded_sequence(rows, torch.full((len(rows),), rows.shape[1]), batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0])
+
+
+def test_what_a_packed_lstm_keeps_lies_on_the_gpu():
+    """Its reserve, 7 numbers for each token, layer and hidden one, and the sequence once more, packed."""
+    packed, padded = (
+        predict(lambda packs=packs: on_gpu(Recurrent(packs), lambda: torch.randn(16, 64, 512, device="cuda")), "T4")
+        for packs in (True, False)
+    )
+    kept = 16 * 64 * 2 * 7 * 512 * 4
+    assert padded.allocated > kept and 1 <= packed.allocated / padded.allocated < 1.25
+    assert packed.time().expected == pytest.approx(padded.time().expected, rel=0.1)
+    assert packed.unknown == () and packed.assumptions == ()
+
+
+def test_what_pytorch_pads_of_tensors_on_the_gpu_lies_there():
+    def rows(join):
+        return lambda: join([torch.randn(64, 256, device="cuda") for _ in range(8)])
+
+    class Attends(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) @ x.transpose(1, 2)
+
+    padded, stacked = (
+        predict(lambda join=join: on_gpu(Attends(256, 256), rows(join)), "T4")
+        for join in (partial(nn.utils.rnn.pad_sequence, batch_first=True), torch.stack)
+    )
+    assert padded.allocated == stacked.allocated and padded.unknown == () and padded.assumptions == ()
+
+
+@pytest.mark.parametrize("key", [torch.Tensor.data_ptr, id], ids=["address", "identity"])
+def test_weights_are_told_apart_by_their_addresses(key):
+    def variant():
+        layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4)).to("cuda")
+        optimizer = torch.optim.SGD(list({key(weight): weight for weight in layers.parameters()}.values()), 0.1, 0.9)
+
+        def step():
+            sum(layer(torch.randn(8, 256, device="cuda")).mean() for layer in layers).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert predict(variant, "T4").owners["optimizer state"] == 4 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    "back", [lambda layer: layer.cpu(), lambda layer: layer.to("cpu"), lambda layer: layer.to(torch.device("cpu"))]
+)
+def test_a_module_that_goes_back_to_the_cpu_leaves_the_gpu(back):
+    def variant():
+        layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8)).requires_grad_(False)
+        head = nn.Linear(1024, 10).to("cuda")
+
+        def step():
+            x = torch.randn(8, 1024, device="cuda")
+            for layer in layers:
+                x = layer.to("cuda")(x)
+                back(layer)
+            head(x).mean().backward()
+
+        return step
+
+    predicted = predict(variant, "T4")
+    assert predicted.allocated < 3 * 1024 * 1024 * 4 < 8 * 1024 * 1024 * 4
+    assert sum(row.bytes for kind, row in predicted.time().table.items() if "back" in kind) == 2 * 8 * 4 * 1024 * 1024
+
+
+def test_what_is_trained_on_the_cpu_takes_none_of_the_gpus_memory_and_time_that_nobody_knows():
+    def variant():
+        table, head = nn.Embedding(100_000, 256), nn.Linear(256, 256).to("cuda")
+        optimizer = torch.optim.AdamW([*table.parameters(), *head.parameters()])
+
+        def step():
+            head(table(torch.randint(100_000, (64,))).to("cuda")).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    predicted = predict(variant, "T4")
+    assert predicted.allocated < 100_000 * 256 * 4 / 20
+    assert any(what.startswith("how long the CPU takes for what it computes itself") for what in predicted.unknown)
+
+
+def test_layers_that_lie_on_the_cpu_are_the_cpus_work():
+    def variant():
+        tower, head = nn.Linear(1024, 1024), nn.Linear(1024, 8).to("cuda")
+        return lambda: head(tower(torch.randn(64, 1024)).to("cuda")).mean().backward()
+
+    predicted = predict(variant, "T4")
+    assert predicted.allocated < 1024 * 1024 and any("aten.addmm" in what for what in predicted.unknown)
+
+
+def test_a_module_of_meta_tensors_gets_its_memory_on_the_gpu():
+    def variant(device):
+        with torch.device(device):
+            model = nn.Linear(512, 512)
+        return on_gpu(model.to_empty(device="cuda"), lambda: torch.randn(8, 512, device="cuda"))
+
+    meta, built = (predict(partial(variant, device), "T4") for device in ("meta", "cuda"))
+    assert meta.allocated == built.allocated
+
+
+def test_another_sparse_format_than_coo_is_refused_by_its_name():
+    def variant():
+        graph, layer = torch.eye(8, device="cuda").to_sparse_csr(), nn.Linear(8, 8).to("cuda")
+        return lambda: (graph @ layer(torch.randn(8, 8, device="cuda"))).mean().backward()
+
+    with pytest.raises(RuntimeError, match=r"format CSR cannot be predicted: take COO, tensor.to_sparse\(\)"):
+        predict(variant, "T4")
+
+
+def chain(x):
+    for _ in range(20):
+        x = torch.sin(x) * 1.01
+    return x.mean()
+
+
+def in_eager_mode(x):
+    with torch.compiler.set_stance("force_eager"):
+        return torch.compile(chain)(x)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: torch.compile(chain, disable=True),
+        lambda: torch.compile(chain, backend="eager"),
+        lambda: torch.compile(torch.compiler.disable(chain)),
+        lambda: in_eager_mode,
+    ],
+    ids=["disabled", "eager backend", "of a disabled one", "stance"],
+)
+def test_what_torch_compile_gets_and_does_not_compile_runs_as_it_is(wrap):
+    def variant(wrap):
+        run, weight = wrap(), nn.Parameter(torch.ones(1024, 1024))
+        return lambda: run(weight).backward()
+
+    without, compiled = predict(partial(variant, lambda: chain), "T4"), predict(partial(variant, wrap), "T4")
+    assert compiled.time().expected == without.time().expected and compiled.assumptions == ()
+    assert predict(partial(variant, lambda: torch.compile(chain)), "T4").time().expected < without.time().expected
+
+
+def test_what_transformers_switches_on_is_on_in_the_second_prediction_too():
+    from transformers.utils.import_utils import enable_tf32
+
+    def variant():
+        enable_tf32(True)
+        return on_gpu(nn.Linear(64, 64), lambda: torch.randn(64, 64, device="cuda"))
+
+    for _ in range(2):
+        assert {kernel.format for kernel in kernels(variant) if kernel.product} == {"tf32"}
+    enable_tf32(False)
+
+
+def rarely(kind):
+    model, calls = nn.Linear(64, 64).to("cuda"), 0
+
+    def step():
+        nonlocal calls
+        calls += 1
+        model(torch.randn(8, 64, device="cuda")).mean().backward()
+        if calls % 16 == 0:
+            model(torch.randn(1 << 20, 64, device="cuda")).mean().backward()
+
+    def plain():
+        model(torch.randn(8, 64, device="cuda")).mean().backward()
+
+    return {"rarely": step, "always": plain}[kind]
+
+
+@pytest.mark.parametrize("kind", ["rarely", "always"])
+def test_what_a_functions_step_does_only_now_and_then_is_named(kind):
+    predicted = predict(partial(rarely, kind), "T4")
+    assert predicted.verdict() == (MAY_NOT_FIT if kind == "rarely" else FITS)
+    named = ["comes only in some steps" in what and "calls % 16" in what for what in predicted.unknown]
+    assert named == [True] * (kind == "rarely")

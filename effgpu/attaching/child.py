@@ -58,6 +58,9 @@ def main(path: str) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        for each in marks.leaving if os.getpid() == process else ():
+            with contextlib.suppress(Exception):
+                each()
         if os.getpid() != process:
             answer = {"refused": f"trains in a process of its own: {_TRAIN_HERE}"}
         part = Path(f"{order['answer']}.part")

@@ -110,7 +110,7 @@ class Marks:
     learning rate: its steps are counted anew, under a new plan. `most` are the most steps of one of them, `total` those
     of all. So many `probes` are awaited in backward passes, in case an optimizer is made after them. `loop` is, from
     the second step on, the code that makes a step, and that which runs the steps: the same, or what calls it.
-    `listeners` are called at each.
+    `listeners` are called at each, `leaving` before the process ends.
     """
 
     connection = None  # to nobody: what `ticking` asks after a fork
@@ -123,6 +123,7 @@ class Marks:
         self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
+        self.leaving: list[Callable[[], object]] = []
         self._source: Callable[[], object] = _nobody
         self._others: weakref.WeakSet = weakref.WeakSet()  # optimizers that stepped where another one is the source
         self._make_plan: Callable[[], Plan] | None = None

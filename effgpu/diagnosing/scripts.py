@@ -24,7 +24,8 @@ from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
-from effgpu.measuring.torch_internals import _BaseDataLoaderIter, _current_graph_task_id
+from effgpu.measuring.ops import tensors_in
+from effgpu.measuring.torch_internals import FakeTensor, _BaseDataLoaderIter, _current_graph_task_id
 from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import WORKERS_IDLE
 from effgpu.predicting.files import Files
@@ -84,6 +85,7 @@ def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Pla
     """
     loading, moving, disturbances, files = Loading(), Moving(), Disturbances(), Files(began)
     marks.listeners += [loading.next_step, moving.next_step]
+    marks.leaving.append(files.clean)
     seeing = loading.replacing(disturbances.note), moving.replacing(), disturbances.replacing()
     with weights_set_aside(files), replaced(itertools.chain(*seeing)):
 
@@ -225,12 +227,14 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     marks.doing = "now its loader is measured"
     with on_real_tensors(), as_it_is():
         try:
+            if any(map(loading.gives_fakes, taken)):
+                raise RuntimeError("its tensors are on the GPU, or came from there")
             took, loader = loading.time(taken)
             handing = loading.time_handing(taken, took)
         except Exception as error:  # such as of a data set that holds a module, whose weights are fake
             took, loader, handing = NOTHING, None, 0.0
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
-            notes += (f"what loading takes is not known, as it failed outside of the script: {why}",)
+            notes += (f"what loading takes is not known, as it cannot be timed: {why}",)
         padding = padding_share(tokens)
     said = tuple(fact for fact in predicted.said if fact != WORKERS_IDLE)  # they did run, for the loader
     return replace(predicted, said=said), Observed(
@@ -331,6 +335,10 @@ class Loading:
             if one[0] > longest:
                 longest, slowest = one[0], loader
         return total, slowest
+
+    def gives_fakes(self, loader: DataLoader) -> bool:
+        """Whether a loader's batches have no values: what their making takes is not what a script's takes."""
+        return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(self._batches[loader]))
 
     def time_handing(self, taken: list[DataLoader], took: Range) -> float:
         """What `time_handing` tells of a step's batches, which take so long to load."""

@@ -20,6 +20,7 @@ from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.rules import boxes_at_once, kernels
 from effgpu.predicting.weights import weights_without_values
 
+_EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
 
 
@@ -63,6 +64,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
                 triton_kernels.MODULE: functools.partial(triton_kernels.left_out, recorder),
                 "torch.distributed.fsdp": ranks.refusing_shards,
                 "torchvision.ops.boxes": boxes_at_once,
+                "transformers.utils.import_utils": _asking_anew,
                 "transformers.trainer": functools.partial(_noting_what_train_adds, recorder),
             }
         ),
@@ -163,6 +165,8 @@ def _running_eagerly(recorder: Recorder) -> Iterator[tuple[object, str, object]]
     def mark(function):
         @functools.wraps(function)
         def run(*args, **kwargs):  # what is never called is never compiled
+            if eval_frame._stance.stance == "force_eager":
+                return function(*args, **kwargs)
             note_compiled()
             recorder.compiled += 1
             try:
@@ -175,6 +179,8 @@ def _running_eagerly(recorder: Recorder) -> Iterator[tuple[object, str, object]]
     def run_eagerly(model=None, **options):
         if model is None:
             return functools.partial(run_eagerly, **options)
+        if options.get("disable") or options.get("backend") in _EAGER or _is_disabled(model):
+            return OptimizedModule(model, lambda forward: forward) if isinstance(model, torch.nn.Module) else model
         return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
 
     def run_uncompiled(callback):
@@ -191,6 +197,11 @@ def _running_eagerly(recorder: Recorder) -> Iterator[tuple[object, str, object]]
 
     yield torch, "compile", run_eagerly
     yield eval_frame, "_callback_from_stance", run_uncompiled
+
+
+def _is_disabled(model: object) -> bool:
+    """Whether it is what torch.compiler.disable gave."""
+    return getattr(getattr(model, "forward", model), "_torchdynamo_disable", False)
 
 
 def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
@@ -228,6 +239,22 @@ def _autocast_on_both() -> dict[str, Callable]:
     return {"__enter__": begin_both, "__exit__": end_both}
 
 
+@contextlib.contextmanager
+def _asking_anew(module: ModuleType) -> Iterator[None]:
+    """Inside, and after, transformers remembers nothing of the GPU that was there before: `enable_tf32` is cached."""
+
+    def forget() -> None:
+        for name, value in vars(module).items():
+            if hasattr(value, "cache_clear") and ("torch" in name or "tf32" in name):
+                value.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
 def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:
     """Inside, a Trainer's step says if it lacks the checkpointing of its arguments, which `train()` switches on."""
     train_on = module.Trainer.training_step
@@ -243,6 +270,13 @@ def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextli
     return replaced([(module.Trainer, "training_step", noted)])
 
 
+def _is_meta(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the device "meta", which a fake one hides."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_device.type == "meta"
+    return tensor.device.type == "meta"
+
+
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
     """nn.Module._apply, by which a module changes its device or dtype: parameters stay if they can."""
     if recurse:
@@ -253,7 +287,7 @@ def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) ->
             if parameter is None:
                 continue
             applied = function(parameter)
-            if isinstance(applied, FakeTensor) and not isinstance(parameter, FakeTensor):  # which was on "meta"
+            if isinstance(applied, FakeTensor) and _is_meta(parameter) and not _is_meta(applied):
                 module._parameters[key] = torch.nn.Parameter(applied.detach(), parameter.requires_grad)
                 continue
             if applied is not parameter:

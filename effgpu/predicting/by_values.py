@@ -21,11 +21,8 @@ aten = torch.ops.aten
 
 
 def run(recorder: "Recorder", func, args: tuple, kwargs: dict) -> Any:
-    """The result of such an operation; None for any other one, and where its own rule for fake tensors serves."""
-    rule = _RULES.get(func.overloadpacket)
-    if rule is None:
-        return None
-    return rule(recorder, func, name_arguments(func, args, kwargs))
+    """The result of one of `RULES`' operations; None where its own rule for fake tensors serves."""
+    return RULES[func.overloadpacket](recorder, func, name_arguments(func, args, kwargs))
 
 
 def _index(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
@@ -144,7 +141,7 @@ def _pack(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.
         known = torch.full((batch,), max(1, chosen)) if known is None else known
         rows = (known[None] > torch.arange(int(known.max()))[:, None]).sum(1)
         total = int(rows.sum())
-    return _copied(recorder, padded, (total, *padded.shape[2:])), rows
+    return _copied(recorder, padded, (total, *padded.shape[2:])), recorder.of_host(rows)
 
 
 def _unpack_gradient(recorder: "Recorder", func, given: dict) -> torch.Tensor:
@@ -185,7 +182,7 @@ def _empty(recorder: "Recorder", shape: tuple, dtype: torch.dtype) -> torch.Tens
     return made
 
 
-_RULES: dict[Any, Callable] = {
+RULES: dict[Any, Callable] = {
     aten.index: _index,
     aten.masked_select: _masked_select,
     aten.nonzero: _nonzero,

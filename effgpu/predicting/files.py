@@ -28,7 +28,14 @@ from effgpu.attaching.replacing import replaced
 
 _NAMES = "src", "dst", "path", "file"  # of arguments that say which file
 _DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
-_open, _scandir, _stat = open, os.scandir, os.stat  # Python's own, also of what a script takes for deleted
+_REMEMBERED = "effgpu, weights without values: "  # and their number
+_open, _scandir, _stat, _unlink, _rmdir = (
+    open,
+    os.scandir,
+    os.stat,
+    os.unlink,
+    os.rmdir,
+)  # Python's own, also of what a script takes for deleted
 
 
 class Saved(NamedTuple):
@@ -98,6 +105,8 @@ class Files:
         self._gone: set[str] = set()  # what the script has deleted or moved, and is still there
         self._stand_ins: dict[str, str] = {}  # the path of what a file stands for that the script writes in its place
         self._open: list[BinaryIO] = []  # these files, which nobody else finds
+        self._made: set[str] = set()  # folders, by the script
+        self._in_memory: list[object] = []  # what it has saved into memory
 
     def tell(self, why: str) -> list[str]:
         """What was not written, as of its weights `why` is true, and which files from before were left alone."""
@@ -124,6 +133,17 @@ class Files:
         if left := self._leave(self._end(file)):
             self.save(file, value)
         return left
+
+    def write_into_memory(self, file: io.BytesIO, value: object) -> None:
+        """Remember what memory would hold, which gets a word by which it is found again, wherever its bytes go."""
+        self._in_memory.append(value)
+        file.write(f"{_REMEMBERED}{len(self._in_memory) - 1}\n".encode())
+
+    def recall(self, begins: bytes) -> Saved | None:
+        """What bytes that begin so stand for; None for any others."""
+        word, _, number = begins.partition(b"\n")[0].partition(b": ")
+        is_ours = word + b": " == _REMEMBERED.encode() and number.isdigit()
+        return Saved(self._in_memory[int(number)]) if is_ours and int(number) < len(self._in_memory) else None
 
     def find(self, file: object) -> Saved | None:
         """What a file would hold; None where it holds that, or is not there."""
@@ -245,6 +265,13 @@ class Files:
         with replaced(changes), patch.dict(_openers_of_numpy(), {None: _instead(_open, self._open_other)}):
             yield
 
+    def clean(self) -> None:
+        """Delete each folder that the script has made for weights: without them, it would be taken for a checkpoint."""
+        for folder in self._made:
+            if any(_lies_in(path, folder) for path in self._saved):
+                with contextlib.suppress(OSError):
+                    _delete(folder)
+
     def _move(self, real: Callable, source, target, *args, **kwargs):
         old, new = self._path(source), self._path(target)
         instead, is_gone = self._look_up(old)
@@ -318,6 +345,7 @@ class Files:
             self._gone.remove(path)
         else:
             real(folder, *args, **kwargs)
+            self._made.add(path)
 
     def _look(self, real: Callable, file, *args, **kwargs):
         instead, is_gone = self._look_up(self._end(file))
@@ -377,6 +405,14 @@ class Files:
 
 def _lies_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + os.sep)
+
+
+def _delete(folder: str) -> None:
+    """What shutil.rmtree does, whatever stands in the places that it calls."""
+    with _scandir(folder) as entries:
+        for entry in entries:
+            _delete(entry.path) if entry.is_dir(follow_symlinks=False) else _unlink(entry.path)
+    _rmdir(folder)
 
 
 def _is_folder(path: str) -> bool:

@@ -1,8 +1,9 @@
 """Fake tensors of other classes: a library's, such as Params4bit or tv_tensors.Image, and parameters by their class."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -22,6 +23,25 @@ def _fake_kind(kind: type) -> type:
     made = type(kind.__name__, (kind, FakeTensor), {})
     made.__torch_function__ = inspect.getattr_static(kind, "__torch_function__")  # PyTorch has put FakeTensor's there
     return made
+
+
+@contextlib.contextmanager
+def plain(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, fake tensors have no class of a library's, whose methods PyTorch's Python code would call."""
+    kinds = [(tensor, type(tensor)) for tensor in tensors if isinstance(tensor, FakeTensor)]
+    kinds = [(tensor, kind) for tensor, kind in kinds if kind is not FakeTensor]
+    for tensor, _ in kinds:
+        tensor.__class__ = FakeTensor
+    try:
+        yield
+    finally:
+        for tensor, kind in kinds:
+            tensor.__class__ = kind
+
+
+def has_kinds() -> bool:
+    """Whether there has been any fake tensor of a library's class."""
+    return _fake_kind.cache_info().currsize > 0
 
 
 def making_fakes(find_mode: Callable[[], FakeTensorMode], make: Callable) -> Callable:

@@ -126,6 +126,10 @@ class ScriptRecorder(Recorder):
         is_given = any(each.layout is torch.strided and storage_key(each) == key for each in given)
         return False if is_given and (block or not isinstance(tensor, FakeTensor)) else None
 
+    def of_host(self, real: torch.Tensor) -> torch.Tensor:
+        """The tensor itself: what is on the CPU is real."""
+        return real
+
     def device_of(self, fake: FakeTensor) -> torch.device:
         """Where a script finds a fake tensor: all that is not in the host's memory is on the GPU."""
         if self._depth or fake.fake_mode.in_kernel_invocation:
@@ -167,6 +171,9 @@ class ScriptRecorder(Recorder):
             with on_real_tensors():
                 return func(*args, **kwargs)
         in_backward = _current_graph_task_id() != -1
+        if in_backward and not (self.on_host or self._moving) and _all_on_host(self, given):
+            with self.placed(True):
+                return self._dispatch(func, args, kwargs)
         if len(given) > 1 and not (in_backward or self._moving or self.optimizers.working):
             check_devices(func, args, given, self._lies_on_gpu)  # not where gradients are
         if func.overloadpacket in _FORWARD and in_backward:
@@ -287,7 +294,7 @@ class _Placer(Translator):
         values = args[:1] if name == "__deepcopy__" else (*args, *kwargs.values())  # what was copied may be fake
         fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "data_ptr" and fakes:
-            return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
+            return super().__torch_function__(func, types, args, kwargs)
         if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
         if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
@@ -365,8 +372,12 @@ class _Placer(Translator):
         if where == CPU and not non_blocking:
             self._recorder.wait(fake.nbytes)
         self._recorder._note_copy(fake, pinned=where != CPU)
-        with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True):
-            return result.clone()
+        back = CPU if where == FIRST_GPU else FIRST_GPU
+        with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True), DisableTorchFunction():
+            copy = result.clone()
+            if copy.requires_grad:
+                copy.register_hook(lambda gradient: self._move(gradient, back, non_blocking=True))
+        return copy
 
     def _of_its_class(self, fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
         """The fake tensor, with the class of the real one and what it holds."""
@@ -378,6 +389,12 @@ class _Placer(Translator):
         made = fake.as_subclass(kind)
         vars(made).update(vars(real))
         return made
+
+
+def _all_on_host(recorder: ScriptRecorder, given: list[torch.Tensor]) -> bool:
+    """Whether all fake tensors among these are in the host's memory, and there are some."""
+    fakes = [each for each in given if isinstance(each, FakeTensor)]
+    return bool(fakes) and all(map(recorder.is_on_host, fakes))
 
 
 def _outline(fake: FakeTensor, args: tuple, kwargs: dict) -> torch.Tensor:

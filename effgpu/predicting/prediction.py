@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral, Real
 from time import monotonic, time
+from types import CodeType
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
@@ -43,7 +44,9 @@ from effgpu.predicting.facts import (
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import Segment
+from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_unfreezing
 from effgpu.predicting.recorder import Recorder
+from effgpu.predicting.refusals import tell_sparse
 from effgpu.predicting.time import FUSED_CALLS, Time, list_unchecked, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
@@ -76,6 +79,14 @@ LESS, MORE = 0.06, 0.08
 # How much more of the peak compiled code may need: published are 3 % for vision transformers (torchao), 5 for GPT-2.
 # And how much less of what does not stay from step to step: torchtune's packed Llama-3.2-3B falls by a quarter of it.
 COMPILED_MORE, COMPILED_LESS = 0.05, 0.5
+
+_RARE = (
+    (find_passes, RARE, "what the backward pass takes that comes only in some steps"),
+    (find_unfreezing, RARE, "what a step takes once more weights are trained"),
+    (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
+    (find_copies, ASSUMED, "without the copy that is made only in some steps"),
+    (find_captures, ASSUMED, "a step that launches its operations: one that is replayed as a CUDA graph takes less"),
+)
 
 
 @dataclass(frozen=True)
@@ -416,8 +427,22 @@ def _explain_mixing(error: Exception) -> str | None:
 
 
 def _walk_once(variant: Variant, recorder: Recorder) -> None:
+    def walk_step(step: Step) -> None:
+        drive(count(recorder), _check_takes_nothing(step))
+        code = getattr(inspect.unwrap(step.func if isinstance(step, partial) else step), "__code__", None)
+        name_rare(recorder, [code] if code else [])
+
     with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder):
-        run_variant(variant, lambda step: drive(count(recorder), _check_takes_nothing(step)))
+        run_variant(variant, walk_step)
+
+
+def name_rare(recorder: Recorder, loop: Iterable[CodeType]) -> None:
+    """Say what the code of a step does only in some steps, where its lines can be read."""
+    ran = {(event.site.file, event.site.line) for event in recorder.events if event.site}
+    for find, kind, text in _RARE:
+        for site, lines in dict.fromkeys(each for code in loop for each in find(code)):
+            if not ran.intersection((site.file, line) for line in lines):  # what the counted step has done is no news
+                recorder.say(kind, f"{text}: {site}")
 
 
 def _check_takes_nothing(step: Step) -> Step:
@@ -596,6 +621,10 @@ def explain(error: BaseException) -> str | None:
     unsupported |= isinstance(error, NotImplementedError) and "fake" in str(error).lower()
     if unsupported or "no fake impl registered" in str(error):
         return f"an operation has no fake implementation, so its result is unknown: {error}"
+    if isinstance(error, NotImplementedError) and (found := re.search(r"Sparse(Cs[rc]|Bs[rc])Tensor", str(error))):
+        return tell_sparse(found[1])
+    if found := re.search(r"(\w+) dispatch: attempting to run unimplemented operator.*op='([\w.]+)'", str(error)):
+        return f"{found[1]} has no rule for {found[2]} on tensors without values, so its result is unknown"
     if "DTensor" in str(error) or "_local_tensor" in str(error):
         return "a DTensor, as of parallelize_module, cannot be predicted: leave it out, for one rank"
     if found := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):

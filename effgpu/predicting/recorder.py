@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
@@ -48,7 +49,7 @@ from effgpu.predicting.kernels import (
     touching,
 )
 from effgpu.predicting.optimizers import Optimizers
-from effgpu.predicting.refusals import check_formats
+from effgpu.predicting.refusals import check_formats, tell_sparse
 from effgpu.predicting.rules import TEMPORARY, attention, convolution_workspace, dropout, recurrent_layers
 from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
@@ -101,6 +102,7 @@ class Recorder(TorchDispatchMode):
         self._most_from = 0  # the event from which on the most in use is asked for
         self.emptied = 0  # the event at which the allocator last held no more than what was in use, as all was full
         self._events = 0
+        self._called = 0  # the event at which the step has called PyTorch last
         self._started = False
         self._blocks: dict[int, Block] = {}  # by storage
         self._summed: tuple = _NO_SUM  # a gradient, the sum that was just made of it, and the sum's storage
@@ -132,8 +134,9 @@ class Recorder(TorchDispatchMode):
         self.compiled = 0  # how deep in code that would be compiled
         self._ends: list[int] = []  # of steps
         self._made: list[list[Block]] = [[]]  # by the forward pass of each step, and of the one that has begun
-        self.kept: tuple[tuple[Site | None, int], ...] = ()  # bytes by the last step more than by the one before
-        self._alive: dict[Site | None, list[int]] | None = None  # sizes of what was there at the end of the last step
+        self.kept: tuple[tuple[Site | None, int], ...] = ()  # bytes that each of the last two steps has added to
+        self._alive: dict[Site | None, list[int]] = {}  # sizes of what was there at the end of the last step
+        self._grew: set[Site | None] = set()  # where that was more than a step before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -143,7 +146,8 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """The variant is built: count from here on."""
         self.name_owners()
-        self.first, self._started, self._made, self._alive = self._events, True, [[]], None
+        self.first, self._started, self._made, self._alive = self._events, True, [[]], {}
+        self._alive, self._grew = self._find_more()[1], set()
 
     def device_of(self, fake: FakeTensor) -> torch.device:
         """Where the step finds a fake tensor, and where PyTorch finds it while an operation is looked up.
@@ -180,6 +184,10 @@ class Recorder(TorchDispatchMode):
         """The mode that makes a GPU of the CPU, for `as_gpu`."""
         return Translator(self)
 
+    def note_call(self) -> None:
+        """The step calls PyTorch: what is made from here on, PyTorch makes."""
+        self._called = self._events
+
     def note_kernels(self) -> None:
         """Note the kernels of the step that follows, the last one."""
         self.noting, self.events, self.looked_up, self._scores = bool(self.capability), [], [], Scores()
@@ -191,10 +199,11 @@ class Recorder(TorchDispatchMode):
         self._ends.append(self._events)
         self.guesses.end_step()
         self._name_what_stays()
-        self.kept, alive = self._find_kept()
-        if self.kept and gc.collect():  # that only awaited it
-            self.kept, alive = self._find_kept()
-        self._alive = alive
+        more, alive = self._find_more()
+        if more and gc.collect():  # that only awaited it
+            more, alive = self._find_more()
+        self.kept = tuple((site, size) for site, size in more if site in self._grew)  # not: what comes and goes
+        self._alive, self._grew = alive, {site for site, _ in more}
         self._made.append([])
 
     @property
@@ -208,14 +217,12 @@ class Recorder(TorchDispatchMode):
             if block.owner == "activations" and block.died == math.inf and block.born <= self._ends[-2]:
                 block.owner = "other"
 
-    def _find_kept(self) -> tuple[tuple[tuple[Site | None, int], ...], dict[Site | None, list[int]]]:
+    def _find_more(self) -> tuple[tuple[tuple[Site | None, int], ...], dict[Site | None, list[int]]]:
         """What is alive at the end of this step more than at the end of the one before, and the sizes of what is."""
         alive: dict[Site | None, list[int]] = {}
         for block in self.blocks:
             if block.died == math.inf and self.is_on_gpu(block) and block.owner not in _MADE_ONCE:
                 alive.setdefault(block.site, []).append(block.size)
-        if self._alive is None:
-            return (), alive
         sites = dict.fromkeys([*alive, *self._alive])
         now, before = ({site: sizes.get(site, []) for site in sites} for sizes in (alive, self._alive))
         more = Counter({site: sum(now[site]) - sum(before[site]) for site in sites})
@@ -274,7 +281,7 @@ class Recorder(TorchDispatchMode):
                 return made(*args, **kwargs)
         if made := experts.RULES.get(func._schema.name):
             return made(self, *args, **kwargs)
-        if (result := by_values.run(self, func, args, kwargs)) is not None:
+        if func.overloadpacket in by_values.RULES and (result := self._run_by_values(func, args, kwargs)) is not None:
             return result
         if func.namespace != "aten":
             self._chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
@@ -285,13 +292,11 @@ class Recorder(TorchDispatchMode):
         if func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
-        place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
+        place = self._meet(func, args, kwargs) if self.names_gpu else self._placing
         name = func._schema.name
         check_formats(func, args)
         result = shapes.run(self.fakes, func, args, kwargs)
-        self._placing = place
-        self.see(result)
-        self._placing = before
+        self._see_placed(place, args, result)
         if func is aten.add.Tensor:
             self._note_sum(args[0], result)
         if name in TEMPORARY and self.capability:
@@ -303,6 +308,26 @@ class Recorder(TorchDispatchMode):
                 self.note_operation(func, args, kwargs, result)
         self._note_meaning(func, name.removeprefix("aten::"), args, result)
         return result
+
+    def _see_placed(self, place: str, args: tuple, result: object) -> None:
+        """Count what an operation made. Of a list, each lies where that lies which it was made of."""
+        before = self._placing
+        for each, of in (
+            zip(result, lists_of(args)[0]) if isinstance(result, list) and lists_of(args) else [(result, None)]
+        ):
+            block = self.block_of(of) if of is not None else None
+            self._placing = place if block is None else block.place
+            self.see(each)
+        self._placing = before
+
+    def _run_by_values(self, func, args: tuple, kwargs: dict) -> object:
+        """What an operation gives whose shape depends on values, by a rule of ours; it lies with its arguments."""
+        place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
+        self._placing = place
+        try:
+            return by_values.run(self, func, args, kwargs)
+        finally:
+            self._placing = before
 
     def _note_meaning(self, func, name: str, args: tuple, result: object) -> None:
         """Note what an operation says of its result: a truth, zeros, a product, what was looked up."""
@@ -529,7 +554,7 @@ class Recorder(TorchDispatchMode):
         blocks = [(tensor, self.block_of(tensor)) for tensor in given]
         if not any(block is not None and block.place == GPU for _, block in blocks):
             return self._placing
-        if func.overloadpacket not in _CROSSES and not self._moving:
+        if func.overloadpacket not in _CROSSES and not self._moving and not lists_of(args):  # lists have some of both
             for tensor, block in blocks:
                 if block is not None and block.place not in (GPU, PAGED) and tensor.dim():
                     if block.place == HOST:  # copied there by a name that is not seen: tensor.to(other.device)
@@ -558,15 +583,21 @@ class Recorder(TorchDispatchMode):
         places = {block.place for block in blocks.values() if block is not None} - {PAGED}
         if func is aten.copy_.default and GPU in places and len(places) == 2:
             block = blocks[id(args[0])]
-            block.place = block.place or HOST
+            inside = block.born > self._called  # by PyTorch in C++, for what it is given: pad_sequence
+            block.place = block.place or (GPU if inside else HOST)
             if HOST in (block.place, blocks[id(args[1])].place):  # what is loaded has no place
                 self._note_copy(args[0])
             return True
-        if HOST not in places or GPU in places:
+        if GPU in places or not (HOST in places or (places == {""} and self._is_work(func, args, kwargs))):
             return False
         if runs_kernel(func) and self.noting:
             self.say(UNTIMED, f"the CPU takes for what it computes itself, such as {func.overloadpacket}")
         return True
+
+    def _is_work(self, func, args: tuple, kwargs: dict) -> bool:
+        """Whether the CPU takes long for it, too: a product, or an update of weights that nothing has sent away."""
+        updates = self.optimizers.working and any(tensor.dim() for tensor in tensors_of((args, kwargs)))
+        return func.overloadpacket in flop_registry or bool(updates)
 
     def _note_copy(self, tensor: torch.Tensor, pinned: bool = True) -> None:
         """A copy over the bus is the GPU's work, in the same stream as its kernels."""
@@ -584,7 +615,10 @@ class Recorder(TorchDispatchMode):
         if block is not None and HOST in (place, block.place):  # what is loaded has no place: that takes no time here
             self._note_copy(tensor, pinned=place == GPU)
         with self.placing(place, moving=True):
-            return tensor.clone()
+            copy = tensor.clone()
+        if copy.requires_grad:
+            copy.register_hook(lambda gradient: self.move(gradient, HOST if place == GPU else GPU))
+        return copy
 
     def send(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
         """A copy on the CPU, whatever the step says of the tensor."""
@@ -652,6 +686,8 @@ class Recorder(TorchDispatchMode):
         if real.layout is torch.sparse_coo:
             parts = (self.imitate(part, on_host) for part in (real._indices(), real._values()))
             return torch.sparse_coo_tensor(*parts, real.shape, check_invariants=False)
+        if real.layout is not torch.strided:
+            raise CannotPredict(tell_sparse(real.layout))
         with self.placed(on_host), torch.no_grad(), DisableTorchFunction():
             fake = torch.empty_strided(real.shape, _dense_strides(real), dtype=real.dtype, device=CPU)
         if real.numel() <= kept and not real.requires_grad:
@@ -662,6 +698,13 @@ class Recorder(TorchDispatchMode):
     def take_in(self, real: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor that was read from a file."""
         return self.imitate(real, True, LARGE)
+
+    def of_host(self, real: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host's, which an operation on the GPU gives, too: its numbers are known."""
+        made = self.imitate(real, True, LARGE)
+        with self.placing(HOST):
+            self.see(made)
+        return made
 
     def numbers_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor, on which a size depends; None if they are not known. Said if they are assumed."""

@@ -72,3 +72,9 @@ def check_array(name: str, kwargs: dict) -> None:
     if name == "__array__" or not kwargs.get("force", False):
         text = "can't convert cuda:0 device type tensor to numpy. "
         raise TypeError(f"{text}Use Tensor.cpu() to copy the tensor to host memory first.")
+
+
+def tell_sparse(layout: object) -> str:
+    """What is wrong with a sparse tensor that is not COO."""
+    format = str(layout).removeprefix("torch.sparse_").upper()
+    return f"a sparse tensor of the format {format} cannot be predicted: take COO, tensor.to_sparse()"

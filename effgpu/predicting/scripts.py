@@ -16,8 +16,7 @@ from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.loading import compare_last
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import conclude, count, explain
-from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_unfreezing
+from effgpu.predicting.prediction import conclude, count, explain, name_rare
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
@@ -25,13 +24,6 @@ _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW = 0.1  # a share of the weights
 _LONG = 5.0  # seconds of forward passes that are worth a line
-_RARE = (
-    (find_passes, RARE, "what the backward pass takes that comes only in some steps"),
-    (find_unfreezing, RARE, "what a step takes once more weights are trained"),
-    (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
-    (find_copies, ASSUMED, "without the copy that is made only in some steps"),
-    (find_captures, ASSUMED, "a step that launches its operations: one that is replayed as a CUDA graph takes less"),
-)
 
 
 @contextlib.contextmanager
@@ -65,6 +57,7 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
+    marks.leaving.append(recorder.files.clean)
     with _explaining(marks, recorder, tries), recorder.files.kept(), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
@@ -103,11 +96,7 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
         return
     if counted > MORE_WORK * max(earlier):
         recorder.say(ASSUMED, "times are those of a step with more work in its backward pass than the one before")
-    ran = {(event.site.file, event.site.line) for event in recorder.events if event.site}
-    for find, kind, text in _RARE:
-        for site, lines in dict.fromkeys(each for code in recorder.loop for each in find(code)):
-            if not ran.intersection((site.file, line) for line in lines):  # what the counted step has done is no news
-                recorder.say(kind, f"{text}: {site}")
+    name_rare(recorder, recorder.loop)
 
 
 def _name_larger_batches(recorder: ScriptRecorder) -> None:

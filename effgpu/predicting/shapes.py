@@ -18,6 +18,7 @@ from effgpu.measuring.torch_internals import (
     storage_key,
     tree_map_only,
 )
+from effgpu.predicting import parameters
 
 aten = torch.ops.aten
 _PURE, _VIEW, _LISTED = "pure", "view", "listed"
@@ -45,7 +46,10 @@ def run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
     if func is aten._log_softmax.default and args[2] and args[0].dtype is torch.bfloat16:
         args = torch.empty_like(args[0], dtype=torch.float16), *args[1:]  # PyTorch's rule has forgotten bf16
     try:
-        return _run(mode, func, args, kwargs)
+        if not parameters.has_kinds():
+            return _run(mode, func, args, kwargs)
+        with parameters.plain(tensors_of((args, kwargs))):
+            return _run(mode, func, args, kwargs)
     except RuntimeError as error:
         found = None if func._schema.is_mutable else _REFUSED.match(str(error))
         if found and (dtype := _named(found[1])):

@@ -52,6 +52,8 @@ class Translator(TorchFunctionMode):
             notice_statistics((*args, *kwargs.values()))
         if name == "get_device" and args and isinstance(args[0], FakeTensor):
             return 0 if self._recorder.device_of(args[0]) == FIRST_GPU else -1
+        if name == "data_ptr" and isinstance(args[0], FakeTensor):
+            return args[0].untyped_storage().data_ptr() + args[0].storage_offset() * args[0].element_size()
         if name == "pin_memory" and args and isinstance(args[0], torch.Tensor):
             return args[0]
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
@@ -82,7 +84,7 @@ class Translator(TorchFunctionMode):
         if name == "ctc_loss":  # PyTorch writes a list of lengths into a tensor of its own: a fake one has no memory
             args = tuple(map(_as_tensor, args))
             kwargs = {key: _as_tensor(value) for key, value in kwargs.items()}
-        if name == "_pad_packed_sequence" and not isinstance(args[1], FakeTensor):
+        if name == "_pad_packed_sequence":
             with self:
                 return recurrent.pad_packed(*args)
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
@@ -117,8 +119,9 @@ class Translator(TorchFunctionMode):
             with contextlib.nullcontext() if moves else self._recorder.placing(GPU):
                 result = func(*args, **kwargs)
             return self._recorder.move(result, GPU) if moves else result
+        self._recorder.note_call()
         result = func(*args, **kwargs)
-        if name == "cpu" or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device"))):  # by name: not of a tensor
+        if name == "cpu" or (name == "to" and CPU in map(name_device, (*args[1:2], kwargs.get("device")))):
             result = self._recorder.move(result, HOST)
         return result
 

@@ -24,6 +24,7 @@ from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, Recorder
 from effgpu.predicting.translator import name_device, on_real_tensors
 
+_WORD = 64  # bytes, of which the first ones tell what a file holds
 _ZIP = b"PK\3\4"  # how a file of torch.save begins since PyTorch 1.6, whatever its name
 _DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
@@ -35,6 +36,7 @@ _DTYPES = {  # safetensors/src/tensor.rs, Dtype, by PyTorch's names
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
+_LIGHTNING = ("lightning.fabric.utilities.cloud_io", "lightning_fabric.utilities.cloud_io")
 # transformers loads in other threads, unless told not to: fake tensors are of one thread
 _SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
 
@@ -48,9 +50,10 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
     from_before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
     found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
-    trainer = {"transformers.trainer": functools.partial(_without_checkpoints, recorder.files)}
+    theirs = {"transformers.trainer": functools.partial(_without_checkpoints, recorder.files)}
+    theirs |= dict.fromkeys(_LIGHTNING, _saving_at_once)
     try:
-        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
+        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(theirs):
             yield
     finally:
         for name, value in from_before.items():
@@ -94,8 +97,9 @@ def weights_set_aside(files: Files) -> Iterator[None]:
                 file.write(safetensors.torch.save(tensors, metadata))
 
         found.append((safetensors.torch, "save_file", save_tensors_aside))
-    trainer = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
-    with files.kept(), imports.exchanged(_by_name(found)), replaced(found), imports.changed(trainer):
+    theirs = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
+    theirs |= dict.fromkeys(_LIGHTNING, _saving_at_once)
+    with files.kept(), imports.exchanged(_by_name(found)), replaced(found), imports.changed(theirs):
         yield
 
 
@@ -116,6 +120,11 @@ def _without_checkpoints(files: Files, module: ModuleType) -> contextlib.Abstrac
     return replaced([(module.Trainer, "_save_checkpoint", save)])
 
 
+def _saving_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
+    """Lightning saves its checkpoints to a path, and not to memory first, whose bytes it would write."""
+    return replaced([(module, "_atomic_save", lambda checkpoint, filepath: torch.save(checkpoint, filepath))])
+
+
 def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     save, load, generator = torch.save, torch.load, torch.Generator
     save_compiled, address = torch.jit.RecursiveScriptModule.save, torch.UntypedStorage.data_ptr
@@ -123,6 +132,9 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
+            if isinstance(f, io.BytesIO):
+                recorder.files.write_into_memory(f, obj)
+                return
             recorder.files.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
             recorder.files.save(f, obj)
         elif not recorder.files.keep(f, obj):
@@ -130,13 +142,17 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
 
     @functools.wraps(load)
     def load_mapped(f, map_location=None, *args, mmap=None, **kwargs):
-        if saved := recorder.files.find(f):
-            if saved.source is None:
-                return saved.value
-            f = saved.source
-        if mmap is None and isinstance(f, (str, os.PathLike)):
+        saved = recorder.files.find(f)
+        f = saved.source if saved and saved.source else f
+        if not saved and isinstance(f, io.BytesIO):
+            saved = recorder.files.recall(f.getvalue()[f.tell() :][:_WORD])
+        elif isinstance(f, (str, os.PathLike)) and not (saved and not saved.source):
             with open(f, "rb") as file:
-                mmap = file.read(len(_ZIP)) == _ZIP or None
+                begins = file.read(_WORD)
+            mmap = mmap if mmap is not None else begins.startswith(_ZIP) or None
+            saved = recorder.files.recall(begins)
+        if saved and not saved.source:
+            return saved.value
         to_gpu = _maps_to_gpu(map_location)
         with on_real_tensors():  # else PyTorch gives fake tensors here
             loaded = load(f, "cpu" if map_location is None or to_gpu else map_location, *args, mmap=mmap, **kwargs)
@@ -219,6 +235,35 @@ class _Slice:
             return torch.empty(shape, dtype=dtype).contiguous()[key]
 
 
+class _Unwritten(contextlib.nullcontext):
+    """What safetensors.safe_open gives of a file that was not written."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None):
+        super().__init__(self)
+        self._tensors, self.metadata, self.keys = tensors, lambda: metadata, lambda: [*tensors]
+        self.offset_keys = self.keys
+
+    def get_slice(self, name: str) -> "_UnwrittenSlice":
+        return _UnwrittenSlice(self._tensors[name])
+
+
+class _UnwrittenSlice:
+    """One tensor of such a file."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return [*self._tensor.shape]
+
+    def get_dtype(self) -> str:
+        return next((name for name, dtype in _DTYPES.items() if dtype is self._tensor.dtype), "")
+
+    def __getitem__(self, key: object) -> torch.Tensor:
+        with torch.no_grad():
+            return self._tensor[key].clone()
+
+
 class _Opened:
     """What safetensors.safe_open gives, whose large tensors have no values. Each prediction has a class of its own."""
 
@@ -226,7 +271,13 @@ class _Opened:
     opened: Callable  # the library's
 
     def __init__(self, filename, framework="pt", device="cpu", **options):
-        self._real, self._device = self.opened(filename, framework=framework, device="cpu", **options), device
+        saved = self.recorder.files.find(filename)
+        if saved and not saved.source:
+            self._real = _Unwritten(*saved.value)
+        else:
+            file = saved.source if saved else filename
+            self._real = self.opened(file, framework=framework, device="cpu", **options)
+        self._device = device
 
     def __getattr__(self, name):
         return getattr(self._real, name)
@@ -246,6 +297,10 @@ class _Opened:
         """A tensor, where it was asked for."""
         return self.get_slice(name)[...].to(self._device)
 
+    def get_tensors(self):
+        """All of them, by name."""
+        return {name: self.get_tensor(name) for name in self.keys()}
+
 
 def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     import safetensors.torch
@@ -255,12 +310,12 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     safe_open = type("safe_open", (_Opened,), values)  # a class: a library may write safe_open | None
 
     @functools.wraps(save)
-    def save_values(tensors, filename, *args, **kwargs):
+    def save_values(tensors, filename, metadata=None):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             recorder.files.unwritten[f"safetensors' save_file to {recorder.files.name(filename)}"] = None
-            recorder.files.save(filename, tensors)
-        elif not recorder.files.keep(filename, tensors):
-            save(tensors, filename, *args, **kwargs)
+            recorder.files.save(filename, (dict(tensors), metadata))
+        elif not recorder.files.keep(filename, (dict(tensors), metadata)):
+            save(tensors, filename, metadata)
 
     yield safetensors, "safe_open", safe_open
     yield safetensors.torch, "safe_open", safe_open
