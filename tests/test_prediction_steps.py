@@ -1578,3 +1578,22 @@ def test_what_a_functions_step_does_only_now_and_then_is_named(kind):
     assert predicted.verdict() == (MAY_NOT_FIT if kind == "rarely" else FITS)
     named = ["comes only in some steps" in what and "calls % 16" in what for what in predicted.unknown]
     assert named == [True] * (kind == "rarely")
+
+
+def asking(otherwise):
+    def step():
+        made = layer(torch.randn(8, 64, device="cuda"))
+        if type(made) is not torch.Tensor:
+            made = otherwise(made)
+        made.mean().backward()
+
+    layer = nn.Linear(64, 64).to("cuda")
+    return step
+
+
+def test_a_line_that_asks_for_the_exact_type_of_a_tensor_is_named():
+    predicted = predict(partial(asking, lambda made: made.repeat(100, 1)), "T4")
+    (why,) = predicted.unknown
+    assert "exact type" in why and "if type(made) is not torch.Tensor" in why
+    with pytest.raises(RuntimeError, match=r"has no attribute 'logits'.*ask isinstance"):
+        predict(partial(asking, lambda made: made.logits), "T4")

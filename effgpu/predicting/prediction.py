@@ -36,6 +36,7 @@ from effgpu.predicting.facts import (
     COMPILED,
     NOT_KNOWN,
     RARE,
+    UNKNOWN,
     UNTIMED,
     Fact,
     memory_is_known,
@@ -44,7 +45,7 @@ from effgpu.predicting.facts import (
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_unfreezing
+from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_types, find_unfreezing
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.refusals import tell_sparse
 from effgpu.predicting.time import FUSED_CALLS, Time, list_unchecked, step_time
@@ -85,6 +86,7 @@ _RARE = (
     (find_unfreezing, RARE, "what a step takes once more weights are trained"),
     (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
     (find_copies, ASSUMED, "without the copy that is made only in some steps"),
+    (find_types, UNKNOWN, "which way a line goes that compares a tensor's exact type, and not by isinstance"),
     (find_captures, ASSUMED, "a step that launches its operations: one that is replayed as a CUDA graph takes less"),
 )
 
@@ -625,6 +627,8 @@ def explain(error: BaseException) -> str | None:
         return tell_sparse(found[1])
     if found := re.search(r"(\w+) dispatch: attempting to run unimplemented operator.*op='([\w.]+)'", str(error)):
         return f"{found[1]} has no rule for {found[2]} on tensors without values, so its result is unknown"
+    if isinstance(error, AttributeError) and "'FakeTensor' object" in str(error):
+        return f"the code takes a tensor for something else ({error}): ask isinstance(x, torch.Tensor), not type(x)"
     if "DTensor" in str(error) or "_local_tensor" in str(error):
         return "a DTensor, as of parallelize_module, cannot be predicted: leave it out, for one rank"
     if found := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):

@@ -1,4 +1,8 @@
-"""Work that comes only in some steps, which the one that is counted may lack: `if step % 10 == 0` in the code."""
+"""What a step's code says that one walk does not show.
+
+Work that comes only in some steps, which the one that is counted may lack: `if step % 10 == 0`. And questions that
+fake tensors answer otherwise: `type(x) is torch.Tensor`.
+"""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -63,6 +67,24 @@ def find_sizes(code: CodeType) -> list[Found]:
 def find_captures(code: CodeType) -> list[Found]:
     """Where this code's file makes a CUDA graph, which is replayed in place of the step that is seen."""
     return [Found(Site(code.co_filename, line)) for line in _captures(code.co_filename)]
+
+
+def find_types(code: CodeType) -> list[Found]:
+    """Where this code compares a tensor's exact type, which is another one on fake tensors."""
+    return [Found(Site(code.co_filename, line)) for line in _types(code.co_filename) if _is_within(code, line)]
+
+
+@once_a_file
+def _types(file: str) -> list[int]:
+    compared = [node for node in ast.walk(parse(file)) if isinstance(node, ast.Compare)]
+    sides = {node: (node.left, *node.comparators) for node in compared}
+    asked = [node for node in compared if any(called_name(side) == "type" for side in sides[node])]
+    return [node.lineno for node in asked if any(map(_names_tensor, sides[node]))]
+
+
+def _names_tensor(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in ("Tensor", "Parameter")
 
 
 @once_a_file
