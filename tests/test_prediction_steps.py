@@ -1292,13 +1292,24 @@ def test_what_a_step_asks_of_the_gpu_counts_however_its_attention_runs():
     assert both.total("A100 80 GB") == alone.total() and alone.allocated - both.allocated > 2**27
 
 
-def test_an_operation_that_only_a_gpu_has_for_whole_numbers_is_predicted():
+def test_an_operation_that_only_a_gpu_has_for_whole_numbers_is_predicted(capfd):
     def variant():
         weight = nn.Parameter(torch.rand(4, 8).cuda())
         chosen = torch.randint(4, (16,)).cuda()
         return lambda: (weight.sum(1) * torch.histc(chosen.int(), 4, 0, 3)).sum().backward()
 
     assert not predict(variant, "T4").unknown
+    assert "histogram" not in capfd.readouterr().err, "PyTorch tells of an error that we catch"
+
+
+def test_the_memory_that_a_matrix_exponential_works_in_is_not_known():
+    """aten/src/ATen/native/LinearAlgebra.cpp, mexp_impl: powers of the matrix, in the backward pass of a larger one."""
+
+    def variant():
+        weight = nn.Parameter(torch.rand(64, 64))
+        return lambda: torch.matrix_exp(weight).sum().backward()
+
+    assert any("what linalg_matrix_exp takes" in why for why in predict(variant, "T4").unknown)
 
 
 def test_a_sparse_matrix_is_multiplied_and_its_arithmetic_is_not_known():

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -10,7 +11,7 @@ from types import ModuleType
 import torch
 
 from effgpu.attaching.replacing import replaced
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode
+from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
 from effgpu.predicting import flex, imports, loading, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
@@ -70,6 +71,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         ),
         recorder.translator(),
         replaced([*more, *ranks.alone()]),
+        replaced([(logging.getLogger(fake_tensor.__name__), "disabled", True)]),  # it tells of errors that are caught
         warnings.catch_warnings(),
     ):
         # to copy a module asks for its tensors' addresses, and a fake tensor has none

@@ -306,7 +306,7 @@ class Guesses:
         self._asked[site] = times + 1, began
         if times > _MOST_GUESSES and monotonic() - began > _LONGEST:
             text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
-            raise CannotPredict(f"{text}: no loop ends by it, so give that one a number of rounds")
+            raise CannotPredict(f"{text}: no loop ends by it, so give that one, or its library, a number of rounds")
 
     def read_item(self, read: Callable[[], object]) -> object:
         """What `tensor.item()` gives: a guess that is a statistic says itself who depends on it."""

@@ -368,6 +368,8 @@ class Recorder(TorchDispatchMode):
         if kernels and lacks_rule(func, args):
             name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
             self.say(UNTIMED, f"{name} computes: only what it reads and writes")
+        if kernels and func.overloadpacket is aten.linalg_matrix_exp:  # powers of the matrix, the longer the more
+            self.say(UNKNOWN, "what linalg_matrix_exp takes to work in, beside its result")
         for kernel in kernels:
             if kernel.product and kernel.format.startswith(FP8) and self.capability >= FP8_FROM:
                 self.say(ASSUMED, "products in 8 bits take half as long as in fp16")
