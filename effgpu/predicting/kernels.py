@@ -52,7 +52,7 @@ _COMPUTES = tuple(
         "_native_multi_head",
     ]
 )
-_KNOWN_LINALG = ("linalg_vector_norm", "linalg_cross")  # these read each element once
+_KNOWN_LINALG = ("linalg_vector_norm", "linalg_cross", "_linalg_check_errors")  # these read each element once
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "_scaled_mm")
 # Passes over memory that a kernel makes beyond reading its arguments and writing its results once.
 _SECOND_READ = {  # the arguments that are read twice
