@@ -1505,6 +1505,14 @@ def test_layers_that_lie_on_the_cpu_are_the_cpus_work():
     assert predicted.allocated < 1024 * 1024 and any("aten.addmm" in what for what in predicted.unknown)
 
 
+def test_what_is_joined_to_what_lies_on_the_gpu_lies_there_too():
+    def variant():
+        says_nothing, rows = torch.randn(1 << 20), torch.randn(1 << 20, device="cuda", requires_grad=True)
+        return lambda: torch.cat([rows, says_nothing]).sum().backward()
+
+    assert predict(variant, "T4").allocated >= 4 * 4 * (1 << 20)  # both, what they are joined to, and a gradient
+
+
 def test_a_module_of_meta_tensors_gets_its_memory_on_the_gpu():
     def variant(device):
         with torch.device(device):

@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         self.guesses.end_step()
         self._name_what_stays()
         more, alive = self._find_more()
-        if more and gc.collect():  # that only awaited it
+        if self._grew.intersection(site for site, _ in more) and gc.collect():  # that only awaited it
             more, alive = self._find_more()
         self.kept = tuple((site, size) for site, size in more if site in self._grew)  # not: what comes and goes
         self._alive, self._grew = alive, {site for site, _ in more}
@@ -311,10 +311,9 @@ class Recorder(TorchDispatchMode):
 
     def _see_placed(self, place: str, args: tuple, result: object) -> None:
         """Count what an operation made. Of a list, each lies where that lies which it was made of."""
-        before = self._placing
-        for each, of in (
-            zip(result, lists_of(args)[0]) if isinstance(result, list) and lists_of(args) else [(result, None)]
-        ):
+        before, lists = self._placing, lists_of(args)
+        pairs = zip(result, lists[0]) if isinstance(result, list) and lists else [(result, None)]
+        for each, of in pairs:
             block = self.block_of(of) if of is not None else None
             self._placing = place if block is None else block.place
             self.see(each)
@@ -556,7 +555,8 @@ class Recorder(TorchDispatchMode):
         blocks = [(tensor, self.block_of(tensor)) for tensor in given]
         if not any(block is not None and block.place == GPU for _, block in blocks):
             return self._placing
-        if func.overloadpacket not in _CROSSES and not self._moving and not lists_of(args):  # lists have some of both
+        each_alone = func._schema.name.startswith("aten::_foreach_")  # where a list may have some of both
+        if func.overloadpacket not in _CROSSES and not self._moving and not each_alone:
             for tensor, block in blocks:
                 if block is not None and block.place not in (GPU, PAGED) and tensor.dim():
                     if block.place == HOST:  # copied there by a name that is not seen: tensor.to(other.device)

@@ -6,12 +6,14 @@ The fake tensors are on the CPU, because autograd's engine asks for a real CUDA 
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from effgpu.attaching.sites import READER, whose
 from effgpu.measuring.torch_internals import (
     DeviceContext,
     FakeTensor,
@@ -42,6 +44,7 @@ class Translator(TorchFunctionMode):
     def __init__(self, recorder: "Recorder"):
         super().__init__()
         self._recorder = recorder
+        self._names_cpu_by_device = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -65,7 +68,8 @@ class Translator(TorchFunctionMode):
             place = "torch.cuda." if self._recorder.device_of(args[0]) == FIRST_GPU else "torch."
             return place + func(*args).rpartition(".")[2]
         if name == "_parse_to":  # Module.to asks: it then moves each of its tensors
-            return func(*args, **kwargs)
+            device, *others = func(*args, **kwargs)
+            return ("cpu" if self._names_cpu(*args, *kwargs.values()) else device), *others
         if name == "is_pinned":
             return False
         if name == "record_stream":
@@ -90,7 +94,9 @@ class Translator(TorchFunctionMode):
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             return self._recorder.read_array(args[0])
         if func is torch.device:
-            return func(*args, **kwargs)
+            device = func(*args, **kwargs)
+            self._names_cpu_by_device |= device == CPU and whose(sys._getframe(1).f_code.co_filename) is READER
+            return device
         if func in FACTORIES and kwargs.get("device") is None and (default := default_device()):
             kwargs = kwargs | {"device": default}
         result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "pin_memory"})
@@ -109,6 +115,13 @@ class Translator(TorchFunctionMode):
         self._recorder.names_gpu = True
         return self._recorder.move(tensor, GPU)
 
+    def _names_cpu(self, *given: object) -> bool:
+        """Whether the step names the CPU: by its name, or by a device that it has made itself.
+
+        Another device is a notebook's, which has found no GPU here, or PyTorch's, whose fake tensors are on the CPU.
+        """
+        return "cpu" in given or (self._names_cpu_by_device and CPU in given)
+
     def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
         """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
         args, kwargs = name_by_number(name, args, kwargs)
@@ -121,7 +134,7 @@ class Translator(TorchFunctionMode):
             return self._recorder.move(result, GPU) if moves else result
         self._recorder.note_call()
         result = func(*args, **kwargs)
-        if name == "cpu" or (name == "to" and CPU in map(name_device, (*args[1:2], kwargs.get("device")))):
+        if name == "cpu" or (name == "to" and self._names_cpu(*args[1:2], kwargs.get("device"))):
             result = self._recorder.move(result, HOST)
         return result
 
