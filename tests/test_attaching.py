@@ -2300,3 +2300,4 @@ def test_what_a_script_has_saved_it_can_load_and_no_folder_without_weights_is_le
     assert told["allocated"] == pytest.approx(run(PLAIN)[1]["allocated"], rel=0.01), errors
     left = [each for each in sorted(map(str, here.rglob("*"))) if "__pycache__" not in each and "train.py" not in each]
     assert left == before or "memory" in way
+    assert any("not written, as its weights have no values" in note for note in told["notes"])

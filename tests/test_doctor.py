@@ -19,8 +19,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import effgpu
 from effgpu.__main__ import main
 from effgpu.attaching.steps import drive
+from effgpu.diagnosing import batches, turns
 from effgpu.diagnosing import doctor as module
-from effgpu.diagnosing import turns
 from effgpu.diagnosing.batches import change_tensors, padding_share, time_handing
 from effgpu.diagnosing.causes import (
     ATTENTION,
@@ -577,6 +577,13 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert launching.seconds == pytest.approx(0.04 - work, rel=0.01)
     assert not launching.measured, "a predicted part makes it predicted"
     assert launching.low < launching.seconds < launching.high <= 0.04
+
+
+def test_on_a_gpu_no_workers_are_advised_where_these_take_longer(on_gpu, monkeypatch):
+    variant, loader, _ = on_gpu
+    monkeypatch.setattr(batches, "_time_handing", lambda batch: 0.03)
+    (loading,) = [one for one in effgpu.doctor(variant, loader).findings if one.name == LOADING]
+    assert loading.note == "a worker takes 30.0 ms to hand it over" and "num_workers" not in loading.advice
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -238,11 +238,10 @@ def _reads_scores(event: Event, seen: Observed) -> bool:
 
 
 def _tell_loading(seen: Observed, events: list[Event]) -> str:
-    if seen.step is not None:
-        return ""
     how = f"num_workers={seen.workers}" if seen.has_loader else "by the script itself"
-    handing = f"; a worker takes {format_seconds(seen.handing)} to hand it over" if seen.handing else ""
-    return f"{format_seconds(seen.loading[0])} per step, measured here, {how}{handing}"
+    loading = [f"{format_seconds(seen.loading[0])} per step, measured here, {how}"] * (seen.step is None)
+    handing = [f"a worker takes {format_seconds(seen.handing)} to hand it over"] * bool(seen.handing)
+    return "; ".join(loading + handing)
 
 
 def _tell_copies(seen: Observed, events: list[Event]) -> str:

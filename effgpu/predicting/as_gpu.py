@@ -17,7 +17,7 @@ from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
 from effgpu.predicting.hardware import InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
-from effgpu.predicting.recorder import Recorder
+from effgpu.predicting.recorder import Recorder, is_meta
 from effgpu.predicting.rules import boxes_at_once, kernels
 from effgpu.predicting.weights import weights_without_values
 
@@ -272,13 +272,6 @@ def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextli
     return replaced([(module.Trainer, "training_step", noted)])
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the device "meta", which a fake one hides."""
-    if isinstance(tensor, FakeTensor):
-        return tensor.fake_device.type == "meta"
-    return tensor.device.type == "meta"
-
-
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
     """nn.Module._apply, by which a module changes its device or dtype: parameters stay if they can."""
     if recurse:
@@ -289,7 +282,7 @@ def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) ->
             if parameter is None:
                 continue
             applied = function(parameter)
-            if isinstance(applied, FakeTensor) and _is_meta(parameter) and not _is_meta(applied):
+            if isinstance(applied, FakeTensor) and is_meta(parameter) and not is_meta(applied):
                 module._parameters[key] = torch.nn.Parameter(applied.detach(), parameter.requires_grad)
                 continue
             if applied is not parameter:

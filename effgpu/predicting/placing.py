@@ -293,14 +293,12 @@ class _Placer(Translator):
             args, kwargs = with_numbers(*args, **kwargs)
         values = args[:1] if name == "__deepcopy__" else (*args, *kwargs.values())  # what was copied may be fake
         fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
-        if name == "data_ptr" and fakes:
-            return super().__torch_function__(func, types, args, kwargs)
         if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
         if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
             check_array(name, kwargs)
             self._recorder.wait(fakes[0].nbytes)
-        if name == "get_device" and fakes:
+        if name in ("get_device", "data_ptr") and fakes:
             return super().__torch_function__(func, types, args, kwargs)
         if name == "type_as":
             func, name = torch.Tensor.to, "to"

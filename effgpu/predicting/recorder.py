@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
         if name in TEMPORARY and self.capability:
             self._take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
         self.values.follow(func, args, kwargs, result)
-        if self.capability and not self._moving and not _is_meta(result):
+        if self.capability and not self._moving and not is_meta(result):
             elsewhere = self.names_gpu and self._is_not_the_gpus(func, args, kwargs)
             if not elsewhere:
                 self.note_operation(func, args, kwargs, result)
@@ -321,12 +321,9 @@ class Recorder(TorchDispatchMode):
 
     def _run_by_values(self, func, args: tuple, kwargs: dict) -> object:
         """What an operation gives whose shape depends on values, by a rule of ours; it lies with its arguments."""
-        place, before = self._meet(func, args, kwargs) if self.names_gpu else self._placing, self._placing
-        self._placing = place
-        try:
+        place = self._meet(func, args, kwargs) if self.names_gpu else self._placing
+        with self.placing(place, self._moving):
             return by_values.run(self, func, args, kwargs)
-        finally:
-            self._placing = before
 
     def _note_meaning(self, func, name: str, args: tuple, result: object) -> None:
         """Note what an operation says of its result: a truth, zeros, a product, what was looked up."""
@@ -461,7 +458,7 @@ class Recorder(TorchDispatchMode):
         if key in self._blocks:
             return
         size = storage.nbytes()
-        if not size or _is_meta(tensor):
+        if not size or is_meta(tensor):
             return
         self._events += 1
         is_forward = self._started and not self.optimizers.working and _current_graph_task_id() == -1
@@ -609,7 +606,7 @@ class Recorder(TorchDispatchMode):
 
     def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or _is_meta(tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_meta(tensor):
             return tensor
         block = self.block_of(tensor)
         if (block is not None and block.place == GPU) == (place == GPU):
@@ -798,8 +795,11 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         return torch.empty_like(tensor, device="meta").stride()
 
 
-def _is_meta(value: object) -> bool:
-    return isinstance(value, FakeTensor) and value.fake_device.type == "meta"
+def is_meta(value: object) -> bool:
+    """Whether it is a tensor on the device "meta", which a fake one hides."""
+    if isinstance(value, FakeTensor):
+        return value.fake_device.type == "meta"
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _reader(*, inside: bool = True) -> str | None:

@@ -50,10 +50,8 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
     from_before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
     found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
-    theirs = {"transformers.trainer": functools.partial(_without_checkpoints, recorder.files)}
-    theirs |= dict.fromkeys(_LIGHTNING, _saving_at_once)
     try:
-        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(theirs):
+        with imports.exchanged(_by_name(found)), replaced(found), imports.changed(_saving(recorder.files)):
             yield
     finally:
         for name, value in from_before.items():
@@ -97,9 +95,7 @@ def weights_set_aside(files: Files) -> Iterator[None]:
                 file.write(safetensors.torch.save(tensors, metadata))
 
         found.append((safetensors.torch, "save_file", save_tensors_aside))
-    theirs = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
-    theirs |= dict.fromkeys(_LIGHTNING, _saving_at_once)
-    with files.kept(), imports.exchanged(_by_name(found)), replaced(found), imports.changed(theirs):
+    with files.kept(), imports.exchanged(_by_name(found)), replaced(found), imports.changed(_saving(files)):
         yield
 
 
@@ -120,6 +116,12 @@ def _without_checkpoints(files: Files, module: ModuleType) -> contextlib.Abstrac
     return replaced([(module.Trainer, "_save_checkpoint", save)])
 
 
+def _saving(files: Files) -> dict[str, imports.Changes]:
+    """What changes in libraries that save checkpoints, by module."""
+    trainer = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
+    return trainer | dict.fromkeys(_LIGHTNING, _saving_at_once)
+
+
 def _saving_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
     """Lightning saves its checkpoints to a path, and not to memory first, whose bytes it would write."""
     return replaced([(module, "_atomic_save", lambda checkpoint, filepath: torch.save(checkpoint, filepath))])
@@ -133,6 +135,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
             if isinstance(f, io.BytesIO):
+                recorder.files.unwritten["torch.save into memory, of which no file can be loaded"] = None
                 recorder.files.write_into_memory(f, obj)
                 return
             recorder.files.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
