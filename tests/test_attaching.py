@@ -1729,6 +1729,15 @@ def test_a_step_that_trains_few_of_the_weights_says_so(run):
     assert told["notes"] == ["the step that was counted trains 6.25% of the weights of all modules"], errors
 
 
+def test_a_step_whose_optimizer_trains_copies_on_the_cpu_does_not_say_which_share_it_trains(run):
+    copies = """
+copies = [p.detach().cpu() for p in model.parameters()]
+for copy in copies: copy.grad = torch.zeros_like(copy)
+others, optimizer = optimizer, torch.optim.SGD([*copies, model[0].bias], 0.1)
+"""
+    assert not [note for note in run(loop(BUILD + copies))[1]["notes"] if "trains" in note]
+
+
 def test_marks_are_counted_anew_where_what_made_them_is_gone():
     marks, weight, made = Marks(print), torch.zeros(1, requires_grad=True), []
 

@@ -872,6 +872,28 @@ def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
     assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
 
 
+LIKE = [lambda x: torch.empty_like(x, device="cpu"), lambda x: x.new_empty(x.shape, device="cpu")]
+
+
+@pytest.mark.parametrize("make", LIKE)
+def test_what_is_made_on_the_cpu_like_something_on_the_gpu_is_not_on_the_gpu(make):
+    """As torchao's CPUOffloadOptimizer makes its copy of each weight."""
+
+    def variant(make):
+        weight = torch.ones(1024, 1024, device="cuda")
+        held = make(weight)
+        held.copy_(weight, non_blocking=True)
+
+        def step():
+            weight.copy_(held, non_blocking=True)
+
+        return step
+
+    there, here = predict(partial(variant, torch.empty_like), "T4"), predict(partial(variant, make), "T4")
+    assert (there.allocated, here.allocated) == (2 * SQUARE, SQUARE)
+    assert here.time().table["copies to the CPU and back"].bytes == SQUARE
+
+
 SQUARE = 4 * 1024**2  # bytes
 
 

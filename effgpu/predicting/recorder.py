@@ -741,12 +741,14 @@ class Recorder(TorchDispatchMode):
         self._modules.add(module)
 
     def trained_share(self) -> float:
-        """The share of the modules' weights that the optimizers which have made a step train."""
+        """The share of the modules' weights that the optimizers which have made a step train; 0 if it is not known."""
         held = (each for module in self._modules for each in module._parameters.values() if each is not None)
         weights = {id(each): each.numel() for each in held}
         groups = (group for one in self.optimizers.stepped for group in one.param_groups)
-        trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
-        return sum(weights[each] for each in weights.keys() & trained) / max(1, sum(weights.values()))
+        given = {id(each): each for group in groups for each in group["params"]}
+        known = sum(weights[name] for name, each in given.items() if name in weights and each.requires_grad)
+        others = sum(each.numel() for name, each in given.items() if name not in weights)  # such as copies on the CPU
+        return known / max(1, sum(weights.values())) if others < known else 0.0
 
     def name_owners(self) -> None:
         """Say of all storages alive whose they are."""

@@ -122,6 +122,12 @@ class Translator(TorchFunctionMode):
         """
         return "cpu" in given or (self._names_cpu_by_device and CPU in given)
 
+    def _leaves_gpu(self, name: str, args: tuple, kwargs: dict) -> bool:
+        """Whether a call makes a tensor on the CPU that is like one on the GPU."""
+        if not (name.endswith("_like") or name.startswith("new_")) or not isinstance(args[0], FakeTensor):
+            return False
+        return self._recorder.device_of(args[0]) == FIRST_GPU and self._names_cpu(kwargs.get("device"))
+
     def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
         """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
         args, kwargs = name_by_number(name, args, kwargs)
@@ -133,7 +139,8 @@ class Translator(TorchFunctionMode):
                 result = func(*args, **kwargs)
             return self._recorder.move(result, GPU) if moves else result
         self._recorder.note_call()
-        result = func(*args, **kwargs)
+        with self._recorder.placing(HOST) if self._leaves_gpu(name, args, kwargs) else contextlib.nullcontext():
+            result = func(*args, **kwargs)
         if name == "cpu" or (name == "to" and self._names_cpu(*args[1:2], kwargs.get("device"))):
             result = self._recorder.move(result, HOST)
         return result
