@@ -1721,6 +1721,39 @@ optimizer = torch.optim.AdamW(model.parameters())
     assert seconds(told) == pytest.approx(seconds(alone), rel=0.01) and len(told["notes"]) == 1
 
 
+AHEAD = """
+import queue, threading
+from concurrent.futures import ThreadPoolExecutor
+
+class Ahead(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.batches = queue.Queue(2)
+        self.start()
+
+    def run(self):
+        while True:
+            self.batches.put(torch.randn(512, 1024).to("cuda", non_blocking=True))
+
+    def take(self):
+        return self.batches.get()
+
+pool, ahead = ThreadPoolExecutor(), Ahead()
+"""
+ASKED = "pool.submit(lambda: print(loss.item())).result()"
+
+
+def test_threads_of_a_script_have_its_gpu_and_read_its_tensors(run):
+    """One fetches batches ahead, another one logs, as Keras' does."""
+    head = f"{BUILD}{AHEAD}"
+    step = "loss = model(ahead.take()).square().mean()\nloss.backward()\noptimizer.step()\noptimizer.zero_grad()"
+    _, told, errors = run(loop(head, f"{step}\n{ASKED}"))
+    _, plain, _ = run(loop(BUILD, step.replace("ahead.take()", 'torch.randn(512, 1024).to("cuda")')))
+    assert told["allocated"] == pytest.approx(plain["allocated"] + 3 * 512 * 1024 * 4, rel=0.05), errors
+    assert any("reads a number, taken as 1" in each for each in told["assumptions"]), told["assumptions"]
+    assert not any("differ in size" in each for each in told["assumptions"])
+
+
 def test_a_step_that_trains_few_of_the_weights_says_so(run):
     head = "for layer in model[:-1]: layer.requires_grad_(False)\n"
     few = "model.extend(torch.nn.Linear(1024, 1024).cuda() for _ in range(8))\n"

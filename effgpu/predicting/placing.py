@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
@@ -78,6 +79,7 @@ class ScriptRecorder(Recorder):
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
+        self.one_at_a_time = threading.RLock()  # calls of the script's threads
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -277,7 +279,11 @@ class _Placer(Translator):
     _recorder: ScriptRecorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        with self._recorder.one_at_a_time:
+            return self._run(func, types, args, kwargs or {}, getattr(func, "__name__", ""))
+
+    def _run(self, func, types, args: tuple, kwargs: dict, name: str) -> object:
+        """What a call of the script's gives."""
         if name == "__get__":
             return self._describe(func, args)
         if func is torch.device or name == "_parse_to":  # the latter reads the arguments of Module.to

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from threading import current_thread, main_thread
 
 import torch
 from torch.utils.data import DataLoader
@@ -466,7 +467,7 @@ class Recorder(TorchDispatchMode):
         block = Block(round_size(size) if self.capability or tensor.is_cuda else size, self._events, owner)
         block.node = -1 if is_forward else _number_node()
         block.place = self._placing
-        if is_forward and torch.is_grad_enabled() and self.is_on_gpu(block):
+        if is_forward and torch.is_grad_enabled() and self.is_on_gpu(block) and current_thread() is main_thread():
             self._made[-1].append(block)
         block.site = sites.find_site()
         self.blocks.append(block)

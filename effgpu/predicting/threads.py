@@ -1,0 +1,24 @@
+"""Threads that a script starts, such as one that fetches batches ahead: they find its GPU and its tensors, too."""
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from effgpu.predicting.placing import ScriptRecorder
+
+
+def started_inside(recorder: "ScriptRecorder") -> list[tuple[object, str, object]]:
+    """What lets a thread run in the modes of the script that starts it: PyTorch keeps them for each thread apart."""
+    start = threading.Thread.start
+
+    def start_inside(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def run_inside() -> None:
+            with recorder.fakes, recorder, recorder.translator():
+                run()
+
+        thread.run = run_inside
+        start(thread)
+
+    return [(threading.Thread, "start", start_inside)]
