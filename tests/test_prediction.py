@@ -470,6 +470,44 @@ def test_older_gpus_that_take_as_much_are_not_said_to_take_other_kernels():
     assert both.older and "other kernels" not in str(both)
 
 
+def test_each_gpu_has_the_step_that_it_takes_itself():
+    """Of three generations, where the step asks which it is; and none has another's."""
+
+    def variant():
+        sizes = {(9, 0): 512, (8, 0): 1024, (7, 5): 2048}
+        size = sizes[torch.cuda.get_device_capability()]
+        return lambda: torch.mm(*torch.ones(2, size, size, device="cuda"))
+
+    several = predict(variant, ["T4", "H100", "A100"])
+    for gpu in ("H100", "A100", "T4"):
+        alone = predict(variant, gpu)
+        assert several.time(gpu) == alone.time() and several.total(gpu) == alone.total()
+    with pytest.raises(ValueError, match=r"below compute capability 9.0 take other kernels or formats: predict for it"):
+        predict(variant, "H100").time("T4")
+
+
+def test_what_follows_from_a_gpus_name_is_that_gpus_alone():
+    def variant(of_properties=False):
+        name = torch.cuda.get_device_properties(0).name if of_properties else torch.cuda.get_device_name()
+        size = 2048 if "T4" in name else 1024
+        return lambda: torch.mm(*torch.ones(2, size, size, device="cuda"))
+
+    for way in (variant, partial(variant, of_properties=True)):
+        several = predict(way, ["A100", "T4"])
+        assert several.time("T4") == predict(way, "T4").time() and not several.assumptions
+        (told,) = predict(way, ["A100 40 GB", "A100 80 GB"]).assumptions
+        assert told.startswith("what follows from a GPU's name is that of the A100 40 GB, which test_prediction.py:")
+
+
+def test_a_name_that_is_only_shown_decides_nothing():
+    def variant():
+        print(f"runs on {torch.cuda.get_device_name()}")
+        return linear()()
+
+    shown = predict(variant, ["A100 40 GB", "A100 80 GB", "T4"])
+    assert shown.older is None and not shown.assumptions
+
+
 def copying():
     model, copies = nn.Linear(1024, 1024), []
 

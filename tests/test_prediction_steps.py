@@ -872,6 +872,36 @@ def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
     assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
 
 
+def with_a_false(mask):
+    mask[0] = False
+    return mask.all()
+
+
+MIXED = [  # what is asked of x, and whether a healthy step decides it
+    (lambda x: (torch.isnan(x) | (x > 3)).any(), False),
+    (lambda x: (torch.isfinite(x) & (x > 3)).all(), False),
+    (lambda x: torch.isfinite(x).logical_and_(x > 3).all(), False),
+    (lambda x: with_a_false(torch.isfinite(x)), False),
+    (lambda x: (torch.isfinite(x) | (x > 3)).all(), True),
+    (lambda x: (torch.isnan(x) & (x > 3)).any(), True),
+    (lambda x: (~torch.isnan(x)).all(), True),
+]
+
+
+@pytest.mark.parametrize(("asks", "known"), MIXED)
+def test_a_mask_of_which_a_part_is_known_is_known_only_where_that_decides(asks, known):
+    def variant():
+        x = torch.randn(64, 64, device="cuda")
+
+        def step():
+            if asks(x):
+                x.add_(1)
+
+        return step
+
+    assert ("decides by a value" in str(predict(variant, "T4").unknown)) != known
+
+
 LIKE = [lambda x: torch.empty_like(x, device="cpu"), lambda x: x.new_empty(x.shape, device="cpu")]
 
 

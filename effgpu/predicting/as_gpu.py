@@ -15,7 +15,7 @@ from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_te
 from effgpu.predicting import flex, imports, loading, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
-from effgpu.predicting.hardware import InUse, answering_as
+from effgpu.predicting.hardware import Asks, InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder, is_meta
 from effgpu.predicting.rules import boxes_at_once, kernels
@@ -54,8 +54,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         _observed_by(recorder),
         answering_as(
             recorder.asked.gpu,
-            recorder.note_capability,
-            recorder.note_memory,
+            Asks(recorder.note_capability, recorder.note_name, recorder.note_memory),
             InUse(recorder.in_use, recorder.most_in_use, recorder.forget_most),
         ),
         imports.changed(

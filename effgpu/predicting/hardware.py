@@ -106,8 +106,21 @@ def _tell_memory(in_use: InUse) -> dict[str, Callable]:
     }
 
 
+class Asks(NamedTuple):
+    """Whom to call where an answer is the named GPU's own: of its kind, of its name, and of its memory."""
+
+    kind: Callable[[], None]
+    name: Callable[[], None]
+    memory: Callable[[], None]
+
+
 class _Properties(SimpleNamespace):
-    """Of a GPU. `_ask_memory` gives its bytes."""
+    """Of a GPU. `_ask_name` gives its name, `_ask_memory` its bytes."""
+
+    @property
+    def name(self) -> str:
+        """As the driver has it."""
+        return self._ask_name()
 
     @property
     def total_memory(self) -> int:
@@ -115,11 +128,11 @@ class _Properties(SimpleNamespace):
         return self._ask_memory()
 
 
-def _properties(gpu: Gpu, ask_memory: Callable[[], int]) -> _Properties:
+def _properties(gpu: Gpu, ask_name: Callable[[], str], ask_memory: Callable[[], int]) -> _Properties:
     """What torch.cuda.get_device_properties says of it."""
     major, minor = gpu.capability
     return _Properties(
-        name=f"NVIDIA {gpu.name}",
+        _ask_name=ask_name,
         _ask_memory=ask_memory,
         major=major,
         minor=minor,
@@ -137,35 +150,38 @@ def _properties(gpu: Gpu, ask_memory: Callable[[], int]) -> _Properties:
     )
 
 
-def _answers(gpu: Gpu, note: Callable, note_memory: Callable, in_use: InUse) -> Iterator[tuple[object, str, object]]:
-    """(module, name, what stands there inside). `note` is called where an answer is the named GPU's own."""
+def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str, object]]:
+    """(module, name, what stands there inside)."""
     memory = _tell_memory(in_use)
 
     def ask_memory() -> int:
-        note_memory()
+        asks.memory()
         return gpu.memory
 
     def left(*_: object, **__: object) -> tuple[int, int]:
         return max(0, ask_memory() - gpu.context[1] - in_use.most()), gpu.memory
 
-    properties = _properties(gpu, ask_memory)
+    def ask_name(device: object = None) -> str:
+        asks.name()
+        return f"NVIDIA {gpu.name}"
 
-    def capability(device=None):
-        note()
-        return gpu.capability
+    properties = _properties(gpu, ask_name, ask_memory)
 
-    def describe(device=None):
-        note()
-        return properties
+    def ask(answer: object) -> Callable:
+        def give(*_: object, **__: object) -> object:
+            asks.kind()
+            return answer
+
+        return give
 
     cuda = {
         "is_available": _gives(True),
         "is_initialized": _gives(True),
         "device_count": _gives(1),
-        "get_device_name": _gives(properties.name),
-        "get_device_capability": capability,
-        "get_device_properties": describe,
-        "get_arch_list": lambda: [f"sm_{properties.major}{properties.minor}"],
+        "get_device_name": ask_name,
+        "get_device_capability": ask(gpu.capability),
+        "get_device_properties": ask(properties),
+        "get_arch_list": ask([f"sm_{properties.major}{properties.minor}"]),
         "mem_get_info": left,
         **memory,
         "reset_max_memory_allocated": memory["reset_peak_memory_stats"],
@@ -179,7 +195,7 @@ def _answers(gpu: Gpu, note: Callable, note_memory: Callable, in_use: InUse) -> 
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "default_generators": (torch.default_generator,),
         "is_current_stream_capturing": _gives(False),
-        "is_tf32_supported": lambda: gpu.capability >= (8, 0),
+        "is_tf32_supported": ask(gpu.capability >= (8, 0)),
         "can_device_access_peer": _gives(False),
         "Event": Event,
         "Stream": Stream,
@@ -228,14 +244,9 @@ _true: list[tuple[object, str, object]] = []  # what stands behind the answers t
 
 
 @contextlib.contextmanager
-def answering_as(
-    gpu: Gpu | None, note: Callable[[], None], note_memory: Callable[[], None], in_use: InUse
-) -> Iterator[None]:
-    """Inside, PyTorch says that this GPU is the only one here, so much of it `in_use`; with None, what is true.
-
-    `note` is called where it says what another GPU may have otherwise, `note_memory` where that is how much memory.
-    """
-    answers = [each for each in _answers(gpu, note, note_memory, in_use) if hasattr(*each[:2])] if gpu else []
+def answering_as(gpu: Gpu | None, asks: Asks, in_use: InUse) -> Iterator[None]:
+    """Inside, PyTorch says that this GPU is the only one here, so much of it `in_use`; with None, what is true."""
+    answers = [each for each in _answers(gpu, asks, in_use) if hasattr(*each[:2])] if gpu else []
     behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name, _ in answers]
     before, _true[:] = list(_true), [*_true, *behind]
     try:

@@ -151,18 +151,22 @@ class Prediction:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was taken for granted, in words."""
-        return tell(self.said, *ASSUMPTIONS)
+        """What was taken for granted, in words; for older GPUs, too."""
+        return tell(self._said_of_all, *ASSUMPTIONS)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What could not be predicted, in words."""
-        return tell(self.said, *NOT_KNOWN)
+        """What could not be predicted, in words; for older GPUs, too."""
+        return tell(self._said_of_all, *NOT_KNOWN)
+
+    @property
+    def _said_of_all(self) -> tuple[Fact, ...]:
+        return tuple(dict.fromkeys((*self.said, *(self.older._said_of_all if self.older else ()))))
 
     def for_gpu(self, gpu: GpuLike | None = None) -> "tuple[Prediction, Gpu]":
         """The prediction for a GPU, which is `older` on some, and the GPU; None is the first of `gpus`."""
         gpu = self.gpus[0] if gpu is None else find_gpu(gpu)
-        return self.older if self.older and gpu.capability < self.holds_from else self, gpu
+        return self.older.for_gpu(gpu) if self.older and gpu.capability < self.holds_from else (self, gpu)
 
     def total(self, gpu: GpuLike | None = None) -> ByteRange:
         """All bytes that the process takes on the GPU: the step, workspaces and CUDA's context, and what is paged.
@@ -215,17 +219,26 @@ class Prediction:
     def time(self, gpu: GpuLike | None = None) -> Time:
         """The time of a step on a GPU, in seconds, with its range; None is the first of `gpus`.
 
-        Raises ValueError for a GPU whose speed is not known, as for one that is given as a size.
+        Raises ValueError for a GPU whose speed is not known, as for one that is given as a size, and for one that takes
+        other kernels than those that were predicted.
         """
-        one, gpu = self.for_gpu(gpu)
+        one, gpu = self._at_speed(gpu)
         return step_time(one.segments, gpu, compiled=one.compiled)
+
+    def _at_speed(self, gpu: GpuLike | None) -> "tuple[Prediction, Gpu]":
+        one, gpu = self.for_gpu(gpu)
+        if gpu.capability < one.holds_from:
+            least = ".".join(map(str, one.holds_from))
+            text = f"a time for the {gpu.name}, as GPUs below compute capability {least} take other kernels or formats"
+            raise BadArgument(f"gpu: expected one that was predicted for, not {text}: predict for it")
+        return one, gpu
 
     def timeline(self, gpu: GpuLike | None = None) -> Timeline:
         """The step on a GPU with two clocks, the CPU's and the GPU's: `.save(path)` writes a trace for Perfetto.
 
-        Raises ValueError for a GPU whose speed is not known.
+        Raises ValueError for the GPUs for which `time` does.
         """
-        one, gpu = self.for_gpu(gpu)
+        one, gpu = self._at_speed(gpu)
         kernels = sum((segment.kernels for segment in one.segments), Counter())
         work = step_time([Segment(kernels)], gpu)  # the GPU's alone: the events say when it waits
         off = work.high / work.expected if work.expected else 1.0
@@ -317,10 +330,9 @@ class Prediction:
     def _notes(self) -> list[str]:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
         notes = join_places(notes)
-        older = [gpu.name for gpu in self.gpus if gpu.capability < self.holds_from]
-        if older and not (self.older and self.older.allocated == self.allocated):
+        if others := [gpu.name for gpu in self.gpus if self.for_gpu(gpu)[0].allocated != self.allocated]:
             notes.append(
-                f"on {' and '.join(older)} the step takes other kernels or formats: the peak above is not theirs"
+                f"on {' and '.join(others)} the step takes other kernels or formats: the peak above is not theirs"
             )
         if any(self._gives_back(gpu) for gpu in self.gpus):
             notes.append(_GIVES_BACK)
@@ -387,10 +399,12 @@ def predict(
             return walk(lambda _: variant, asked)
         return scripts.run(program, "effgpu.predicting.scripts:planned", asked=asked)
 
-    predicted = walk_on((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
-    if older := [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]:
-        predicted = replace(predicted, older=walk_on(max(older)))
-    return predicted
+    def walk_down(capability: tuple[int, int]) -> Prediction:
+        predicted = walk_on(capability)
+        older = [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]
+        return replace(predicted, older=walk_down(max(older))) if older else predicted
+
+    return walk_down((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
 
 
 def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:

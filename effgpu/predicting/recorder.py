@@ -37,7 +37,7 @@ from effgpu.predicting.counting import HALF, Counting
 from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, UNTIMED, Fact
 from effgpu.predicting.files import Files
 from effgpu.predicting.gpus import FP8, FP8_FROM
-from effgpu.predicting.guesses import Guesses
+from effgpu.predicting.guesses import Guesses, find_reader, makes_a_statistic
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.kernels import (
     CONVOLUTION,
@@ -61,7 +61,8 @@ from effgpu.units import MiB
 aten = torch.ops.aten
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
 _BELOW_INFINITY = {"lt": True, "le": True, "gt": False, "ge": False}  # what a loss is
-_KEEPS_PREDICATE = ("any", "all", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "clone", "_to_copy", "view")
+_KEEPS_TRUTH = ("any", "all", "clone", "_to_copy", "view")
+_DECIDED_BY = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}  # one operand alone
 # What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
 # calls of an operation.
 _VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
@@ -173,13 +174,22 @@ class Recorder(TorchDispatchMode):
         """The step has asked what the GPU is: another one may take another way."""
         self.holds_from = max(self.holds_from, self.capability or (0, 0))
 
+    def note_name(self) -> None:
+        """The step has asked for the GPU's name; nothing follows where it only shows it."""
+        if not makes_a_statistic(find_reader()[1]):
+            self.note_capability()
+            self._note_own("what follows from a GPU's name is that")
+
     def note_memory(self) -> None:
         """The step has asked how much memory the GPU has: sizes may follow from it."""
         self.note_capability()
-        site = sites.find_site()
-        if len(self.asked.gpus) > 1 and site and not site.inside:
-            text = f"sizes that follow from a GPU's memory are those of the {self.asked.gpu.name}"
-            self.say(ASSUMED, f"{text}, which {site.place} asks for: predict for each GPU alone")
+        self._note_own("sizes that follow from a GPU's memory are those")
+
+    def _note_own(self, what: str) -> None:
+        site, alike = sites.find_site(), [gpu.capability for gpu in self.asked.gpus].count(self.capability)
+        if alike > 1 and site and not site.inside:  # those of another kind are predicted for apart
+            text = f"{what} of the {self.asked.gpu.name}, which {site.place} asks for: predict for each GPU alone"
+            self.say(ASSUMED, text)
 
     def translator(self) -> Translator:
         """The mode that makes a GPU of the CPU, for `as_gpu`."""
@@ -329,14 +339,10 @@ class Recorder(TorchDispatchMode):
     def _note_meaning(self, func, name: str, args: tuple, result: object) -> None:
         """Note what an operation says of its result: a truth, zeros, a product, what was looked up."""
         self.counting.follow(name, args, result)
+        if self.truths:
+            self._follow_truths(func, name, args, result)
         if self.optimizers.keeps_direction(func, args):
             self.truths[result] = True
-        elif name in _KEEPS_PREDICATE and isinstance(result, torch.Tensor):
-            truths = [self.truths[arg] for arg in args if isinstance(arg, FakeTensor) and arg in self.truths]
-            if truths:
-                self.truths[result] = truths[0]
-        elif name == "logical_not" and args[0] in self.truths:
-            self.truths[result] = not self.truths[args[0]]
         elif name in _BELOW_INFINITY and not args[0].dim() and isinstance(args[1], float) and math.isinf(args[1]):
             self.truths[result] = _BELOW_INFINITY[name] == (args[1] > 0)
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -347,6 +353,23 @@ class Recorder(TorchDispatchMode):
             self.looked_up.append(known)
         elif name in ("convolution", "convolution_backward"):
             self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
+
+    def _follow_truths(self, func, name: str, args: tuple, result: object) -> None:
+        """Note the truth of a result that follows from that of its arguments, and forget that of what is written."""
+        known = [self.truths.get(arg) if isinstance(arg, FakeTensor) else None for arg in args[:2]]
+        name = name.removesuffix("_") if func._schema.is_mutable else name
+        truth = None
+        if name in _KEEPS_TRUTH:
+            truth = known[0]
+        elif name in ("logical_not", "bitwise_not"):
+            truth = None if known[0] is None else not known[0]
+        elif name in _DECIDED_BY:
+            truth = _DECIDED_BY[name] if _DECIDED_BY[name] in known else known[0] if known[0] == known[1] else None
+        if func._schema.is_mutable and isinstance(args[0], FakeTensor) and args[0].dtype is torch.bool:
+            for mask in [each for each in self.truths if storage_key(each) == storage_key(args[0])]:
+                del self.truths[mask]
+        if truth is not None and isinstance(result, torch.Tensor):
+            self.truths[result] = truth
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the kernels of an operation, if it is in the step that counts."""
