@@ -2316,10 +2316,10 @@ def test_a_script_with_a_sparse_format_that_is_not_followed_is_told_so(run):
 SAVES_AND_LOADS = {
     "safetensors": "save_file(model.state_dict(), file); loaded = load_file(file)",
     "memory": "memory = io.BytesIO(); torch.save(model.state_dict(), memory)\n"
-    "memory.seek(0); loaded = torch.load(memory)",
+    "memory.seek(0); loaded = torch.load(memory, map_location='cpu')",
     "memory, then a file": "memory = io.BytesIO(); torch.save(model.state_dict(), memory)\n"
-    "open(file, 'wb').write(memory.getvalue()); loaded = torch.load(file)",
-    "Lightning": "_atomic_save(model.state_dict(), file); loaded = torch.load(file)",
+    "open(file, 'wb').write(memory.getvalue()); loaded = torch.load(file, map_location='cpu')",
+    "Lightning": "_atomic_save(model.state_dict(), file); loaded = torch.load(file, map_location='cpu')",
 }
 LIGHTNING = """
 import io, torch

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -69,6 +70,40 @@ def test_weights_that_torch_loads_in_a_variant_are_counted_once(here, device):
     loaded, built = predict(variant, "T4"), predict(lambda: variant(False), "T4")
     assert loaded.allocated == built.allocated
     assert not loaded.unknown and not loaded.assumptions
+
+
+@pytest.mark.parametrize(("options", "on_gpu"), [({}, 2), ({"map_location": "cpu"}, 1), ({"map_location": "cuda"}, 2)])
+def test_weights_that_were_not_written_are_loaded_where_the_script_says(here, options, on_gpu):
+    def variant():
+        weight = torch.ones(1024, 1024, device="cuda")
+        torch.save({"weight": weight}, "weights.pt")
+        loaded = torch.load("weights.pt", **options)["weight"]
+        assert loaded.is_cuda == (on_gpu == 2) and loaded is not weight
+        return lambda: (weight, loaded)
+
+    assert predict(variant, "T4").allocated == on_gpu * 4 * 1024**2
+
+
+def test_what_is_saved_stays_in_no_memory_and_tied_weights_are_loaded_as_one(here):
+    def variant(saves):
+        model = torch.nn.Sequential(torch.nn.Embedding(512, 512), torch.nn.Linear(512, 512, bias=False)).cuda()
+        model[1].weight = model[0].weight
+
+        def step():
+            model(torch.zeros(8, dtype=torch.long, device="cuda")).sum().backward()
+            held = torch.ones(1024, 1024, device="cuda")
+            if saves:
+                torch.save([held, model], "held.pt")
+            del held
+            if saves:
+                _, other = torch.load("held.pt", map_location="cpu", weights_only=False)
+                assert other is not model and other[1].weight is other[0].weight
+                assert isinstance(other[0].weight, torch.nn.Parameter) and not other[0].weight.is_cuda
+
+        return step
+
+    saved, plain = (predict(partial(variant, saves), "T4") for saves in (True, False))
+    assert saved.allocated == plain.allocated and not saved.kept
 
 
 def test_a_checkpoint_of_a_variant_is_not_written_and_an_older_one_stays(here):

@@ -19,6 +19,7 @@ import torch
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
 from effgpu.predicting import imports
+from effgpu.predicting.allocator import HOST
 from effgpu.predicting.files import Files
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.recorder import LARGE, Recorder
@@ -136,10 +137,10 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         if _holds_fake(obj):
             if isinstance(f, io.BytesIO):
                 recorder.files.unwritten["torch.save into memory, of which no file can be loaded"] = None
-                recorder.files.write_into_memory(f, obj)
+                recorder.files.write_into_memory(f, _Stored(obj, recorder))
                 return
             recorder.files.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
-            recorder.files.save(f, obj)
+            recorder.files.save(f, _Stored(obj, recorder))
         elif not recorder.files.keep(f, obj):
             save(obj, f, *args, **kwargs)
 
@@ -155,7 +156,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
             mmap = mmap if mmap is not None else begins.startswith(_ZIP) or None
             saved = recorder.files.recall(begins)
         if saved and not saved.source:
-            return saved.value
+            return saved.value.load(map_location) if isinstance(saved.value, _Stored) else saved.value
         to_gpu = _maps_to_gpu(map_location)
         with on_real_tensors():  # else PyTorch gives fake tensors here
             loaded = load(f, "cpu" if map_location is None or to_gpu else map_location, *args, mmap=mmap, **kwargs)
@@ -221,6 +222,70 @@ def _holds_fake(value: object) -> bool:
     return False
 
 
+class _Stored:
+    """What torch.save would have written: a copy of an object. Of its fake tensors it has the outlines."""
+
+    def __init__(self, value: object, recorder: Recorder):
+        self._recorder, self._pickled = recorder, io.BytesIO()
+        self._outlines: list[tuple[torch.Tensor, bool, bool]] = []  # with: on the GPU, a parameter
+        numbers: dict[tuple, int] = {}
+
+        class Writer(pickle.Pickler):
+            def persistent_id(writer, one: object) -> int | None:
+                if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+                    return None
+                key = (
+                    storage_key(one),
+                    one.shape,
+                    one.stride(),
+                    one.storage_offset(),
+                    one.dtype,
+                )  # a tied weight's: once
+                if key not in numbers:
+                    numbers[key] = len(self._outlines)
+                    on_gpu = isinstance(one, FakeTensor) and recorder.device_of(one) == FIRST_GPU
+                    self._outlines.append((self._outline(one), on_gpu, isinstance(one, torch.nn.Parameter)))
+                return numbers[key]
+
+        Writer(self._pickled).dump(value)
+
+    def _outline(self, tensor: torch.Tensor) -> torch.Tensor:
+        known = self._recorder.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        with on_real_tensors():
+            if known is None or (isinstance(tensor, FakeTensor) and known.numel() > LARGE):
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            else:
+                made = known.detach().clone()
+            return made.requires_grad_(tensor.requires_grad)
+
+    def load(self, map_location: object) -> object:
+        """What torch.load would give: tensors of its own, where their likes were, or where it is told to put them."""
+        made: dict[int, torch.Tensor] = {}
+        stored = self
+
+        class Reader(pickle.Unpickler):
+            def persistent_load(self, number: int) -> torch.Tensor:
+                if number not in made:
+                    made[number] = stored._make(*stored._outlines[number], map_location)
+                return made[number]
+
+        self._pickled.seek(0)
+        return Reader(self._pickled).load()
+
+    def _make(self, outline: torch.Tensor, on_gpu: bool, parameter: bool, map_location: object) -> torch.Tensor:
+        to_gpu = _maps_to_gpu(map_location) or (on_gpu and map_location is None)
+        if outline.device.type == "meta":
+            with self._recorder.placing(HOST) if on_gpu and not to_gpu else contextlib.nullcontext():
+                made = self._recorder.imitate(outline, True, 0)
+        else:
+            with on_real_tensors():
+                real = outline.detach().clone().requires_grad_(outline.requires_grad)
+            made = self._recorder.take_in(real)
+        if to_gpu:
+            made = made.detach().to(FIRST_GPU).requires_grad_(made.requires_grad)
+        return torch.nn.Parameter(made.detach(), made.requires_grad) if parameter else made
+
+
 class _Slice:
     """One tensor of a file: its shape and type, and what is read of it."""
 
@@ -264,7 +329,7 @@ class _UnwrittenSlice:
 
     def __getitem__(self, key: object) -> torch.Tensor:
         with torch.no_grad():
-            return self._tensor[key].clone()
+            return self._tensor[key]
 
 
 class _Opened:
@@ -276,7 +341,8 @@ class _Opened:
     def __init__(self, filename, framework="pt", device="cpu", **options):
         saved = self.recorder.files.find(filename)
         if saved and not saved.source:
-            self._real = _Unwritten(*saved.value)
+            tensors, metadata = saved.value.load("cpu") if isinstance(saved.value, _Stored) else saved.value
+            self._real = _Unwritten(tensors, metadata)
         else:
             file = saved.source if saved else filename
             self._real = self.opened(file, framework=framework, device="cpu", **options)
@@ -316,7 +382,7 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     def save_values(tensors, filename, metadata=None):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             recorder.files.unwritten[f"safetensors' save_file to {recorder.files.name(filename)}"] = None
-            recorder.files.save(filename, (dict(tensors), metadata))
+            recorder.files.save(filename, _Stored((dict(tensors), metadata), recorder))
         elif not recorder.files.keep(filename, (dict(tensors), metadata)):
             save(tensors, filename, metadata)
 
