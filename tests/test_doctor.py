@@ -444,13 +444,14 @@ def found():
     return effgpu.doctor(training(), [torch.ones(4096, 64)])
 
 
-def test_the_table_says_ceilings_ranges_and_what_is_predicted(found):
-    headings, rows = found.table()
-    assert headings == ["what", "saves at most, per step", "of the step", "lesson", "what to change"]
-    assert all("[" in row[1] and row[2].endswith("%") for row in rows)
-    assert f"T4: {format_seconds(found.seconds)} per step [" in str(found)
+def test_each_finding_says_its_ceiling_its_range_where_it_is_and_what_to_change(found):
+    lines, first = str(found).splitlines(), found.findings[0]
+    assert lines[0].startswith(f"T4: {format_seconds(found.seconds)} per step [") and lines[0].endswith("(predicted)")
+    saves = f"saves at most {format_seconds(first.seconds)} [{format_seconds(first.low)}, {format_seconds(first.high)}]"
+    assert lines[2] == f"1. {first.name}: {saves}, {first.seconds / found.seconds:.0%} of the step"
+    assert re.search(rf"^   change  {re.escape(first.advice)} \(lessons? {first.lesson}\)$", str(found), re.MULTILINE)
     assert "memory, predicted: " in str(found)
-    assert found.findings[0].advice in found._repr_html_()
+    assert first.advice in found._repr_html_() and found._repr_html_().count("<li>") == len(found.findings)
 
 
 def test_two_that_were_tried_together_save_less_than_their_sum():
@@ -467,7 +468,7 @@ def test_what_may_be_large_or_nothing_is_no_finding():
 
 def test_the_largest_batch_is_that_of_the_step_with_so_many_samples(found):
     expected = effgpu.largest(lambda times: with_rows(training(), 4096 * times, 64), "T4")
-    told = f": fits; {expected.fits} times the batch fits, too, and {expected.may_fit} times may fit"
+    told = f": fits; a batch {expected.fits} times as large fits, too, and {expected.may_fit} times as large may"
     assert found.batches.fits == expected.fits and told in str(found)
 
 
@@ -565,7 +566,7 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     found = effgpu.doctor(variant, loader)
     assert found.measured
     assert (found.seconds, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert found.table()[0][3] == "how known" and found.table()[1][0][3] == "measured"
+    assert re.search(r"^1\. data loading: saves at most .* 40% of the step \(measured\)$", str(found), re.MULTILINE)
     assert measured(found) == pytest.approx({LOADING: 0.04, OPTIMIZER: 0.03, COPYING: 0.02, PRECISION: 0.006})
     assert [one.name for one in found.findings if one.measured] == [LOADING, OPTIMIZER, COPYING, PRECISION]
     assert (found.together.name, found.together.measured) == ("data loading and optimizer", True)
@@ -583,7 +584,7 @@ def test_on_a_gpu_no_workers_are_advised_where_these_take_longer(on_gpu, monkeyp
     variant, loader, _ = on_gpu
     monkeypatch.setattr(batches, "_time_handing", lambda batch: 0.03)
     (loading,) = [one for one in effgpu.doctor(variant, loader).findings if one.name == LOADING]
-    assert loading.note == "a worker takes 30.0 ms to hand it over" and "num_workers" not in loading.advice
+    assert loading.note == "a worker takes 30.0 ms to hand a batch over" and "num_workers" not in loading.advice
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -699,7 +700,7 @@ loader, number = [torch.ones(8, 64)], 3
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        (["--loader", "loader", "--gpu", "A100"], 0, r"A100 40 GB: .*\n\n.*\nlaunching "),
+        (["--loader", "loader", "--gpu", "A100"], 0, r"A100 40 GB: .*\n\n1. launching: "),
         (["--loader", "nothing"], 2, "effgpu: error: .*: expected a loader called nothing"),
         (["--loader", "number"], 2, "effgpu: error: loader: expected batches that can be iterated over, got int"),
         (["--gpu", "Voodoo 2"], 2, "effgpu: error: gpu: expected one of"),

@@ -148,7 +148,7 @@ def _formats(events: Iterable[Event]) -> set[str]:
     return {kernel.format for event in events for kernel in event.kernels if kernel.product}
 
 
-_AT_ONCE = "of data in memory, whole batches: tensors[rows] for rows in torch.randperm(len(tensors)).split(size)"
+_AT_ONCE = "whole batches of what is in memory: tensors[rows] for rows in torch.randperm(len(tensors)).split(size)"
 _TRAINER = os.path.join("transformers", "trainer.py")
 _COMPILE = "a larger batch, or torch.compile(model)"
 
@@ -239,14 +239,14 @@ def _reads_scores(event: Event, seen: Observed) -> bool:
 
 def _tell_loading(seen: Observed, events: list[Event]) -> str:
     how = f"num_workers={seen.workers}" if seen.has_loader else "by the script itself"
-    loading = [f"{format_seconds(seen.loading[0])} per step, measured here, {how}"] * (seen.step is None)
-    handing = [f"a worker takes {format_seconds(seen.handing)} to hand it over"] * bool(seen.handing)
+    loading = [f"loading takes {format_seconds(seen.loading[0])} per step, measured here, {how}"] * (seen.step is None)
+    handing = [f"a worker takes {format_seconds(seen.handing)} to hand a batch over"] * bool(seen.handing)
     return "; ".join(loading + handing)
 
 
 def _tell_copies(seen: Observed, events: list[Event]) -> str:
     pinned = all(event.pinned for event in events) and events
-    return f"{format_bytes(sum(event.bytes for event in events))} from {'pinned' if pinned else 'ordinary'} memory"
+    return f"{format_bytes(sum(event.bytes for event in events))} from {'pinned' if pinned else 'pageable'} memory"
 
 
 CAUSES = {
@@ -265,7 +265,7 @@ CAUSES = {
             "12",
             _read_less,
             lambda event, seen: event.kind == READ,
-            note=lambda seen, events: f"the CPU waits {len(events)} times in a step",
+            note=lambda seen, events: f"waits of the CPU in a step: {len(events)}",
         ),
         Cause(COPYING, "03", _copy_faster, lambda event, seen: event.kind == COPY, note=_tell_copies),
         Cause(
@@ -300,7 +300,7 @@ CAUSES = {
             "04",
             lambda seen: "pack the texts, or sort them by length and pad each batch to its longest",
             without=_pack,
-            note=lambda seen, events: f"{seen.padding:.0%} of the tokens",
+            note=lambda seen, events: f"{seen.padding:.0%} of the tokens are padding",
         ),
         Cause(
             COMPILING,

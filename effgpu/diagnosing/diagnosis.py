@@ -11,6 +11,7 @@ from effgpu.predicting.timeline import Timeline
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in
 # predicting/time.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
 THRESHOLD = 0.05
+_HIDE = "each hides the other: to change one alone saves much less"
 _LISTS = ("findings", "hidden", "perhaps", "examined")
 
 
@@ -34,14 +35,10 @@ class Finding:
     lesson: str = ""
     advice: str = ""
 
-    def cells(self, step: float) -> list[str]:
+    def in_words(self, step: float) -> str:
         """What it saves, with its interval or range, and the share of a step of so many seconds."""
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
-        return [f"{seconds} [{low}, {high}]", f"{self.seconds / step:.0%}"]
-
-    def in_words(self, step: float) -> str:
-        """The same in words."""
-        return "at most {}, {} of the step".format(*self.cells(step))
+        return f"at most {seconds} [{low}, {high}], {self.seconds / step:.0%} of the step"
 
     def to_dict(self, step: float) -> dict:
         """Seconds, the share of a step of so many seconds, and what to change."""
@@ -52,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """What holds a step back on a GPU. Shows itself as a table.
+    """What holds a step back on a GPU. Shows itself as a numbered list.
 
     `seconds` is the time of the step, `low` to `high` its interval or range. `examined` are all ceilings, the largest
     first; `findings` those of 5 % of the step and more. They do not add up: `together` is what the two largest save
@@ -103,16 +100,21 @@ class Diagnosis:
             "warnings": list(self.warnings),
         }
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and a row of strings for each finding, and for each pair of which one hides the other."""
-        headings = ["what", "saves at most, per step", "of the step", "lesson", "what to change"]
-        shown = [*self.findings, *self.hidden]
-        rows = [[one.name, *one.cells(self.seconds), one.lesson, one.advice] for one in shown]
-        if self.measured:  # and not all of it may be
-            headings.insert(3, "how known")
-            for row, one in zip(rows, shown):
-                row.insert(3, "measured" if one.measured else "predicted")
-        return headings, rows
+    def _tell(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Each finding in one line, with what was seen, the reader's lines and what to change: pairs of label, text.
+
+        Pairs of which each hides the other stand below.
+        """
+        told = []
+        for one in (*self.findings, *self.hidden):
+            how = f" ({'measured' if one.measured else 'predicted'})" * self.measured  # and not all of it may be
+            seen = _HIDE if one in self.hidden else one.note
+            details = [("seen", seen)] if seen else []
+            details += [("line", str(line)) for line in one.lines[:3]]
+            lessons = f"lesson{'s' * (' and ' in one.lesson)} {one.lesson}"
+            details.append(("change", f"{one.advice} ({lessons})"))
+            told.append((f"{one.name}: saves {one.in_words(self.seconds)}{how}", details))
+        return told
 
     def _heading(self) -> str:
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
@@ -123,10 +125,8 @@ class Diagnosis:
         return f"nothing {'surely ' if self.perhaps else ''}above {THRESHOLD:.0%} of the step"
 
     def _below(self) -> list[str]:
-        """What stands below the table."""
-        lines = [f"{one.name}: {one.note}" for one in self.findings if one.note]
-        lines += [f"{one.name}: {line}" for one in self.findings for line in one.lines[:3]]
-        lines += [f"{one.name} hide each other: to change one alone saves much less" for one in self.hidden]
+        """What stands below the findings."""
+        lines = []
         if self.together:
             lines.append(f"{self.together.name} together: {self.together.in_words(self.seconds)}")
         lines += [f"{one.name}, perhaps: {one.in_words(self.seconds)}" for one in self.perhaps]
@@ -142,7 +142,7 @@ class Diagnosis:
         lines = [f"memory, predicted: {memory.tell_total(gpu)} of {units.format_bytes(gpu.memory)}: {memory.verdict()}"]
         if self.batches is not None:
             fits, may_fit = self.batches.fits, self.batches.may_fit
-            lines[0] += f"; {fits} times the batch fits, too, and {may_fit} times may fit"
+            lines[0] += f"; a batch {fits} times as large fits, too, and {may_fit} times as large may"
         if memory.verdict() == FITS:
             return lines
         lines.append("  {} – {} of it are CUDA's own".format(*map(units.format_bytes, gpu.context)))
@@ -154,13 +154,18 @@ class Diagnosis:
         return [*lines, f"  to free at most: {freed}"]
 
     def __repr__(self) -> str:
-        headings, rows = self.table()
-        table = units.align([headings, *rows]) if rows else [self._nothing()]
-        return "\n".join([self._heading(), *self.warnings, "", *table, "", *self._below()])
+        lines = [self._heading(), *self.warnings, ""]
+        for number, (finding, details) in enumerate(self._tell(), start=1):
+            lines += [f"{number}. {finding}", *(f"   {label:6}  {text}" for label, text in details)]
+        lines += [] if self.findings or self.hidden else [self._nothing()]
+        return "\n".join([*lines, "", *self._below()])
 
     def _repr_html_(self) -> str:
-        headings, rows = self.table()
-        table = f"<table>{units.html_table(headings, rows)}</table>" if rows else html.escape(self._nothing())
-        below = "<br>".join(map(html.escape, self._below()))
+        def item(finding: str, details: list[tuple[str, str]]) -> str:
+            return "<br>".join([html.escape(finding), *(html.escape(f"{label}: {text}") for label, text in details)])
+
         above = "<br>".join(map(html.escape, [self._heading(), *self.warnings]))
-        return f"<p>{above}</p>{table}<p><small>{below}</small></p>"
+        items = "".join(f"<li>{item(*each)}</li>" for each in self._tell())
+        found = f"<ol>{items}</ol>" if items else html.escape(self._nothing())
+        below = "<br>".join(map(html.escape, self._below()))
+        return f"<p>{above}</p>{found}<p><small>{below}</small></p>"
