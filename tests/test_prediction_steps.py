@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from effgpu.__main__ import main
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting import guesses
+from effgpu.predicting.allocator import round_size
 from effgpu.predicting.guesses import Statistic
 from effgpu.predicting.kernels import ATTENTION
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
@@ -872,6 +873,35 @@ def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
     assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
 
 
+def fold(x, _):
+    return torch.nn.functional.fold(x[None], (10, 10), 8)  # [64, 64] -> one channel, each number of which was 64
+
+
+LARGER = ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "l1_loss", "huber_loss", fold]
+
+
+@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_result_holds_the_storage_that_it_was_made_in(name, keeps):
+    """Also while nothing but the loss itself is kept."""
+    function = getattr(torch.nn.functional, name) if isinstance(name, str) else name
+    rows = 9 if name is fold else 64
+    real = function(*torch.rand(2, 64, rows)).untyped_storage().nbytes()
+
+    def variant():
+        given, kept = torch.rand(2, 64, rows, device="cuda"), []
+
+        def step():
+            result = function(*given)
+            assert result.untyped_storage().nbytes() == real
+            kept.append(result.detach() if keeps else None)
+
+        return step
+
+    predicted = predict(variant, "T4")
+    assert sum(size for _, size in predicted.kept) == keeps * round_size(real)
+
+
 def with_a_false(mask):
     mask[0] = False
     return mask.all()
@@ -1274,6 +1304,41 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
         return step
 
     assert predict(variant, "T4").owners["optimizer state"] == 2 * 4 * 64 * 10_000
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_the_gradient_of_a_bag_has_a_row_for_each_index_and_none_is_kept_twice(mode):
+    rows, width, indices = 5000, 64, 64 * 1024
+
+    def variant():
+        table = nn.EmbeddingBag(rows, width, sparse=True, mode=mode)
+        optimizer, places = torch.optim.SGD(table.parameters(), 0.1), torch.randint(0, rows, (64, indices // 64))
+
+        def step():
+            table(places).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    expected = 4 * width * (rows + indices) + 8 * 2 * indices  # weights, their gradient; indices, and of which bags
+    assert predict(variant, "T4").allocated == pytest.approx(expected, rel=0.03)
+
+
+def test_of_rows_that_are_added_up_there_are_no_more_than_the_table_has():
+    def variant():
+        table = nn.Embedding(100, 64, sparse=True)
+        optimizer, places = torch.optim.SparseAdam(list(table.parameters())), torch.randint(0, 100, (8, 128))
+
+        def step():
+            table(places).sum().backward()
+            assert (table.weight.grad._nnz(), table.weight.grad.coalesce()._nnz()) == (1024, 100)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert predict(variant, "T4").owners["optimizer state"] == 2 * 4 * 64 * 100
 
 
 def test_boxes_of_all_classes_are_taken_at_once_as_on_a_gpu():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 aten = torch.ops.aten
+_MAX = 2  # the mode of an EmbeddingBag that takes the largest
 
 
 def run(recorder: "Recorder", func, args: tuple, kwargs: dict) -> Any:
@@ -155,14 +156,43 @@ def _copied(recorder: "Recorder", tensor: torch.Tensor, shape: tuple) -> torch.T
 
 
 def _copy_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
-    """A copy with as many numbers, also where equal places are added up: nobody knows how many of them are equal."""
-    tensor = given["self"]
+    """A copy. Where equal places are added up, nobody knows how many are equal: as few as must be.
+
+    A gradient that becomes a weight's is copied only as it sees us holding it: accumulate_grad.h, accumulateGrad.
+    """
+    tensor, adds_up = given["self"], func is aten._coalesce.default
     if tensor.layout is not torch.sparse_coo:
         return None
     with recorder:
-        parts = tensor._indices().clone(), tensor._values().clone()
+        indices, values = tensor._indices(), tensor._values()
+        most = math.prod(tensor.shape[: len(indices)]) if adds_up else len(values)
+        parts = indices[:, :most], values[:most]
+        if not (recorder.accumulates() and indices.is_contiguous() and values.is_contiguous()):
+            parts = tuple(part.clone() for part in parts)
         made = torch.sparse_coo_tensor(*parts, tensor.shape, check_invariants=False)
-        return made._coalesced_(func is aten._coalesce.default or tensor.is_coalesced())
+        return made._coalesced_(adds_up or tensor.is_coalesced())
+
+
+def _add_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """Rows are added, as an update does: aten/src/ATen/native/sparse/cuda/SparseCUDATensorMath.cu."""
+    dense, other = given["self"], given["other"]
+    if not isinstance(other, torch.Tensor) or other.layout is not torch.sparse_coo or len(other._indices()) != 1:
+        return None
+    with recorder:
+        return dense.index_add_(0, other._indices()[0], other._values(), alpha=given.get("alpha", 1))
+
+
+def _bags(recorder: "Recorder", func, given: dict) -> tuple | None:
+    """A GPU always notes the bag of each index: aten/src/ATen/native/cuda/EmbeddingBag.cu, _embedding_bag_cuda."""
+    weight, indices, offsets = (given[name] for name in ("weight", "indices", "offsets"))
+    if not recorder.capability:
+        return None
+    bags, width = len(offsets) - given.get("include_last_offset", False), weight.shape[1]
+    shapes = [(bags, width), indices.shape, (bags,), (bags, width) if given.get("mode") == _MAX else (0,)]
+    result = tuple(_empty(recorder, shape, (indices if n else weight).dtype) for n, shape in enumerate(shapes))
+    others = {name: value for name, value in given.items() if name not in ("weight", "indices", "offsets")}
+    recorder.note_operation(func, (weight, indices, offsets), others, result)
+    return result
 
 
 def _masked_by_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
@@ -191,6 +221,9 @@ RULES: dict[Any, Callable] = {
     **dict.fromkeys((aten._unique, aten._unique2, aten.unique_consecutive), _unique),
     aten._ctc_loss: _ctc_loss,
     **dict.fromkeys((aten.clone, aten._coalesce), _copy_sparse),
+    aten._nnz: lambda recorder, func, given: len(given["self"]._values()),  # fake tensors remember another one's
+    aten.add_: _add_sparse,
+    **dict.fromkeys((aten._embedding_bag, aten._embedding_bag_forward_only), _bags),
     aten.sparse_mask: _masked_by_sparse,
     aten._pack_padded_sequence: _pack,
     aten._pack_padded_sequence_backward: _unpack_gradient,

@@ -51,7 +51,7 @@ from effgpu.predicting.kernels import (
 )
 from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.refusals import check_formats, tell_sparse
-from effgpu.predicting.rules import TEMPORARY, attention, convolution_workspace, dropout, recurrent_layers
+from effgpu.predicting.rules import STORED, TEMPORARY, attention, convolution_workspace, dropout, recurrent_layers
 from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import BACKWARD, FORWARD, KERNEL, READ, UPDATE, Event
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
@@ -222,6 +222,10 @@ class Recorder(TorchDispatchMode):
         """Bytes of activations that the forward pass of each step has made."""
         return [sum(block.size for block in blocks if block.owner == "activations") for blocks in self._made[:-1]]
 
+    def accumulates(self) -> bool:
+        """Whether autograd gives a weight its gradient at this moment."""
+        return _name_node() == "torch::autograd::AccumulateGrad"
+
     def _name_what_stays(self) -> None:
         """What a step has made, and a whole one after it leaves there, is no activation: another library's state."""
         for block in self.blocks if len(self._ends) > 1 else ():
@@ -307,6 +311,9 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         check_formats(func, args)
         result = shapes.run(self.fakes, func, args, kwargs)
+        if name in STORED and self.capability:
+            whole = torch.empty(max(result.numel(), STORED[name](*args)), dtype=result.dtype, device=CPU)
+            result = whole.as_strided(result.shape, result.stride())
         self._see_placed(place, args, result)
         if func is aten.add.Tensor:
             self._note_sum(args[0], result)

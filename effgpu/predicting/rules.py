@@ -240,7 +240,22 @@ def _deform(images: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor, *_
     return images.element_size() * at_once * images.shape[1] * taps * points
 
 
+def _reduced(input: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: object) -> int:
+    """aten/src/ATen/native/Loss.cpp, smooth_l1_loss_out: what each element adds, before it is reduced."""
+    return torch.broadcast_shapes(input.shape, target.shape).numel() * input.element_size() * bool(reduction)
+
+
+def _of_each(input: torch.Tensor, target: torch.Tensor, *_: object) -> int:
+    return torch.broadcast_shapes(input.shape, target.shape).numel()
+
+
+# Elements of a result's storage, where that was made for something larger: resize_ never shrinks it. Loss.cpp,
+# TORCH_META_FUNC(smooth_l1_loss) and soft_margin_loss_out; cuda/Loss.cu, binary_cross_entropy_out_cuda; cuda/Col2Im.cu.
+STORED = {f"aten::{name}": _of_each for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss")}
+STORED |= {f"aten::{name}": lambda given, *_: given.numel() for name in ("binary_cross_entropy", "col2im")}
 TEMPORARY = {  # bytes that a kernel takes while it runs
+    "aten::mse_loss": _reduced,
+    "aten::smooth_l1_loss": _reduced,
     "aten::_cdist_backward": _cdist_backward,
     "aten::_pdist_backward": _pdist_backward,
     "aten::sort": _sort,
