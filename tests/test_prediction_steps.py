@@ -873,6 +873,37 @@ def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
     assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
 
 
+def attending_by(backend, dtype=torch.float16):
+    from torch.nn.attention import sdpa_kernel
+
+    def variant():
+        rows = torch.randn(2, 4, 512, 64, device="cuda", dtype=dtype, requires_grad=True)
+
+        def step():
+            with sdpa_kernel(backend):
+                torch.nn.functional.scaled_dot_product_attention(rows, rows, rows).sum().backward()
+
+        return step
+
+    return variant
+
+
+BACKENDS = torch.nn.attention.SDPBackend
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("T4", torch.float16), ("A100", torch.float32)])
+def test_attention_that_a_gpu_has_no_kernel_for_fails_as_there(gpu, dtype):
+    with pytest.raises(RuntimeError, match=r"No available kernel\. Aborting execution\."):
+        predict(attending_by(BACKENDS.FLASH_ATTENTION, dtype), gpu)
+
+
+def test_attention_by_cudnn_alone_counts_as_flash_attention_and_says_so():
+    named = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH")
+    by_cudnn, flash, plain = (predict(attending_by(getattr(BACKENDS, name)), "A100") for name in named)
+    assert by_cudnn.allocated == flash.allocated < plain.allocated and by_cudnn.time() == flash.time()
+    assert by_cudnn.assumptions == ("cuDNN's attention takes as much and as long as flash attention",)
+
+
 def fold(x, _):
     return torch.nn.functional.fold(x[None], (10, 10), 8)  # [64, 64] -> one channel, each number of which was 64
 
@@ -930,6 +961,22 @@ def test_a_mask_of_which_a_part_is_known_is_known_only_where_that_decides(asks, 
         return step
 
     assert ("decides by a value" in str(predict(variant, "T4").unknown)) != known
+
+
+@pytest.mark.parametrize("way", [{}, {"non_blocking": True}])
+@pytest.mark.parametrize("named", ["cuda", None])
+def test_the_cpu_waits_for_what_it_fetches(way, named):
+    size = 16 * MiB
+
+    def variant():
+        held = torch.ones(size // 4, device=named)
+        return lambda: held.to("cpu", **way) if named else held.cpu()
+
+    predicted = predict(variant, "T4")
+    waits = [event for event in predicted.events if event.waits]
+    assert len(waits) == (named is None or not way)
+    assert predicted.timeline().seconds() == pytest.approx(size / 3.7e9, rel=0.02), "once, from ordinary memory"
+    assert not waits or waits[0].site.where.startswith("test_prediction_steps.py:")
 
 
 LIKE = [lambda x: torch.empty_like(x, device="cpu"), lambda x: x.new_empty(x.shape, device="cpu")]

@@ -373,9 +373,9 @@ class _Placer(Translator):
             return self._of_its_class(self._recorder.imitate(result, where == CPU, MOST), result)
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
-        if where == CPU and not non_blocking:
-            self._recorder.wait(fake.nbytes)
         self._recorder._note_copy(fake, pinned=where != CPU)
+        if where == CPU and not non_blocking:
+            self._recorder.wait()
         back = CPU if where == FIRST_GPU else FIRST_GPU
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True), DisableTorchFunction():
             copy = result.clone()

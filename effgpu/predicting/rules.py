@@ -17,6 +17,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
+from effgpu.predicting.facts import ASSUMED
 from effgpu.predicting.kernels import SHORT_SORT, length_of_sorted
 from effgpu.units import GiB
 
@@ -154,6 +155,9 @@ def attention(
     if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
         recorder.holds_from = max(recorder.holds_from, (8, 0))
     recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
+    if not flash and half and attn_mask is None and width <= 128 and _leaves_only_cudnn():
+        flash = True
+        recorder.say(ASSUMED, "cuDNN's attention takes as much and as long as flash attention")
     if four and square and flash and recorder.capability >= (8, 0):
         if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
             options["scale"] = scale or width**-0.5
@@ -179,10 +183,19 @@ def attention(
         return aten._scaled_dot_product_efficient_attention.default(
             query, key, value, bias, needs_grad, dropout_p, is_causal, **options
         )[0]
+    if not torch.backends.cuda.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")  # as PyTorch says it
     options["enable_gqa"] = enable_gqa
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, dropout_p, is_causal, None, **options
     )[0]
+
+
+def _leaves_only_cudnn() -> bool:
+    """Whether the step has switched the other kernels for attention off."""
+    asked = torch.backends.cuda
+    others = asked.flash_sdp_enabled, asked.mem_efficient_sdp_enabled, asked.math_sdp_enabled
+    return asked.cudnn_sdp_enabled() and not any(each() for each in others)
 
 
 def boxes_at_once(module: ModuleType) -> contextlib.AbstractContextManager:

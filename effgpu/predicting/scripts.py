@@ -69,8 +69,9 @@ def recording(
 
 def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     """The plan whose result is the Prediction of a script's step."""
-    _check_on_gpu(recorder)  # the first step is done
+    _check_on_gpu(recorder.on_gpu)  # the first step is done
     yield from count(recorder)
+    _check_on_gpu(not recorder.capability or any(event.kernels for event in recorder.events))
     for _ in range(_MORE):
         if not (recorder.evaluated or recorder.ran_more_passes()):
             break
@@ -133,8 +134,8 @@ def _tell_caught(recorder: ScriptRecorder, catcher: Site, full: Site) -> str:
     return f"{text}, and ends: predicted as if it fitted"
 
 
-def _check_on_gpu(recorder: ScriptRecorder) -> None:
-    if not recorder.on_gpu:
+def _check_on_gpu(there_is: object) -> None:
+    if not there_is:
         raise CannotFollow('trains on the CPU: move its model and its batches to the GPU, as with .to("cuda")')
 
 

@@ -29,6 +29,7 @@ from effgpu.predicting import recurrent, tensor_types
 from effgpu.predicting.allocator import GPU, HOST
 from effgpu.predicting.guesses import notice_statistics
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.timeline import is_non_blocking
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -142,8 +143,16 @@ class Translator(TorchFunctionMode):
         with self._recorder.placing(HOST) if self._leaves_gpu(name, args, kwargs) else contextlib.nullcontext():
             result = func(*args, **kwargs)
         if name == "cpu" or (name == "to" and self._names_cpu(*args[1:2], kwargs.get("device"))):
-            result = self._recorder.move(result, HOST)
+            return self._to_cpu(result, name, is_non_blocking(args, kwargs))
         return result
+
+    def _to_cpu(self, tensor: torch.Tensor, name: str, non_blocking: bool) -> torch.Tensor:
+        """The tensor's copy there, for which the CPU waits; itself, if it is there."""
+        moved = self._recorder.move(tensor, HOST)
+        is_read = name == "cpu" and not self._recorder.names_gpu and isinstance(tensor, FakeTensor)
+        if (moved is not tensor or is_read) and not non_blocking:
+            self._recorder.wait(tensor.nbytes * is_read)
+        return moved
 
 
 def _as_tensor(value: object) -> object:
