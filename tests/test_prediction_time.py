@@ -246,6 +246,8 @@ def test_compiled_code_has_a_range_from_fused_to_eager_and_says_so():
     ours, theirs = compiled.time(), eager.time()
     assert ours.high == theirs.high and ours.low < 0.5 * theirs.low and ours.low < ours.expected < theirs.expected
     assert "from perfect fusion to eager" in repr(compiled) and "fusion" not in repr(eager)
+    played, _, most = compiled.timeline().range()
+    assert (played, most) == pytest.approx((ours.expected, ours.high), rel=0.03), "doctor ranks the same step"
 
 
 def test_a_ratio_is_the_other_one_turned_round():

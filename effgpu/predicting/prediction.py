@@ -48,7 +48,7 @@ from effgpu.predicting.kernels import Segment
 from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_types, find_unfreezing
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.refusals import tell_sparse
-from effgpu.predicting.time import FUSED_CALLS, Time, list_unchecked, step_time
+from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, list_unchecked, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
     NOT_MEASURED,
@@ -240,10 +240,12 @@ class Prediction:
         """
         one, gpu = self._at_speed(gpu)
         kernels = sum((segment.kernels for segment in one.segments), Counter())
-        work = step_time([Segment(kernels)], gpu)  # the GPU's alone: the events say when it waits
+        work = step_time([Segment(kernels)], gpu, compiled=one.compiled)  # the GPU's alone: events say when it waits
         off = work.high / work.expected if work.expected else 1.0
         launch = gpu.launch * (FUSED_CALLS if one.compiled else 1)
-        return Timeline(one.events, gpu, launch=launch, off=off)
+        fuses = sum(row.seconds for kind, row in work.table.items() if kind in FUSES)
+        apart = sum(row.seconds for row in work.table.values()) - work.expected  # what compiling is expected to save
+        return Timeline(one.events, gpu, launch=launch, off=off, fused=1 - apart / fuses if fuses else 1.0)
 
     def to_dict(self) -> dict:
         """All of it for a program to read: bytes, seconds, and for each GPU its verdict."""

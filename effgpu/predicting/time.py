@@ -191,6 +191,7 @@ NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side
 LAUNCH_RANGE = 0.4, 2.6  # times the usual launch cost: 6 to 40 µs for an operation
 # Perfect fusion: of a chain of operations on one tensor, one reads and one writes. Not measured: the range says so.
 FUSED, FUSED_CALLS = 1 / 3, 0.2
+FUSES = NORM, OTHER  # kinds of kernels
 
 
 class Row(NamedTuple):
@@ -425,7 +426,7 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
         for kernel, number in segment.kernels.items():
             computes, moves = kernel_seconds(kernel, gpu)
             least = gpu.kernel * kernel.launches
-            if fused and kernel.kind in (NORM, OTHER):
+            if fused and kernel.kind in FUSES:
                 moves, least = moves * FUSED, least * FUSED
             seconds = number * max(computes, moves, least)
             together += seconds

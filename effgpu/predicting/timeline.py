@@ -13,7 +13,7 @@ from typing import NamedTuple
 from effgpu.attaching.sites import Site
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kernels import Kernel, Segment
-from effgpu.predicting.time import LAUNCH_RANGE, bus_rate, kernel_seconds
+from effgpu.predicting.time import FUSES, LAUNCH_RANGE, bus_rate, kernel_seconds
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
@@ -109,7 +109,8 @@ class Timeline:
 
     `load` is what the loader takes for a step: by the CPU that launches, or where there are `workers` by them, all
     together. `compiling` is the time that compiling takes per step. `launch` is that of calling an operation. `off` is
-    by how much the GPU's predicted work may be off, as a factor.
+    by how much the GPU's predicted work may be off, as a factor. `fused` is the share of their time that kernels take
+    which compiled code fuses.
     """
 
     events: tuple[Event, ...]
@@ -119,6 +120,7 @@ class Timeline:
     compiling: float = 0.0
     launch: float = 0.0
     off: float = 1.0
+    fused: float = 1.0
 
     def seconds(self, *, work: float = 1.0, launches: float = 1.0, copies: float = 1.0, load: int = 0) -> float:
         """Seconds per step where the GPU's work, launching and copies take so many times as long.
@@ -178,7 +180,9 @@ class Timeline:
             return True, event.scale * (gpu.kernel + moving)
         least = gpu.kernel
         seconds = sum(
-            max(event.scale * max(kernel_seconds(kernel, gpu)), least * kernel.launches) for kernel in event.kernels
+            max(event.scale * max(kernel_seconds(kernel, gpu)), least * kernel.launches)
+            * (self.fused if kernel.kind in FUSES else 1)
+            for kernel in event.kernels
         )
         return bool(event.kernels), work * seconds
 
