@@ -220,7 +220,7 @@ class Comparison:
             return measured
         columns = [("predicted", lambda m: m.label), *self._full_size_columns()]
         lines = ["Predicted, at full size. Brackets: where about 9 of 10 published times lie (docs/predict.md)."]
-        lines += [*self._say_what_is_unchecked(), *self._say_what_is_untimed()]
+        lines += [*self._tell_unchecked(), *self._tell_untimed()]
         if self.device.kind == "cuda":
             return [*measured, (*self._fill(columns), " ".join(lines))]
         return [(*self._fill(columns), " ".join([*lines, self._tell_small(), *self._tell_variables()]))]
@@ -299,7 +299,7 @@ class Comparison:
             lines.append(f"Brackets: the {100 * CONFIDENCE:g} % interval{together}.")
             if CONTROL in self:
                 lines.append("The control shows the noise of this machine.")
-        if off := self._say_how_far_off():
+        if off := self._tell_how_far_off():
             lines.append(f"Against the prediction: {off}.")
         clocks = [m.sm_clock for m in self if m.sm_clock]
         reasons = ", ".join(sorted({reason for m in self for reason in m.throttled}))
@@ -327,17 +327,17 @@ class Comparison:
             return ""
         return f"The variants did not fit into memory together: each was built {BUILDS} times."
 
-    def _say_what_is_unchecked(self) -> list[str]:
+    def _tell_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""
         found = [(one.gpu, one.unchecked) for predicted in self.full_size.values() for one in predicted]
         return [f"No published time to check this by: {missing}." for missing in list_unchecked(found)]
 
-    def _say_what_is_untimed(self) -> list[str]:
+    def _tell_untimed(self) -> list[str]:
         """Of which variants a part of the time is not known."""
         reasons = {label: {one.untimed: None for one in gpus if one.untimed} for label, gpus in self.full_size.items()}
         return [f"Not known of {label}: {'; '.join(those)}." for label, those in reasons.items() if those]
 
-    def _say_how_far_off(self) -> str:
+    def _tell_how_far_off(self) -> str:
         """What was measured over what was predicted: +8 % is more than predicted."""
         lines = []
         for label, predicted in self.predicted.items():

@@ -979,6 +979,16 @@ def test_the_cpu_waits_for_what_it_fetches(way, named):
     assert not waits or waits[0].site.where.startswith("test_prediction_steps.py:")
 
 
+def test_an_optimizer_that_asks_for_the_gpu_says_what_to_do():
+    def variant():
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+        return lambda: (model(torch.ones(8, 8)).sum().backward(), optimizer.step())
+
+    with pytest.raises(RuntimeError, match=r"capturable=True asks for weights on the GPU: build the model there"):
+        predict(variant, "T4")
+
+
 LIKE = [lambda x: torch.empty_like(x, device="cpu"), lambda x: x.new_empty(x.shape, device="cpu")]
 
 

@@ -45,7 +45,7 @@ from effgpu.predicting.facts import (
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.rare import find_captures, find_copies, find_passes, find_sizes, find_types, find_unfreezing
+from effgpu.predicting.rare import find_captures, find_rare, find_sizes, find_types
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.refusals import tell_sparse
 from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, list_unchecked, step_time
@@ -82,10 +82,10 @@ LESS, MORE = 0.06, 0.08
 COMPILED_MORE, COMPILED_LESS = 0.05, 0.5
 
 _RARE = (
-    (find_passes, RARE, "what the backward pass takes that comes only in some steps"),
-    (find_unfreezing, RARE, "what a step takes once more weights are trained"),
+    (partial(find_rare, what="passes"), RARE, "what the backward pass takes that comes only in some steps"),
+    (partial(find_rare, what="trains_more"), RARE, "what a step takes once more weights are trained"),
     (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
-    (find_copies, ASSUMED, "without the copy that is made only in some steps"),
+    (partial(find_rare, what="copies"), ASSUMED, "without the copy that is made only in some steps"),
     (find_types, UNKNOWN, "which way a line goes that compares a tensor's exact type, and not by isinstance"),
     (find_captures, ASSUMED, "a step that launches its operations: one that is replayed as a CUDA graph takes less"),
 )
@@ -109,9 +109,9 @@ class Prediction:
     `allocated` is the peak of allocated memory and `owners` divides it. `reserved` is what PyTorch's caching allocator
     would hold for it. `workspaces` is what cuBLAS and cuDNN take beside it. `gpus` are the GPUs of the table.
     `said` is what was taken for granted, such as the values that the step read, and what could not be predicted:
-    `assumptions` and `unknown` tell it. Where memory depends on what is not known, no verdict is "fits" unless twice as
-    much does, and none where other steps than the one that was counted take more. `resting` is the part of the peak
-    that stays from step to step: weights, gradients, optimizer state.
+    `assumptions` and `unknown` tell it. Where memory depends on what is not known, a step only "fits" if twice the
+    high end does; where other steps than the one that was counted may take more, none does. `resting` is the part of
+    the peak that stays from step to step: weights, gradients, optimizer state.
     `holds_from` is the lowest compute capability that the prediction is for. `notes` says what else was seen of a
     script. `older` is the prediction for GPUs below `holds_from`, on which the step takes other kernels or formats.
     `paged` are the bytes of an optimizer's state that lie on the GPU as far as there is room, as bitsandbytes keeps it:
@@ -360,7 +360,7 @@ class Prediction:
         summary = html_table([], [(name.replace("  ", "– ", 1), value) for name, value in self._summary()])
         notes = "".join(f"<br>{html.escape(note)}" for note in self._notes())
         verdicts = html_table(*self.table())
-        kinds = f"<table>{html_table(*self._kinds())}</table>" if self._kinds()[0] else ""
+        kinds = f"<table>{html_table(*kinds)}</table>" if (kinds := self._kinds())[0] else ""
         return f"<table>{summary}</table><table>{verdicts}</table>{kinds}<small>{_TRUST}{notes}</small>"
 
 
@@ -438,6 +438,8 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
 
 
 def _explain_mixing(error: Exception) -> str | None:
+    if "capturable" in str(error):
+        return 'capturable=True asks for weights on the GPU: build the model there, as with device="cuda"'
     if "devices" in str(error) and "cuda" in str(error):
         text = "the step mixes its own tensors with those that lie on the GPU outside of the variant"
         return f"{text}: keep those on the CPU, and let the step move them with .to(device)"

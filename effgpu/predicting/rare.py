@@ -44,19 +44,11 @@ def find_remainders(code: CodeType) -> list[Site]:
     return [Site(code.co_filename, rare.test.lineno) for rare in _asked(code) if rare.remainder]
 
 
-def find_passes(code: CodeType) -> list[Found]:
-    """Where a step's number decides whether there is a backward pass, or one more."""
-    return [_found(code, rare.test, rare.passes) for rare in _asked(code) if rare.passes]
-
-
-def find_copies(code: CodeType) -> list[Found]:
-    """Where a step's number decides whether a model is copied."""
-    return [_found(code, rare.test, rare.copies) for rare in _asked(code) if rare.copies]
-
-
-def find_unfreezing(code: CodeType) -> list[Found]:
-    """Where a step's number decides that more weights are trained."""
-    return [_found(code, rare.test, rare.trains_more) for rare in _asked(code) if rare.trains_more]
+def find_rare(code: CodeType, what: str) -> list[Found]:
+    """Where a step's number decides whether there is a backward pass, or one more ("passes"), whether a model is copied
+    ("copies"), or that more weights are trained ("trains_more").
+    """
+    return [_found(code, rare.test, lines) for rare in _asked(code) if (lines := getattr(rare, what))]
 
 
 def find_sizes(code: CodeType) -> list[Found]:

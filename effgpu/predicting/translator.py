@@ -132,7 +132,7 @@ class Translator(TorchFunctionMode):
     def _call(self, func, name: str, args: tuple, kwargs: dict) -> object:
         """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
         args, kwargs = name_by_number(name, args, kwargs)
-        if any(map(_names_gpu, (*args, *kwargs.values()))):
+        if FIRST_GPU in map(name_device, (*args, *kwargs.values())):
             self._recorder.names_gpu = True
             args, kwargs = all_on_cpu(args, kwargs)
             moves = name == "to" and isinstance(args[0], torch.Tensor)
@@ -215,15 +215,10 @@ def name_device(value: object) -> torch.device | None:
     return None
 
 
-def _names_gpu(value: object) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
-
-
 def on_cpu(value: object) -> object:
     """The CPU where a value names the GPU; anything else as it is."""
-    return (torch.device("cpu") if isinstance(value, torch.device) else "cpu") if _names_gpu(value) else value
+    names_gpu = name_device(value) == FIRST_GPU
+    return (CPU if isinstance(value, torch.device) else "cpu") if names_gpu else value
 
 
 def all_on_cpu(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
