@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from effgpu.diagnosing.diagnosis import Diagnosis
     from effgpu.predicting.prediction import Prediction
 
-SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED = 0, 1, 2, 3, 4, 130
+SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
 _OF_A_MODEL = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")
 _TARGET_HELP = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
 _BEFORE_A_PREDICTION = """\
@@ -53,8 +54,22 @@ def main(arguments: list[str] | None = None) -> int:
     0: success; of `predict`, that the step fits or no GPU was named. 1: a lesson, a script or a benched command failed.
     2: bad arguments or files, a step that cannot be predicted, or no GPU to calibrate. 3: more time or memory than
     `bench` allows, or than a GPU of `predict` has. 4: it may not fit, or the intervals of `bench` do not tell.
-    130: Ctrl-C.
+    130: Ctrl-C. 141: nobody reads the output to its end, as of a program that SIGPIPE ends.
     """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        nothing = os.open(os.devnull, os.O_WRONLY)  # for what is flushed at the end of Python
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            os.dup2(nothing, stream.fileno())
+        return UNREAD
+
+
+def _main(arguments: list[str] | None) -> int:
     chosen = _parser().parse_args(_variant_last(sys.argv[1:] if arguments is None else arguments))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
     try:
@@ -345,7 +360,8 @@ def _report(chosen: argparse.Namespace) -> int:
         machines = {path: results.load(path) for path in chosen.results}
         if empty := [str(path) for path, comparisons in machines.items() if not comparisons]:
             raise ValueError(f"{', '.join(empty)}: expected comparisons, got none")
-        print(report.write(chosen.out, [report.from_results(comparisons) for comparisons in machines.values()]))
+        page = report.write(chosen.out, [report.from_results(comparisons) for comparisons in machines.values()])
+    print(page)
     return SUCCEEDED
 
 

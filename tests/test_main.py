@@ -75,6 +75,20 @@ def test_it_tells_its_version(capsys):
     assert left.value.code == 0 and capsys.readouterr().out == f"effgpu {effgpu.__version__}\n"
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("arguments", [[], ["predict", "train.py:variant", "--gpu", "T4"]])
+def test_a_reader_that_stops_early_ends_a_command_quietly(arguments, buffered):
+    Path("train.py").write_text(STEP.format(width=8))
+    told, ours = os.pipe()
+    os.close(told)
+    variables = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [sys.executable, "-m", "effgpu", *arguments]
+    answer = subprocess.run(command, stdout=ours, stderr=subprocess.PIPE, text=True, env=variables)
+    os.close(ours)
+    assert answer.stderr == "" and answer.returncode == 141
+
+
 ABACUS = Device("Abacus", "cpu", 2**30, 3, versions={"torch": "2.8.0"})
 ABACUS_IS = "device Abacus (CPU, 3 cores) memory 1.00 GiB CPU cores 3 versions torch 2.8.0 No GPU that CUDA can use."
 T4 = Device("Tesla T4", "cuda", 2**34, 2, 40, (7, 5), "570.1", {"bf16": "emulated", "fp8": "no"}, {"cuda": "12.8"})
