@@ -22,6 +22,7 @@ from effgpu.errors import BadArgument, Refusal
 if TYPE_CHECKING:
     from effgpu.diagnosing.diagnosis import Diagnosis
     from effgpu.predicting.prediction import Prediction
+    from effgpu.predicting.timeline import Timeline
 
 SUCCEEDED, FAILED, REFUSED, EXCEEDED, UNCLEAR, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
 _OF_A_MODEL = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")
@@ -73,6 +74,7 @@ def _main(arguments: list[str] | None) -> int:
     chosen = _parser().parse_args(_variant_last(sys.argv[1:] if arguments is None else arguments))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
     try:
+        _check_files(chosen)
         return chosen.command(chosen)
     except _Exit as end:
         code, text = end.args
@@ -94,6 +96,22 @@ def _variant_last(arguments: list[str]) -> list[str]:
     found = [word for word in arguments[:end] if re.search(r"\.py:\w+$", word)]
     rest = [word for word in arguments[:end] if word not in found]
     return [*rest, "--", *found, *arguments[end + 1 :]]
+
+
+def _check_files(chosen: argparse.Namespace) -> None:
+    """Refuse files that could not be written in the end, and one that would overwrite another."""
+    named = {f"--{name}": getattr(chosen, name, None) for name in ("json", "trace", "plot")}
+    files = {option: Path(name) for option, name in named.items() if name and name != "-"}
+    for option, file in files.items():
+        folder = file.parent
+        if option == "--json" and chosen.command is _bench:  # which makes folders
+            folder = next(each for each in file.parents if each.exists())
+        place = file if file.exists() else folder
+        if place.is_dir() != (place is folder) or not os.access(place, os.W_OK):
+            raise _Exit(REFUSED, f"{option}: expected a file that can be written, in a folder that exists, got {file}")
+    if len({file.resolve() for file in files.values()}) < len(files):
+        got = " and ".join(map(str, files.values()))
+        raise _Exit(REFUSED, f"{' and '.join(files)}: expected a file for each, got {got}")
 
 
 @contextlib.contextmanager
@@ -380,15 +398,13 @@ def _predict(chosen: argparse.Namespace) -> int:
             raise ValueError("--trace: expected one --gpu, whose timeline it is")
     with _of_target(chosen.words, _BEFORE_A_PREDICTION) as (target, _):
         predicted = prediction.predict(target, chosen.gpu, taken=chosen.taken)
-        if chosen.trace:
-            timeline = predicted.timeline()
-    if chosen.trace:
-        _save(timeline, chosen.trace)
-    _give(predicted, chosen)
-    if chosen.samples and chosen.json != "-":
+        timeline = predicted.timeline() if chosen.trace else None
+    shown = [repr(predicted)]
+    if chosen.samples:
         steps = math.ceil(chosen.samples / chosen.batch)
         times = [(gpu.name, predicted.time(gpu).times(steps)) for gpu in predicted.gpus if gpu.bandwidth]
-        print("", f"an epoch of {chosen.samples:,} samples takes {steps:,} steps", *align(times), sep="\n")
+        shown += ["", f"an epoch of {chosen.samples:,} samples takes {steps:,} steps", *align(times)]
+    _give(predicted, chosen, "\n".join(shown), timeline=timeline)
     return _judge_fit(predicted) if chosen.gpu else SUCCEEDED
 
 
@@ -441,13 +457,25 @@ def _judge_fit(predicted: "Prediction") -> int:
     return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED
 
 
-def _give(result: object, chosen: argparse.Namespace, shown: object = None, save: Callable | None = None) -> None:
-    """Print a result, or what is `shown` of it, and store it with --json. With -, its JSON is all that is printed."""
+def _give(
+    result: object,
+    chosen: argparse.Namespace,
+    shown: object = None,
+    save: Callable | None = None,
+    timeline: "Timeline | None" = None,
+) -> None:
+    """Print a result, or what is `shown` of it, then store it with --json, and its timeline with --trace.
+
+    With --json -, its JSON is all that is printed.
+    """
     as_json = json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if chosen.json else ""
     print(as_json if chosen.json == "-" else shown or result)
     if chosen.json and chosen.json != "-":
         with _refusing(OSError, ValueError):
             save([result], chosen.json) if save else Path(chosen.json).write_text(f"{as_json}\n", encoding="utf-8")
+    if timeline:
+        with _refusing(OSError):
+            timeline.save(chosen.trace)
 
 
 @contextlib.contextmanager
@@ -474,19 +502,12 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
             raise _Exit(FAILED, str(failed)) from failed
 
 
-def _save(timeline, path: Path) -> None:
-    with _refusing(OSError):
-        timeline.save(path)
-
-
 def _doctor(chosen: argparse.Namespace) -> int:
     how = _check_asked(chosen, "doctor", not_with_a_model=("loader", "trace"))
     if not chosen.model and chosen.batch is not None:
         raise _Exit(REFUSED, "doctor: expected --model with --batch")
     found = _diagnose_model(chosen, how) if chosen.model else _diagnose(chosen)
-    if chosen.trace:
-        _save(found.timeline, chosen.trace)
-    _give(found, chosen)
+    _give(found, chosen, timeline=found.timeline if chosen.trace else None)
     return SUCCEEDED
 
 

@@ -316,6 +316,38 @@ def test_predict_says_what_it_expected(asked, why, tmp_path, capsys):
     assert why in printed and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        ("predict --json no/found.json", "--json: expected a file that can be written"),
+        ("predict --trace no/step.json", "--trace: expected a file that can be written"),
+        ("doctor --json folder", "--json: expected a file that can be written"),
+        ("doctor --json train.py/found.json", "--json: expected a file that can be written"),
+        ("bench --json train.py/new/found.json", "--json: expected a file that can be written"),
+        ("bench --plot no/found.png", "--plot: expected a file that can be written"),
+        ("predict --json one.json --trace folder/../one.json", "--json and --trace: expected a file for each"),
+        ("bench --json one.json --plot one.json", "--json and --plot: expected a file for each"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_runs(asked, told, here, capsys):
+    Path("train.py").write_text("open('ran', 'w')")
+    Path("folder").mkdir()
+    assert main([*asked.split(), "--", "python", "train.py"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"effgpu: error: {told}") and printed.err.count("\n") == 1, printed.err
+    assert not printed.out and not Path("ran").exists()
+
+
+@pytest.mark.parametrize("option", ["--json", "--trace"])
+def test_what_cannot_be_written_after_all_is_printed_before(option, here, capsys):
+    removes = "def variant():\n    import os\n    os.rmdir('folder')\n"
+    Path("train.py").write_text(STEP.format(width=8).replace("def variant():\n", removes))
+    Path("folder").mkdir()
+    assert main(["predict", "train.py:variant", "--gpu", "T4", option, "folder/found.json"]) == 2
+    printed = capsys.readouterr()
+    assert "fits" in printed.out and "folder/found.json" in printed.err
+
+
 def test_predict_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "its_neighbour.py").write_text("width = 8")
