@@ -284,12 +284,12 @@ async def coroutine():
     pass
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("step", [generator, coroutine, lambda: generator, lambda: partial(print)])
-def test_a_step_that_does_nothing_when_called_is_refused(step):
+def test_a_step_that_does_nothing_when_called_is_refused(step, recwarn):
     for look in (trace, lambda variant: saved_bytes(variant()), lambda variant: count_flops(variant())):
         with pytest.raises(TypeError, match="step: expected a training step that does its work when called, got a "):
             look(lambda: step)
+    assert not [one for one in recwarn if "never awaited" in str(one.message)]
 
 
 @pytest.mark.parametrize(
@@ -297,11 +297,13 @@ def test_a_step_that_does_nothing_when_called_is_refused(step):
     [
         (None, "variant: expected a function that builds and returns a training step, got NoneType"),
         (lambda: torch.nn.Linear(2, 2), "expected it to return its training step, a function, got Linear"),
+        (coroutine, "variant 'coroutine': expected it to return its training step, a function, got coroutine"),
     ],
 )
-def test_what_is_no_variant_is_refused(variant, message):
+def test_what_is_no_variant_is_refused(variant, message, recwarn):
     with pytest.raises(TypeError, match=message):
         trace(variant)
+    assert not [one for one in recwarn if "never awaited" in str(one.message)]
 
 
 def test_a_step_that_runs_out_of_data_says_so():

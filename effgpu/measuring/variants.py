@@ -138,7 +138,14 @@ def check_worked(result: object) -> None:
     """Raises TypeError for what a step returns that has done nothing: a function, a generator, a coroutine."""
     if isinstance(result, _NOT_RUN):
         got = type(result).__name__
+        _close(result)
         raise BadType(f"step: expected a training step that does its work when called, got a {got} from it")
+
+
+def _close(result: object) -> None:
+    """Close what an `async def` gives: Python warns of one that nobody awaits."""
+    if isinstance(result, CoroutineType):
+        result.close()
 
 
 def check_variants(variants: Mapping[str, Variant], name: str = "variants") -> dict[str, Variant]:
@@ -241,6 +248,7 @@ def _build(variant: Variant) -> Step:
     step = variant()
     if not is_function(step):
         name, got = getattr(variant, "__name__", repr(variant)), type(step).__name__
+        _close(step)
         raise BadType(f"variant {name!r}: expected it to return its training step, a function, got {got}")
     return step
 
