@@ -402,7 +402,7 @@ def _predict(chosen: argparse.Namespace) -> int:
     shown = [repr(predicted)]
     if chosen.samples:
         steps = math.ceil(chosen.samples / chosen.batch)
-        times = [(gpu.name, predicted.time(gpu).times(steps)) for gpu in predicted.gpus if gpu.bandwidth]
+        times = [(gpu.name, predicted.tell_time(gpu, steps)) for gpu in predicted.gpus if gpu.bandwidth]
         shown += ["", f"an epoch of {chosen.samples:,} samples takes {steps:,} steps", *align(times)]
     _give(predicted, chosen, "\n".join(shown), timeline=timeline)
     return _judge_fit(predicted) if chosen.gpu else SUCCEEDED

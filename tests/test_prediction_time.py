@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections import Counter
 from functools import partial
 from itertools import chain, repeat
@@ -624,7 +625,14 @@ def test_the_command_tells_the_time_of_an_epoch_and_exits_with_the_code_of_the_s
     assert main([*asked, "--batch", "4", "--gpu", "T4"]) == 3
     *_, epoch = capsys.readouterr().out.split("an epoch of 1,001 samples takes 251 steps\n")
     assert [line.split("  ")[0] for line in epoch.splitlines()] == ["H200", "T4"] and " [" in epoch
-    assert main(asked) == 2 and "--batch: expected a positive number, got None" in capsys.readouterr().err
+
+
+def test_where_a_part_is_not_known_an_epoch_takes_at_least_so_long(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    step = "torch.linalg.svd(torch.nn.Linear(64, 64)(torch.ones(64, 64)))[0].sum().backward()"
+    path.write_text(f"import torch\nvariant = lambda: lambda: {step}\n")
+    assert main(["predict", f"{path}:variant", "--gpu", "T4", "--samples", "1000", "--batch", "4"]) == 0
+    assert re.search(r"\nT4 +at least [^\[]+$", capsys.readouterr().out)
 
 
 # --- against what was published ---
