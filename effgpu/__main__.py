@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -487,7 +488,8 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
     from effgpu.attaching.scripts import ScriptFailed
 
     only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
-    if (" " not in only and not Path(only).is_file()) or re.fullmatch(r"\S+\.py:\w+", words[0]):
+    is_command = " " in only or Path(only).is_file() or shutil.which(only)  # such as one that a package installed
+    if not is_command or re.fullmatch(r"\S+\.py:\w+", words[0]):
         with _failing(words[0]):
             found = _load(words[0], words[1:])
             with _refusing(Refusal):

@@ -355,6 +355,18 @@ def test_predict_finds_the_modules_beside_the_script(tmp_path, monkeypatch):
     assert main(["predict", f"{tmp_path / 'train.py'}:variant", "--gpu", "T4"]) == 0
 
 
+def test_a_program_that_is_installed_may_have_no_arguments(here, monkeypatch, capsys):
+    train = "model = torch.nn.Linear(8, 8).cuda()\noptimizer = torch.optim.SGD(model.parameters())\n"
+    train += "for _ in range(3):\n    model(torch.ones(4, 8).cuda()).sum().backward()\n    optimizer.step()\n"
+    installed = here / "bin" / "my-train"
+    installed.parent.mkdir()
+    installed.write_text(f"#!{sys.executable}\nimport torch\n{train}")
+    installed.chmod(0o755)
+    monkeypatch.setenv("PATH", str(installed.parent), prepend=os.pathsep)
+    assert main(["predict", "--gpu", "T4", "--", "my-train"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
 WITH_ARGUMENTS = """
 import argparse
 
