@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -72,10 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str] | None) -> int:
-    chosen = _parser().parse_args(_variant_last(sys.argv[1:] if arguments is None else arguments))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    chosen = _parser().parse_args(_variant_last(arguments))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
     try:
         _check_files(chosen)
+        if len(several := _find_variants(arguments)) > 1:
+            raise _Exit(REFUSED, f"{arguments[0]}: expected one FILE.py:VARIANT, got {' and '.join(several)}")
         return chosen.command(chosen)
     except _Exit as end:
         code, text = end.args
@@ -91,12 +95,19 @@ class _Exit(Exception):
 
 def _variant_last(arguments: list[str]) -> list[str]:
     """The arguments, with FILE.py:VARIANT behind the --, where its own follow: argparse takes them together."""
-    if arguments[:1] not in (["predict"], ["doctor"]) or "--" not in arguments:
+    found = _find_variants(arguments)
+    if not found or "--" not in arguments:
         return arguments
     end = arguments.index("--")
-    found = [word for word in arguments[:end] if re.search(r"\.py:\w+$", word)]
     rest = [word for word in arguments[:end] if word not in found]
     return [*rest, "--", *found, *arguments[end + 1 :]]
+
+
+def _find_variants(arguments: list[str]) -> list[str]:
+    """Each FILE.py:VARIANT that `predict` or `doctor` is given, and not the function's file behind the --."""
+    if arguments[:1] not in (["predict"], ["doctor"]):
+        return []
+    return [word for word in itertools.takewhile("--".__ne__, arguments) if re.search(r"\.py:\w*$", word)]
 
 
 def _check_files(chosen: argparse.Namespace) -> None:
@@ -392,9 +403,12 @@ def _predict(chosen: argparse.Namespace) -> int:
     if chosen.model:
         return _predict_model(chosen, how)
     epoch = {"--samples": chosen.samples, "--batch": chosen.batch}
+    given = {option: value for option, value in epoch.items() if value is not None}
     with _refusing(ValueError):
-        if any(given is not None for given in epoch.values()):
-            check_positive(**epoch)
+        check_positive(**given)
+        if len(given) == 1:
+            more = "--batch" if "--samples" in given else "--samples or --model"
+            raise ValueError(f"predict: expected {more} with {next(iter(given))}")
         if chosen.trace and len(chosen.gpu or ()) != 1:
             raise ValueError("--trace: expected one --gpu, whose timeline it is")
     with _of_target(chosen.words, _BEFORE_A_PREDICTION) as (target, _):
@@ -489,7 +503,7 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
 
     only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
     is_command = " " in only or Path(only).is_file() or shutil.which(only)  # such as one that a package installed
-    if not is_command or re.fullmatch(r"\S+\.py:\w+", words[0]):
+    if not is_command or re.fullmatch(r"\S+\.py:\w*", words[0]):
         with _failing(words[0]):
             found = _load(words[0], words[1:])
             with _refusing(Refusal):
@@ -559,6 +573,8 @@ def _load(asked: str, arguments: Sequence[str] = ()) -> tuple[Callable, dict[str
     path, _, name = asked.rpartition(":")
     if not path:
         raise _Exit(REFUSED, f"expected a command, as in -- python train.py, or FILE.py:VARIANT; got {asked}")
+    if not name:
+        raise _Exit(REFUSED, f"{asked}: expected the name of a function after the colon, as in {asked}variant")
     path = Path(path)
     if not path.is_file() and (found := Path(*str(path).split(".")).with_suffix(".py")).is_file():
         path = found
