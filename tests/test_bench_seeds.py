@@ -135,7 +135,10 @@ def test_a_seed_that_fails_is_named_and_left_out_of_both():
 
 
 def test_a_command_that_fails_with_two_seeds_is_given_up():
-    result = bench(script(), script("fails", before="raise SystemExit(3)"), seeds=5)
+    result = bench(script(), script("fails", before="raise SystemExit(3)"), seeds=5, until_loss=2.5)
+    headings, (_, row) = result.table()
+    cells = dict(zip(headings, row))
+    assert cells["time to loss 2.5"] == "failed before its first step" and cells["seeds"] == "failed with 2 of 2"
     assert result.verdict("fails.py") == "failed before its first step" and len(result.runs["fails.py"]) == 2
     short = bench(script(), f"{script('short')} --steps 20", seeds=5)
     assert short.verdict("short.py --steps 20") == "ended after step 20" and len(short.runs["train.py"]) == 2

@@ -210,8 +210,7 @@ class SeedBench(Bench):
 
     def _columns(self) -> list[Column]:
         """Those of a comparison; behind its speed the loss and the metric, each against the baseline's."""
-        seeds = "seeds", lambda m: str(len(self.kept(m.label)))
-        return [*Comparison._columns(self, *self._end_columns()), seeds]
+        return [*Comparison._columns(self, *self._end_columns()), ("seeds", self._tell_seeds)]
 
     def _end_columns(self) -> list[Column]:
         columns = []
@@ -232,7 +231,13 @@ class SeedBench(Bench):
         ratio = self.time_to_loss(m.label) if m is not self.baseline else None
         return ratio.tell(self.min_effect) if ratio else units.NOT_MEASURED
 
+    def _tell_seeds(self, m: Measurement) -> str:
+        runs = self.runs[m.label]
+        return f"failed with {len(runs)} of {len(runs)}" if m.failed else str(len(self.kept(m.label)))
+
     def _tell_reached(self, m: Measurement) -> str:
+        if m.failed:
+            return m.failed
         found = [run.seconds_to_loss for run in self.kept(m.label)]
         if lost := found.count(None):
             return f"not reached with {lost} of {len(found)} seeds"
