@@ -84,6 +84,8 @@ def _main(arguments: list[str] | None) -> int:
     except _Exit as end:
         code, text = end.args
         print(f"effgpu: error: {text}", file=sys.stderr)
+        if getattr(chosen, "json", None) == "-" and "printed" not in chosen:
+            print(json.dumps({"failed": text}, indent=2, ensure_ascii=False))
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -485,6 +487,7 @@ def _give(
     """
     as_json = json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if chosen.json else ""
     print(as_json if chosen.json == "-" else shown or result)
+    chosen.printed = True
     if chosen.json and chosen.json != "-":
         with _refusing(OSError, ValueError):
             save([result], chosen.json) if save else Path(chosen.json).write_text(f"{as_json}\n", encoding="utf-8")

@@ -39,7 +39,7 @@ def run(here, forked, capfd):  # noqa: F811
         (here / "train.py").write_text(textwrap.dedent(script))
         code = main(["doctor", "--gpu", "T4", "--json", "-", *options, "--", "python", "train.py"])
         out, err = capfd.readouterr()
-        return code, json.loads(out) if out else None, err
+        return code, json.loads(out), err
 
     return run
 
@@ -250,7 +250,7 @@ def test_a_data_set_that_holds_a_module_is_no_error_of_the_script(run):
 
 def test_one_that_ends_early_is_refused(run):
     code, told, errors = run(loop(steps=4))
-    assert (code, told) == (2, None) and "ended after 4 steps, and 6 are needed" in errors
+    assert (code, list(told)) == (2, ["failed"]) and "ended after 4 steps, and 6 are needed" in errors
 
 
 def test_a_loader_is_none_of_a_scripts_arguments():

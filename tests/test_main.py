@@ -344,6 +344,34 @@ def test_files_that_cannot_be_written_are_refused_before_anything_runs(asked, to
     assert not printed.out and not Path("ran").exists()
 
 
+@pytest.mark.parametrize(
+    "asked, code",
+    [
+        ("predict --gpu T4 --json - -- python train.py", 1),
+        ("predict --gpu T4 --json - train.py:variant", 1),
+        ("predict --gpu T5 --json - -- python train.py", 2),
+        ("predict --json - --trace no/step.json -- python train.py", 2),
+        ("doctor --gpu T4 --json - -- python train.py", 1),
+        ("doctor --gpu T4 --json - missing.py:variant", 2),
+        ("bench --json - true{seed}", 2),
+    ],
+)
+def test_json_on_standard_output_says_why_there_is_no_result(asked, code, here, capsys):
+    Path("train.py").write_text("raise ValueError('no data')")
+    assert main(asked.split()) == code
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert list(told) == ["failed"] and printed.err.endswith(f"effgpu: error: {told['failed']}\n")
+
+
+def test_json_on_standard_output_is_one_also_where_the_trace_cannot_be_written(here, capsys):
+    removes = "def variant():\n    import os\n    os.rmdir('folder')\n"
+    Path("train.py").write_text(STEP.format(width=8).replace("def variant():\n", removes))
+    Path("folder").mkdir()
+    asked = ["predict", "train.py:variant", "--gpu", "T4", "--json", "-", "--trace", "folder/step.json"]
+    assert main(asked) == 2 and "allocated" in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("option", ["--json", "--trace"])
 def test_what_cannot_be_written_after_all_is_printed_before(option, here, capsys):
     removes = "def variant():\n    import os\n    os.rmdir('folder')\n"
