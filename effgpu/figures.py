@@ -88,7 +88,7 @@ def plot(
       outline reserved memory. Faint triangles are the ratios that stored GPUs gave under the same name, times this
       baseline. Where `full_size` was given, panels show the predicted time on each GPU, with its range and where it
       goes, and the predicted memory, with all that the process may take; a CPU has no panel then, else its times are
-      hatched, and named as such.
+      hatched, and named as such. An arrow in place of a range says that a time is the least: a part is not known.
     - The `curves` of what `bench` gave over seeds: losses against steps and against time, a thin line for each seed.
     - What `trace` gave, or a mapping of labels to such: bytes alive through forward, backward and optimizer, a panel
       each, on one scale. Allocations are evenly spaced within a phase, so the width of a phase is not its time.
@@ -352,6 +352,9 @@ def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) 
     if needed is None or quantity not in ("time", "memory") or comparison.per != "step":
         return 0.0
     middle, low, high = (needed.allocated,) * 3 if quantity == "memory" else needed.seconds or (0.0, 0.0, 0.0)
+    if quantity == "time" and needed.untimed and middle:
+        _draw_least(ax, row, low)
+        return low
     if middle:
         look = {"markersize": 5, "color": ORANGE, "markeredgecolor": "#222222", "linewidth": 1.6, "markevery": [1]}
         ax.plot([low, middle, high], [row] * 3, "D-", **look, label="predicted for this GPU, with range", zorder=4)
@@ -359,12 +362,15 @@ def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) 
 
 
 def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
-    """A dashed bar for each variant's predicted time on a GPU, in parts: the GPU's work, and its wait for the CPU."""
+    """A dashed bar for each variant's predicted time on a GPU, in parts: the GPU's work, and its wait for the CPU.
+
+    Where the time of a part is not known, the bar is the least, and open at its end.
+    """
     for row, m in enumerate(comparison):
         needed = comparison.full_size[m.label][place] if m.label in comparison.full_size else None
         if needed is None or needed.seconds is None:
             continue
-        expected, low, high = needed.seconds
+        expected, low, high = (needed.seconds[1],) * 3 if needed.untimed else needed.seconds
         left = 0.0
         parts = needed.parts | {WAITING: expected}
         for name in (name for name in PART_COLORS if name in parts):  # in one order: JSON has the parts in its own
@@ -372,8 +378,11 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
             label = name if part > 0.01 * expected else ""
             ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=label)
             left += part
-        ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
-        _draw_interval(ax, row, expected, low, high, "range of a predicted time")
+        if needed.untimed:
+            _draw_least(ax, row, low)
+        else:
+            ax.barh(row, expected, height=0.62, facecolor="none", edgecolor=DIM, linestyle="--", linewidth=1.2)
+            _draw_interval(ax, row, expected, low, high, "range of a predicted time")
         seconds = "" if needed.ratio is None else f"{units.format_seconds(expected)}  "
         _write(ax, high, row, seconds + needed.tell_time(brief=True))
     _value_axis(ax.xaxis, units.format_seconds)
@@ -409,6 +418,12 @@ def _draw_interval(ax, row: float, middle: float, low: float, high: float, label
     if high > low:
         look = {"fmt": "none", "ecolor": "#222222", "capsize": 3, "elinewidth": 1.2, "label": label}
         ax.errorbar(middle, row, xerr=[[middle - low], [high - middle]], **look)
+
+
+def _draw_least(ax, row: float, low: float) -> None:
+    """An arrow at the end of a time that is longer, nobody knows how much."""
+    look = {"markersize": 8, "color": ORANGE, "markeredgecolor": "#222222"}
+    ax.plot(low, row, ">", **look, label="at least: a part is not known", zorder=4)
 
 
 def _write(ax, x: float, row: float, text: str) -> None:

@@ -207,6 +207,22 @@ def test_full_size_has_a_panel_of_times_by_what_they_go_to_and_one_of_memory(on_
     assert_readable(figure)
 
 
+def test_a_time_of_which_a_part_is_not_known_is_drawn_as_the_least_with_an_arrow(on_gpu):
+    sizes = predicted_sizes(20 * GiB, 10 * GiB, labels=("fp32", "bf16"))
+    sizes["bf16"] = (replace(sizes["bf16"][0], untimed="what a kernel takes", ratio=None),)
+    here = {label: needed for label, (needed,) in sizes.items()}
+    figure = plot(replace(on_gpu, full_size=sizes, here=here))
+    measured, _, time, _ = panels(figure)[:4]
+    assert widths(time.patches)[5:] == pytest.approx([0.5, 0.25, 0, 0.05]), "parts up to the least, and no outline"
+    assert texts(time)[1] == "at least 800 ms"
+    assert marks(time, ">") == [(0.8, 1)] and marks(measured, ">") == [(0.8, 1)], "for the GPU that measured, too"
+    assert marks(measured, "D") == [(3.0, 0), (4.0, 0), (5.0, 0)]
+    ends = [segment[:, 0].tolist() for line in time.collections for segment in line.get_segments()]
+    assert ends == [[3.0, 5.0]], "a range only where it is known"
+    assert "at least: a part is not known" in legend(figure)
+    assert_readable(figure)
+
+
 def test_a_prediction_of_other_variants_leaves_its_panels_empty(on_gpu):
     figure = plot(replace(on_gpu, full_size=predicted_sizes(20 * GiB, 10 * GiB, labels="ab")))
     time, memory = panels(figure)[2:4]
