@@ -27,7 +27,7 @@ from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.prediction import predict
-from effgpu.predicting.timeline import COPY, READ, UPDATE, Event
+from effgpu.predicting.timeline import COPY, KERNEL, READ, UPDATE, Event
 
 T4 = find_gpu("T4")
 ROWS = torch.ones(8, 64)
@@ -97,6 +97,7 @@ def test_what_may_be_large_or_nothing_is_not_called_nothing():
 
 READS = Event(READ, Site("train.py", 3), waits=True)
 FILTERS = Event(READ, Site("/x/transformers/trainer.py", 9), waits=True)
+UPDATED = Event(KERNEL, None, phase=UPDATE)
 COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
 
 
@@ -110,7 +111,10 @@ COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
         (LOADING, {"has_loader": True, "handing": 0.001, "workers": 2}, "fewer bytes, such as uint8, to hand over"),
         (OPTIMIZER, {"optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
         (OPTIMIZER, {"optimizers": (("AdamW", True),)}, "fewer updates"),
-        (OPTIMIZER, {"optimizers": (("Lion of another library", False),)}, "fewer updates"),
+        (OPTIMIZER, {"optimizers": (("Lion", None),)}, "fewer updates: accumulate gradients over larger batches; or"),
+        (OPTIMIZER, {"optimizers": (("Lion", None), ("AdamW", False))}, "fewer updates"),
+        (LAUNCHING, {"events": (UPDATED, UPDATED, COPIED), "optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
+        (LAUNCHING, {"events": (UPDATED, COPIED, COPIED), "optimizers": (("SGD", False),)}, "a larger batch"),
         (COPYING, {"events": (COPIED,)}, "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
@@ -122,6 +126,45 @@ COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
 def test_no_advice_is_given_that_the_script_follows(name, seen, advice, monkeypatch):
     monkeypatch.setattr(causes.os, "cpu_count", lambda: 4)
     assert CAUSES[name].advice(Observed(**seen)).startswith(advice)
+
+
+class Own(torch.optim.Optimizer):
+    """Many small products for each weight."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            for _ in range(5):
+                weight.copy_(weight @ weight.mT @ weight)
+
+
+@pytest.mark.parametrize("torchs", [1, 4])
+def test_the_advice_is_for_the_optimizer_that_takes_longest(torchs):
+    """Four layers' weights are updated by AdamW, or three of them by a loop of the script's own."""
+
+    def variant():
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        weights = [*model.parameters()]
+        own = [Own(weights[torchs:])] if torchs < 4 else []
+        optimizers = [torch.optim.AdamW(weights[:torchs], foreach=False), *own]
+
+        def step(rows):
+            model(rows).sum().backward()
+            for each in optimizers:
+                each.step()
+
+        return step
+
+    update, launching = (
+        {one.name: one for one in effgpu.doctor(variant, [ROWS]).examined}[name] for name in (OPTIMIZER, LAUNCHING)
+    )
+    assert update.advice == launching.advice
+    assert ("AdamW(..., fused=True)" in update.advice) == (torchs == 4) == ("the step of Own" not in update.advice)
+    assert update.note == ("" if torchs == 4 else "the step of Own takes longest")
+    assert "of the CPU's calls are in the optimizer's step" in launching.note
 
 
 def test_in_16_bits_the_advice_is_not_to_use_16_bits(busy):

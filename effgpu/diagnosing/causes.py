@@ -29,7 +29,7 @@ LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION = "TF32", "plain attention"
 BATCHES = 8  # whose shapes are looked at
-_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # torch.optim's, with a fused kernel
+_MOST = 0.5  # a share of the calls
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Observed:
     them is known where no `has_loader`. `handing` is what one worker takes to hand the step's batches over, if that is
     more than half of `loading`: then workers are no cure. `step`, `calls` and `saved` were measured on a GPU: the
     step's seconds, those of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has
-    the name of each optimizer and whether it is fused. `multiplied` are the FLOPs of the forward pass's products,
+    the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose updates take
+    longest. `multiplied` are the FLOPs of the forward pass's products,
     `stepped` counts the optimizers' steps. `time_first` says that a module takes the batch with time as its first
     dimension. `halved` are the step's events in 16 bits.
     """
@@ -58,7 +59,7 @@ class Observed:
     compiling: float = 0.0
     compiled: bool = False
     shapes: int = 1
-    optimizers: tuple[tuple[str, bool], ...] = ()
+    optimizers: tuple[tuple[str, bool | None], ...] = ()
     stepped: int = 0
     time_first: bool = False
     multiplied: int | None = None
@@ -115,9 +116,21 @@ def _copy_faster(seen: Observed) -> str:
 
 
 def _update_faster(seen: Observed) -> str:
-    plain = [name for name, fused in seen.optimizers if name in _FUSED and not fused]
-    fewer = "fewer updates: accumulate gradients over larger batches"
-    return f"{plain[0]}(..., fused=True), or {fewer}" if plain else fewer
+    fewer, each = "fewer updates: accumulate gradients over larger batches", dict.fromkeys(seen.optimizers)
+    if len(each) != 1:
+        return fewer
+    ((name, fused),) = each
+    if fused is None:
+        return f"{fewer}; or torch.compile the step of {name}, or let it take weights of equal shape in one batch"
+    return fewer if fused else f"{name}(..., fused=True), or {fewer}"
+
+
+def _tell_update(seen: Observed, events: list[Event]) -> str:
+    """Whose step takes longest, where there are several."""
+    if len(names := dict.fromkeys(name for name, _ in seen.optimizers)) > 1:
+        return f"which takes longest is not known: {', '.join(names)}"
+    several = len({event.optimizer for event in events}) > 1
+    return f"the step of {seen.optimizers[0][0]} takes longest" if several else ""
 
 
 def _read_less(seen: Observed) -> str:
@@ -129,7 +142,22 @@ def _read_less(seen: Observed) -> str:
 
 
 def _launch_less(seen: Observed) -> str:
+    if _updating_share(seen.events) > _MOST:
+        return _update_faster(seen)
     return 'a larger batch, or torch.compile(model, mode="reduce-overhead")' if seen.compiled else _COMPILE
+
+
+def _tell_launching(seen: Observed, events: list[Event]) -> str:
+    share = _updating_share(seen.events)
+    return f"{share:.0%} of the CPU's calls are in the optimizer's step" if share > _MOST else ""
+
+
+def _updating_share(events: Iterable[Event]) -> float:
+    """The share of the CPU's calls that are in an optimizer's step."""
+    calls = {True: 0.0, False: 0.0}
+    for event in events:
+        calls[event.optimizing] += event.calls
+    return calls[True] / max(1.0, sum(calls.values()))
 
 
 def _halve(seen: Observed) -> str:
@@ -259,7 +287,7 @@ CAUSES = {
             lambda seen: 'torch.set_float32_matmul_precision("high"), where autocast is not wanted',
             without=lambda line, seen: replace(line, events=tuple(map(_as_tf32, line.events))),
         ),
-        Cause(OPTIMIZER, "09", _update_faster, lambda event, seen: event.optimizing),
+        Cause(OPTIMIZER, "09", _update_faster, lambda event, seen: event.optimizing, note=_tell_update),
         Cause(
             WAITS,
             "12",
@@ -287,7 +315,13 @@ CAUSES = {
             _fuse_attention,
             lambda seen, events: f"{len(events)} softmaxes read their scores from memory",
         ),
-        Cause(LAUNCHING, "05 and 14", _launch_less, without=lambda line, seen: replace(line, launch=0.0)),
+        Cause(
+            LAUNCHING,
+            "05 and 14",
+            _launch_less,
+            without=lambda line, seen: replace(line, launch=0.0),
+            note=_tell_launching,
+        ),
         Cause(
             LOADING,
             "02",

@@ -41,7 +41,8 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         notes += [*prediction.notes, *(f"assumed: {what}" for what in prediction.assumptions)]
         notes += [f"not known: {what}" for what in prediction.unknown]
         warnings += [prediction.grows(gpu)] * bool(prediction.grows(gpu))
-    facts = replace(seen, events=events)
+    slowest = _find_slowest_optimizer(timeline) if timeline else ()
+    facts = replace(seen, events=events, optimizers=slowest or seen.optimizers)
     ranked = sorted((_explain(one, facts) for one in examined.values()), key=lambda finding: -finding.seconds)
     result = Diagnosis(
         gpu.name,
@@ -62,6 +63,16 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
 
 def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
     return replace(prediction.timeline(gpu), load=seen.loading, workers=seen.workers, compiling=seen.compiling)
+
+
+def _find_slowest_optimizer(timeline: Timeline) -> tuple[tuple[str, bool | None], ...]:
+    """The optimizer whose updates take longest, if any."""
+    updates: dict[tuple[str, bool | None], list[Event]] = {}
+    for event in timeline.events:
+        if event.optimizer:
+            updates.setdefault(event.optimizer, []).append(event)
+    alone = {one: replace(timeline, events=tuple(events), load=NOTHING) for one, events in updates.items()}
+    return tuple(sorted(alone, key=lambda one: -alone[one].seconds())[:1])
 
 
 def _changeable(gpu: Gpu, seen: Observed) -> list[str]:

@@ -23,7 +23,7 @@ from effgpu.diagnosing.causes import PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
-from effgpu.diagnosing.turns import Supply, describe_optimizer, in_16_bits, observe, time_turns
+from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.torch_internals import FakeTensor, _BaseDataLoaderIter, _current_graph_task_id
 from effgpu.predicting.asked import STEPS, Asked
@@ -251,7 +251,6 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         padding=padding,
         unused=graphs.unused(),
         compiled=predicted.compiled,
-        optimizers=tuple(map(describe_optimizer, recorder.optimizers.stepped)),
         notes=notes,
     )
 

@@ -30,6 +30,7 @@ from effgpu.measuring.torch_internals import _nn, counters
 from effgpu.measuring.turns import orders
 from effgpu.measuring.variants import uncompiled
 from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.optimizers import describe_optimizer
 from effgpu.predicting.timeline import COPY, NOTHING, Range
 
 _SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
@@ -95,13 +96,6 @@ def observe(supply: Supply) -> Plan:
     if compiles:
         seen.compiling, seen.shapes = yield from _time_compiling(supply)
     return seen, observer.optimizers
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
-    """Its name, and whether its step is fused."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    return (type(optimizer).__name__ if is_torchs else f"{type(optimizer).__name__} of another library"), bool(fused)
 
 
 def _count_graphs() -> int:

@@ -26,20 +26,34 @@ if TYPE_CHECKING:
 _OPTIMIZERS = sys.modules[Optimizer.__module__].__file__  # whose wrapper calls every optimizer's step
 _TOLERANCES = ("tolerance_grad", "tolerance_change")
 _MOST_CLOSURES = 1000
+_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # torch.optim's, with a fused kernel
 _CURVED = 1e-10  # above it, LBFGS keeps a direction
+
+
+def describe_optimizer(optimizer: Optimizer) -> tuple[str, bool | None]:
+    """Its name, and whether its step is fused; None where PyTorch has no fused kernel for it."""
+    kind = type(optimizer)
+    has_kernel = kind.__module__.startswith("torch.optim") and kind.__name__ in _FUSED
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return kind.__name__, fused if has_kernel else None
 
 
 class Optimizers:
     """Those that a step has built, and those that have made a step. What is not known of them, the recorder says."""
 
     def __init__(self, recorder: "Recorder"):
-        self.working = 0  # how deep in an optimizer's step
+        self.working: list[tuple[str, bool | None]] = []  # those in whose step it is, described, the innermost last
         self.built: weakref.WeakSet = weakref.WeakSet()
         self.stepped: weakref.WeakSet = weakref.WeakSet()
         self._recorder = recorder
         self._built_at = weakref.WeakKeyDictionary()  # the line of each
         self._tolerances: dict[Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
         self._code: set[CodeType] = set()  # what computes in their steps
+
+    @property
+    def at_work(self) -> tuple[str, bool | None] | None:
+        """The one in whose step it is, described; None outside of them."""
+        return self.working[-1] if self.working else None
 
     def note_built(self, built: Optimizer) -> None:
         """There is one more, made by the line that is running."""
@@ -73,7 +87,7 @@ class Optimizers:
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
-        self.working += 1
+        self.working.append(describe_optimizer(optimizer))
         self.stepped.add(optimizer)
         if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
             (group,) = optimizer.param_groups
@@ -102,7 +116,7 @@ class Optimizers:
     def _aside(self, closure: Callable) -> Callable:
         @functools.wraps(closure)
         def called():
-            working, self.working = self.working, 0
+            working, self.working = self.working, []
             try:
                 return closure()
             finally:
@@ -112,7 +126,7 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """A hook after every optimizer's step."""
-        self.working -= 1
+        self.working.pop()
         for group in optimizer.param_groups:
             group.update(self._tolerances.pop(optimizer, {}))
         self.name_state(optimizer)

@@ -412,7 +412,8 @@ class Recorder(TorchDispatchMode):
         """Note kernels, if they are in the step that counts, and return whether they are."""
         if self.noting:
             site = sites.find_site(outermost=True, until=self.loop) if kernels else None
-            self.events.append(Event(KERNEL, site, tuple(kernels), calls, phase=self._phase(), reads_on=reads_on))
+            about = {"phase": self._phase(), "reads_on": reads_on, "optimizer": self.optimizers.at_work}
+            self.events.append(Event(KERNEL, site, tuple(kernels), calls, **about))
         return self.noting
 
     def _phase(self) -> str:
@@ -705,7 +706,8 @@ class Recorder(TorchDispatchMode):
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
         if self.noting:
             site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
-            self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, phase=self._phase()))
+            about = {"phase": self._phase(), "optimizer": self.optimizers.at_work}
+            self.events.append(Event(READ if site else KERNEL, site, bytes=size, waits=True, **about))
 
     def placed(self, on_host: bool) -> contextlib.AbstractContextManager:
         """Inside, new fake tensors are where a step puts them."""

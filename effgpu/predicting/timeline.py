@@ -33,7 +33,8 @@ class Event(NamedTuple):
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
     has done it. `scale` is the share of the GPU's work that is left. `site` is, of a kernel, the line of the step
     itself; of a read or a copy, the line that asks for it. `reads_on` says that kernels read scores of attention
-    that is over, `beside` that the event is seen by the timeline alone: it is part of no segment.
+    that is over, `beside` that the event is seen by the timeline alone: it is part of no segment. `optimizer` is, in an
+    update, its name and whether its step is fused: see `describe_optimizer`.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Event(NamedTuple):
     phase: str = FORWARD
     reads_on: bool = False
     beside: bool = False
+    optimizer: tuple[str, bool | None] | None = None
 
     @property
     def optimizing(self) -> bool:
