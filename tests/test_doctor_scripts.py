@@ -166,6 +166,32 @@ def test_how_long_data_without_values_load_is_not_known(run, here):  # noqa: F81
     assert any("what loading takes is not known" in note and "came from there" in note for note in told["notes"])
 
 
+COPIES = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4096, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(9):
+    for (rows,) in DataLoader(TensorDataset(torch.ones(256, 4096)), 32, pin_memory=True):
+        model(COPIED).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("copied", "advice", "note"),
+    [
+        ("torch.stack([row.cuda() for row in rows])", "one copy of the whole batch", "pinned memory, 32 copies"),
+        ("(rows * 2).to('cuda', non_blocking=True)", "tensor.pin_memory() of what the", "pageable memory, 1 copy"),
+    ],
+)
+def test_how_a_batch_is_copied_decides_the_advice(copied, advice, note, run):
+    code, told, errors = run(COPIES.replace("COPIED", copied))
+    (copies,) = (each for each in told["examined"] if each["name"] == COPYING)
+    assert code == 0 and copies["advice"].startswith(advice) and copies["note"] == f"512 KiB from {note}", errors
+
+
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811
     code, told, errors = run(patients.script() + ENDLESS, "--trace", "step.json")
     assert code == 0 and not told["findings"], errors

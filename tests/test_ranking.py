@@ -26,6 +26,7 @@ from effgpu.diagnosing.causes import (
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.gpus import find_gpu
+from effgpu.predicting.kernels import PRODUCT, Kernel
 from effgpu.predicting.prediction import predict
 from effgpu.predicting.timeline import COPY, KERNEL, READ, UPDATE, Event
 
@@ -97,8 +98,10 @@ def test_what_may_be_large_or_nothing_is_not_called_nothing():
 
 READS = Event(READ, Site("train.py", 3), waits=True)
 FILTERS = Event(READ, Site("/x/transformers/trainer.py", 9), waits=True)
-UPDATED = Event(KERNEL, None, phase=UPDATE)
 COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
+ASKS = COPIED._replace(non_blocking=True)
+MULTIPLIED = Event(KERNEL, None, (Kernel("mm", PRODUCT, "fp32", 0, 0),))
+UPDATED = Event(KERNEL, None, phase=UPDATE)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,11 @@ COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
         (OPTIMIZER, {"optimizers": (("Lion", None), ("AdamW", False))}, "fewer updates"),
         (LAUNCHING, {"events": (UPDATED, UPDATED, COPIED), "optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
         (LAUNCHING, {"events": (UPDATED, COPIED, COPIED), "optimizers": (("SGD", False),)}, "a larger batch"),
-        (COPYING, {"events": (COPIED,)}, "DataLoader(..., pin_memory=True) and .to(device, non_blocking=True)"),
+        (COPYING, {"events": (COPIED,), "has_loader": True}, "DataLoader(..., pin_memory=True) and .to(device, non"),
+        (COPYING, {"events": (COPIED,)}, "tensor.pin_memory() before the copy and .to(device, non_blocking=True)"),
+        (COPYING, {"events": (ASKS,), "pinned": True}, "tensor.pin_memory() of what the script makes of the loader's"),
+        (COPYING, {"events": (MULTIPLIED, *[COPIED] * 16)}, "one copy of the whole batch"),
+        (COPYING, {"events": (MULTIPLIED, COPIED) * 16}, "tensor.pin_memory() before the copy and .to("),
         (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
         (WAITS, {"events": (READS, FILTERS)}, "keep the value on the GPU"),

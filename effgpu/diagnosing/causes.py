@@ -4,6 +4,7 @@ To add a cause, add a row to `CAUSES`.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -30,6 +31,7 @@ WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "
 TF32, ATTENTION = "TF32", "plain attention"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
+_PIECES = 16  # copies, one after the other: of a batch that was taken apart
 
 
 @dataclass
@@ -107,12 +109,33 @@ def _load_faster(seen: Observed) -> str:
 
 
 def _copy_faster(seen: Observed) -> str:
-    copies = [event for event in seen.events if event.kind == COPY]
-    pins = seen.pinned or (copies and all(event.pinned for event in copies))
-    if pins and not any(event.waits for event in copies):
+    if _longest_run(seen.events) >= _PIECES:
+        return "one copy of the whole batch: copy it before it is taken apart, or stack its parts on the CPU"
+    waiting = [event for event in seen.events if event.kind == COPY and event.waits]
+    if not waiting:
         return "fewer bytes: copy uint8 or 16 bits, and convert on the GPU"
-    pin = [] if pins else ["DataLoader(..., pin_memory=True)"]
-    return " and ".join([*pin, ".to(device, non_blocking=True)"])
+    changes = [] if all(event.pinned for event in waiting) else [_pin(seen)]
+    changes += [] if all(event.non_blocking for event in waiting) else [".to(device, non_blocking=True)"]
+    return " and ".join(changes)
+
+
+def _pin(seen: Observed) -> str:
+    if seen.pinned:  # so what is copied is not what the loader gave
+        return "tensor.pin_memory() of what the script makes of the loader's batch, or make it on the GPU"
+    return "DataLoader(..., pin_memory=True)" if seen.has_loader else "tensor.pin_memory() before the copy"
+
+
+def _longest_run(events: Iterable[Event]) -> int:
+    """The most copies of one line and one size between two kernels; 0 where no kernels were seen."""
+    longest, runs, kernels = 0, Counter(), False
+    for event in events:
+        if event.kernels:
+            runs.clear()
+            kernels = True
+        elif event.kind == COPY:
+            runs[event.site, event.bytes] += 1
+            longest = max(longest, runs[event.site, event.bytes])
+    return longest * kernels
 
 
 def _update_faster(seen: Observed) -> str:
@@ -273,8 +296,16 @@ def _tell_loading(seen: Observed, events: list[Event]) -> str:
 
 
 def _tell_copies(seen: Observed, events: list[Event]) -> str:
-    pinned = all(event.pinned for event in events) and events
-    return f"{format_bytes(sum(event.bytes for event in events))} from {'pinned' if pinned else 'pageable'} memory"
+    kinds = {name: [event.bytes for event in events if event.pinned == pinned] for name, pinned in _KINDS.items()}
+    told = (
+        f"{format_bytes(sum(sizes))} from {kind} memory, {len(sizes)} {'copies' if len(sizes) > 1 else 'copy'}"
+        for kind, sizes in kinds.items()
+        if sizes
+    )
+    return "; ".join(told)
+
+
+_KINDS = {"pageable": False, "pinned": True}
 
 
 CAUSES = {

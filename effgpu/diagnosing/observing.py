@@ -184,9 +184,8 @@ class Moves(TorchFunctionMode):
             if self._is_on_gpu(tensor) and (tensor.dim() or name != "tolist"):
                 self._note(Event(READ, find(), bytes=size, waits=True))
         elif not tensor.is_cuda and (name == "cuda" or where) and self._is_copied(tensor, name, where):
-            pinned = self._pinned or tensor.is_pinned()
-            waits = copy_waits(size, pinned=pinned, non_blocking=is_non_blocking(args, kwargs))
-            self._note(Event(COPY, find(), bytes=size, waits=waits, pinned=pinned))
+            about = {"pinned": self._pinned or tensor.is_pinned(), "non_blocking": is_non_blocking(args, kwargs)}
+            self._note(Event(COPY, find(), bytes=size, waits=copy_waits(size, **about), **about))
 
     def _is_on_gpu(self, tensor: torch.Tensor) -> bool:
         if self._batch is None:

@@ -246,7 +246,7 @@ class ScriptRecorder(Recorder):
                 if to_gpu and not isinstance(host, FakeTensor) and not (block and block.owner == "weights"):
                     self.note_copy(host, is_non_blocking(args, kwargs))
                 else:
-                    self._note_copy(moved, pinned=isinstance(host, FakeTensor) or host in self.pinned)
+                    self._note_copy(moved, pinned=isinstance(host, FakeTensor) or self.is_pinned(host))
         elif not self.on_host:
             super()._note(func, args, kwargs, result)
         elif self.optimizers.working:
@@ -264,13 +264,18 @@ class ScriptRecorder(Recorder):
     def _see_real(self, value: object) -> None:
         """What is real is on the CPU: a number, or indices."""
 
+    def is_pinned(self, real: torch.Tensor) -> bool:
+        """Whether a script has pinned a real tensor, or one that it is a part of, in one piece."""
+        part = real.layout is torch.strided and real._base is not None and real.is_contiguous()
+        return real in self.pinned or (part and real._base in self.pinned)
+
     def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
         """A real tensor moves to the GPU."""
         if self.noting:
-            size, pinned = sum(part.nbytes for part in tensors_of([real])), real in self.pinned
+            size, pinned = sum(part.nbytes for part in tensors_of([real])), self.is_pinned(real)
             waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
-            site = find_site(until=self.loop)
-            self.events.append(Event(COPY, site, bytes=size, waits=waits, pinned=pinned))
+            about = {"bytes": size, "waits": waits, "pinned": pinned, "non_blocking": non_blocking}
+            self.events.append(Event(COPY, find_site(until=self.loop), **about))
 
 
 class _Placer(Translator):
@@ -292,7 +297,7 @@ class _Placer(Translator):
             self._recorder.pinned[args[0]] = True
             return args[0]
         if name == "is_pinned":
-            return args[0] in self._recorder.pinned
+            return self._recorder.is_pinned(args[0])
         if name == "type" and tensor_types.read(kwargs.get("dtype", args[-1])):
             return super().__torch_function__(func, types, args, kwargs)
         if name in ("tensor", "as_tensor") and args and _has_fake(args[:1]):

@@ -31,10 +31,10 @@ class Event(NamedTuple):
     """What the CPU asks of the GPU: kernels, a value that it reads, or a copy to the GPU.
 
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
-    has done it. `scale` is the share of the GPU's work that is left. `site` is, of a kernel, the line of the step
-    itself; of a read or a copy, the line that asks for it. `reads_on` says that kernels read scores of attention
-    that is over, `beside` that the event is seen by the timeline alone: it is part of no segment. `optimizer` is, in an
-    update, its name and whether its step is fused: see `describe_optimizer`.
+    has done it, `non_blocking` that a copy asks for no wait. `scale` is the share of the GPU's work that is left.
+    `site` is, of a kernel, the line of the step itself; of a read or a copy, the line that asks for it. `reads_on` says
+    that kernels read scores of attention that is over, `beside` that the event is seen by the timeline alone: it is
+    part of no segment. `optimizer` is, in an update, its name and whether its step is fused.
     """
 
     kind: str
@@ -44,6 +44,7 @@ class Event(NamedTuple):
     bytes: int = 0
     waits: bool = False
     pinned: bool = False
+    non_blocking: bool = False
     scale: float = 1.0
     phase: str = FORWARD
     reads_on: bool = False
