@@ -1891,6 +1891,25 @@ def test_a_batch_that_grows_is_said_to(run):
     assert what.startswith("steps differ in size") and "a later step may be larger still" in what
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    {
+        "a line for the log": ("log = model[0].weight[:4].abs() if number % 2 else 0", None),
+        "a sample": (
+            "sample = model(torch.randn(2000, 1024).cuda()) if number % 2 == 0 else 0",
+            "what ran in the step before",
+        ),
+        "a larger batch": ("STEP", "steps differ in size"),
+    }.values(),
+)
+def test_what_one_of_two_steps_makes_more_is_told_as_what_it_is(more, said, run):
+    larger = STEP.replace("torch.randn(64, 1024)", "torch.randn(2000 if number % 2 else 64, 1024)")
+    _, told, errors = run(loop(step=larger if more == "STEP" else f"{STEP}{more}\n"))
+    found = [each for each in told["assumptions"] if "forward pass" in each]
+    assert len(found) == bool(said) and all(each.startswith(said) for each in found), (found, errors)
+    assert not any("a later step may be larger still" in each for each in found)
+
+
 def test_blocks_that_grow_are_given_back_and_an_evaluation_in_some_steps_is_no_part_of_them(run, expected):
     _, told, errors = run(loop(step=f"{STEP}if number % 2 == 1:\n{textwrap.indent(GROWS, '    ')}", steps=9))
     (gpu,) = told["gpus"]

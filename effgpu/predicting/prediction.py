@@ -70,6 +70,7 @@ _GIVES_BACK = (
     "where memory is tight, PyTorch gives back what it has cached and asks for it anew: that time is not counted"
 )
 _CACHED = 1.5  # by this factor or more, the allocator holds more than the peak: of blocks that grow, it keeps each
+_SMALL = 0.0001  # of the peak: a step that makes so little more is no larger one
 _GROWS, _VARIES = 1.001, 1.05  # by these factors, a step is larger or smaller than the one before: what grows may go on
 _RANGE = "times: in brackets, where 9 of 10 published ones lie; without loading data, on one GPU, at its usual clock"
 _COMPILED = "times of compiled code: from perfect fusion to eager"
@@ -523,15 +524,10 @@ def conclude(recorder: Recorder) -> Prediction:
     if paged := recorder.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.say(ASSUMED, f"{text}: the time that it takes to move is not counted")
-    made = recorder.made[-2:]
-    if len(made) > 1 and (made[1] > _GROWS * made[0] or made[0] > _VARIES * made[1] + MiB):
-        sizes = " and ".join(map(format_bytes, made))
-        differ = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
-        larger = "larger; a later step may be larger still" if made[-1] > made[0] else "larger"
-        recorder.say(ASSUMED, f"{differ}: the time is the last one's, and the peak that of the {larger}")
     recorder.optimizers.fill_histories()
     recorder.optimizers.name_rare_updates()
     peak, owners, resting = _divide(recorder)
+    _compare_sizes(recorder, peak)
     blocks = [block for block in recorder.on_gpu if block.died > recorder.emptied]
     reserved = count_reserved(blocks)
     tight = count_reserved(blocks, peak) if reserved > _CACHED * peak else None
@@ -551,6 +547,22 @@ def conclude(recorder: Recorder) -> Prediction:
         kept=recorder.kept,
         tight=tight,
     )
+
+
+def _compare_sizes(recorder: Recorder, peak: int) -> None:
+    """Say that the last two steps differ in size, if it is more than a small part of the peak."""
+    made = recorder.made[-2:]
+    if len(made) < 2 or abs(made[1] - made[0]) < _SMALL * peak or len({*map(format_bytes, made)}) < 2:
+        return
+    sizes = " and ".join(map(format_bytes, made))
+    if made[0] > _VARIES * made[1] + MiB and recorder.ran_more_before():
+        text = f"what ran in the step before the one that was counted took more: {sizes} in their forward passes"
+    elif made[1] > _GROWS * made[0] or made[0] > _VARIES * made[1] + MiB:
+        text = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
+    else:
+        return
+    larger = "larger; a later step may be larger still" if made[1] > made[0] else "larger"
+    recorder.say(ASSUMED, f"{text}: the time is the last one's, and the peak that of the {larger}")
 
 
 def _divide(recorder: Recorder) -> tuple[int, dict[str, int], int]:

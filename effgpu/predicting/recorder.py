@@ -226,6 +226,11 @@ class Recorder(TorchDispatchMode):
         """Whether autograd gives a weight its gradient at this moment."""
         return _name_node() == "torch::autograd::AccumulateGrad"
 
+    def ran_more_before(self) -> bool:
+        """Whether the step before the last ran a forward pass more, and no backward pass: its graph was not used."""
+        *_, before, last, _ = map(len, self._made)
+        return before > last and len(self.products) > 2 and self.products[-3] == self.products[-2]
+
     def _name_what_stays(self) -> None:
         """What a step has made, and a whole one after it leaves there, is no activation: another library's state."""
         for block in self.blocks if len(self._ends) > 1 else ():
