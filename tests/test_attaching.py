@@ -1096,6 +1096,57 @@ def test_a_script_that_keeps_its_last_checkpoints_finds_those_that_it_saved_and_
     assert "left as it is, a file from before: run/zero_2.pt" in told["notes"]
 
 
+COPIES = """
+import filecmp, glob, os, shutil, tarfile, tempfile, zipfile
+from pathlib import Path
+def is_there(name): return torch.load(name)["0.weight"].shape == (1024, 1024)
+Path("old.pt").touch()
+os.chmod("old.pt", 0o600)
+os.makedirs("last", exist_ok=True)
+torch.save(model.state_dict(), "last/weights.pt")
+Path("last/config.json").write_text("{}")
+os.symlink("weights.pt", "last/newest.pt")
+shutil.copytree("last", "best", dirs_exist_ok=True)
+shutil.copytree("last", "links", dirs_exist_ok=True, symlinks=True)
+assert is_there("best/weights.pt") and is_there("links/newest.pt") and Path("best/config.json").read_text() == "{}"
+assert os.path.islink("links/newest.pt") and not os.path.islink("best/newest.pt")
+os.utime("best/weights.pt")
+Path("best/weights.pt").touch()
+shutil.copystat("best/weights.pt", "best/config.json")
+shutil.copymode("best/config.json", "best/weights.pt")
+shutil.move(shutil.copy2("best/weights.pt", "moved.pt"), "best")
+shutil.move("best", f"best{number}")
+assert is_there(f"best{number}/moved.pt") and not os.path.exists("best")
+if os.path.islink("latest"): os.unlink("latest")
+os.symlink(f"best{number}", "latest")
+assert os.readlink("latest") == f"best{number}" == os.path.basename(os.path.realpath("latest"))
+assert is_there("latest/moved.pt") and sorted(os.listdir("latest")) == sorted(os.listdir(f"best{number}"))
+assert Path("latest/config.json").read_text() == "{}" and "latest/moved.pt" in glob.glob("**/*.pt", recursive=True)
+one, other = "latest/weights.pt", "last/weights.pt"
+assert Path(one).resolve(strict=True).stat() and os.access(one, os.R_OK) and not Path(one).read_bytes()
+assert not os.path.samefile(one, other) and filecmp.cmp(one, other, shallow=False)
+assert os.path.getmtime(one) <= os.path.getmtime(other) + 60 and os.lstat(one).st_mtime_ns
+with tarfile.open("all.tar", "w") as archive: archive.add(one)
+with zipfile.ZipFile("all.zip", "w") as archive: archive.write(one)
+with tempfile.NamedTemporaryFile(dir=".", delete=False) as file: torch.save(model.state_dict(), file)
+os.replace(file.name, "whole.pt")
+with open("opened.pt", "wb") as file: torch.save(model.state_dict(), file)
+assert is_there("whole.pt") and is_there("opened.pt")
+assert shutil.disk_usage(".") and os.statvfs(".") and torch.hub.get_dir()
+os.remove("old.pt")
+torch.save(model.state_dict(), "old.pt")
+"""
+
+
+def test_weights_that_are_not_written_are_copied_moved_linked_and_looked_at_as_if_they_were(run, here):
+    (here / "old.pt").write_text("an earlier one")
+    os.utime(here / "old.pt", (0, 0))
+    code, _, errors = run(loop(step=STEP + COPIES))
+    assert code == 0, errors
+    assert {path.name for path in here.iterdir()} == {"train.py", "old.pt", "all.tar", "all.zip"}
+    assert (here / "old.pt").read_text() == "an earlier one" and (here / "old.pt").stat().st_mtime == 0
+
+
 def test_weights_are_known_by_the_header_of_their_file(run, here):
     """The file is as long as the weights, and has none: it is a hole."""
     shapes = {f"{number}.{name}": [1024] * n for number in range(8) for name, n in (("weight", 2), ("bias", 1))}

@@ -1,13 +1,17 @@
 """What a variant reads and writes while it is predicted: weights from files, checkpoints, and a Trainer's own step."""
 
 import os
+import shutil
 import sys
+import time
 from functools import partial
 
 import pytest
 import torch
 
+from effgpu.predicting.files import Files
 from effgpu.predicting.prediction import predict
+from effgpu.predicting.weights import weights_set_aside
 
 SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
 
@@ -206,3 +210,37 @@ def test_a_trainers_step_by_hand_says_what_train_would_have_switched_on(here, as
 
     told = [why for why in predict(variant, "T4").assumptions if why.startswith("without the gradient checkpointing")]
     assert len(told) == noted
+
+
+@pytest.fixture
+def set_aside(here):
+    files = Files(time.time())
+    with weights_set_aside(files):
+        yield files
+        files.clean()
+
+
+@pytest.mark.usefixtures("set_aside")
+def test_weights_that_are_set_aside_can_be_copied_with_their_folder(here):
+    os.mkdir("last")
+    torch.save(torch.ones(4), "last/weights.pt")
+    shutil.copytree("last", "best")
+    shutil.move("best", "older")
+    os.symlink("older", "latest")
+    os.utime("latest/weights.pt")
+    assert torch.load("latest/weights.pt").tolist() == [1] * 4 and os.path.getsize("older/weights.pt")
+
+
+def test_weights_that_are_set_aside_take_no_room_once_they_are_deleted(here, set_aside):
+    before = len(os.listdir("/dev/fd"))
+    for number in range(20):
+        torch.save(torch.full([4], number), f"{number}.pt")
+        os.link(f"{number}.pt", f"best{number}.pt")
+        torch.save(torch.full([4], number), "last.pt.part")
+        os.replace("last.pt.part", "last.pt")
+        for old in range(number):
+            for name in (f"{old}.pt", f"best{old}.pt"):
+                if os.path.exists(name):
+                    os.remove(name)
+        assert [torch.load(name)[0] for name in (f"best{number}.pt", "last.pt")] == [number] * 2
+    assert len(os.listdir("/dev/fd")) <= before + 2

@@ -17,10 +17,10 @@ import os
 import shutil
 import stat
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from unittest.mock import patch
 
@@ -29,20 +29,26 @@ from effgpu.attaching.replacing import replaced
 _NAMES = "src", "dst", "path", "file"  # of arguments that say which file
 _DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
 _REMEMBERED = "effgpu, weights without values: "  # and their number
-_open, _scandir, _stat, _unlink, _rmdir = (
+# Python's own, also of what a script takes for deleted
+_open, _scandir, _stat, _lstat, _readlink, _unlink, _rmdir = (
     open,
     os.scandir,
     os.stat,
+    os.lstat,
+    os.readlink,
     os.unlink,
     os.rmdir,
-)  # Python's own, also of what a script takes for deleted
+)
+_MOST_LINKS = 40  # that lead to one another, as in Linux
 
 
 class Saved(NamedTuple):
-    """What a file would hold: a value, or what another file holds, or folder, which was not moved."""
+    """What a file would hold: a value, or what another file holds, or folder, which was not moved; or a link's text."""
 
     value: object = None
     source: str | None = None
+    link: str | None = None
+    when: int = 0  # it was saved, in nanoseconds
 
 
 class _Moved(NamedTuple):
@@ -71,9 +77,10 @@ class _Entry:
         return not self.is_dir()
 
     def is_symlink(self) -> bool:
-        return False
+        return os.path.islink(self.path)
 
-    is_junction = is_symlink
+    def is_junction(self) -> bool:
+        return False
 
 
 class _Entries(contextlib.closing):
@@ -104,7 +111,7 @@ class Files:
         self._moved: dict[str, _Moved] = {}  # folders, by the path that they have for the script
         self._gone: set[str] = set()  # what the script has deleted or moved, and is still there
         self._stand_ins: dict[str, str] = {}  # the path of what a file stands for that the script writes in its place
-        self._open: list[BinaryIO] = []  # these files, which nobody else finds
+        self._open: dict[str, BinaryIO] = {}  # these files, which nobody else finds
         self._made: set[str] = set()  # folders, by the script
         self._in_memory: list[object] = []  # what it has saved into memory
 
@@ -125,7 +132,7 @@ class Files:
     def save(self, file: object, value: object) -> None:
         """Remember what would be in this file from now on."""
         if path := self._end(file):
-            self._saved[path] = Saved(value)
+            self._saved[path] = Saved(value, when=time.time_ns())
             self._gone.discard(path)
 
     def keep(self, file: object, value: object) -> bool:
@@ -147,7 +154,7 @@ class Files:
 
     def find(self, file: object) -> Saved | None:
         """What a file would hold; None where it holds that, or is not there."""
-        return self._look_up(self._end(file))[0]
+        return self._follow(file)[1]
 
     def name(self, file: object) -> str:
         """What a person calls a file that is named, or open."""
@@ -156,15 +163,38 @@ class Files:
         return str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", file))
 
     def _path(self, file: object) -> str | None:
+        """The path of a file that is named, or open. Links to its folder are followed."""
         path = _path(file)
-        return self._stand_ins.get(path, path)
+        if path is None or path in self._stand_ins:
+            return self._stand_ins.get(path)
+        return os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
 
     def _end(self, file: object) -> str | None:
         """The path that a file's name leads to: of a symbolic link, that of the file."""
         path = self._path(file)
-        if path is None or path in self._saved or path in self._gone or not os.path.islink(path):
+        return None if path is None else self._resolve(path)
+
+    def _resolve(self, path: str, most: int = _MOST_LINKS) -> str:
+        """Where a path leads to, by the links that the script finds there."""
+        folder, name = os.path.split(path)
+        if not name or not most:
             return path
-        return os.path.realpath(path)
+        path = os.path.join(self._resolve(folder, most), name)
+        if path in self._saved or path in self._gone:
+            link = self._saved[path].link if path in self._saved else None
+        else:
+            link = _readlink(path) if _is_link(path) else None
+        return path if link is None else self._resolve(os.path.normpath(os.path.join(folder, link)), most - 1)
+
+    def _follow(self, file: object, *, by_links: bool = True) -> tuple[str | None, Saved | None, bool]:
+        """The path that a file's name leads to, and what stands there for the script, as `_look_up` tells."""
+        path = self._end(file) if by_links else self._path(file)
+        instead, is_gone = self._look_up(path)
+        if by_links and path and not (instead or is_gone):
+            named = _path(file)
+            if any(saved.link and _lies_in(named, link) for link, saved in self._saved.items()):
+                instead = Saved(source=path)  # the link is not really there
+        return path, instead, is_gone
 
     def _look_up(self, path: str | None) -> tuple[Saved | None, bool]:
         """What stands for the script at a path, if that is not what is there; and whether nothing is."""
@@ -175,27 +205,34 @@ class Files:
         for folder, moved in self._moved.items():
             if path is not None and _lies_in(path, folder):
                 there = moved.source + path.removeprefix(folder)
-                is_there = there not in moved.without and os.path.lexists(there)
+                is_there = there not in moved.without and _is_there(there)
                 return (Saved(source=there), False) if is_there else (None, True)
         return None, False
 
     def _stand_in(self, path: str, filled: object = None) -> str:
         """A file for the script to write and read in place of another: empty, or `filled` with what one holds."""
         folder = os.path.dirname(path)  # where there is room for it
-        self._open.append(tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None))  # noqa: SIM115
+        file = tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None)  # noqa: SIM115
         if filled is not None:
             with _open(filled, "rb") as before:
-                shutil.copyfileobj(before, self._open[-1])
-            self._open[-1].flush()
-        source = f"/dev/fd/{self._open[-1].fileno()}"
-        self._stand_ins[source], self._saved[path] = path, Saved(source=source)
+                shutil.copyfileobj(before, file)
+            file.flush()
+        source = f"/dev/fd/{file.fileno()}"
+        self._open[source], self._stand_ins[source], self._saved[path] = file, path, Saved(source=source)
         self._gone.discard(path)
+        self._close_lost()
         return source
+
+    def _close_lost(self) -> None:
+        """Close what the script can find no more: only then is its room on the disk free."""
+        for source in self._open.keys() - {saved.source for saved in self._saved.values()}:
+            self._open.pop(source).close()
+            del self._stand_ins[source]
 
     def _is_from_before(self, path: str | None) -> bool:
         """Whether a file, a link or a folder with such a one is from before the script was started."""
         try:
-            return path is not None and any(os.lstat(each).st_mtime < self._began for each in _files_in(path))
+            return path is not None and any(_lstat(each).st_mtime < self._began for each in _files_in(path))
         except OSError:
             return False
 
@@ -221,7 +258,7 @@ class Files:
         elif folder:
             there = self._moved[folder].source + path.removeprefix(folder)
             self._moved[folder] = _Moved(self._moved[folder].source, without | {there})
-        self._gone |= {path, *_all_in(path)} if os.path.lexists(path) else set()
+        self._gone |= {path, *_all_in(path)} if _is_there(path) else set()
         return without, self._pop_saved(path)
 
     def _pop_saved(self, path: str) -> dict[str, Saved]:
@@ -230,8 +267,7 @@ class Files:
 
     def _listed(self, folder: str | os.PathLike, names: Callable[[str], list[str]]) -> list[str]:
         """The names that a script finds in a folder: not what it has deleted, but what it has saved."""
-        whole = self._path(folder)
-        instead, is_gone = self._look_up(whole)
+        whole, instead, is_gone = self._follow(folder)
         if is_gone:
             raise _missing(folder)
         found = names(instead.source if instead and instead.source else folder)
@@ -247,26 +283,46 @@ class Files:
                 "rename": self._move,
                 "replace": self._move,
                 "link": self._link,
-                "symlink": self._link,
+                "symlink": self._link_by_name,
                 "remove": self._remove,
                 "unlink": self._remove,
                 "mkdir": self._make,
                 "rmdir": self._remove_empty,
                 "stat": self._look,
+                "lstat": self._look,
+                "access": self._may_use,
+                "readlink": self._read_link,
+                "chmod": self._change,
+                "utime": self._change,
                 "listdir": self._list_names,
                 "scandir": self._scan,
             },
-            shutil: {"copyfile": self._copy, "copy": self._copy, "copy2": self._copy, "rmtree": self._remove},
+            shutil: {
+                "copyfile": self._copy,
+                "copymode": self._copy_mode,
+                "copystat": self._copy_mode,
+                "rmtree": self._remove,
+            },
             builtins: {"open": self._open_other},
             io: {"open": self._open_other},
+            tarfile: {"bltn_open": self._open_other},
         }
         every = ((owner, name, way) for owner, by_name in ways.items() for name, way in by_name.items())
         changes = [(owner, name, _instead(getattr(owner, name), way)) for owner, name, way in every]
-        with replaced(changes), patch.dict(_openers_of_numpy(), {None: _instead(_open, self._open_other)}):
+        known = {way for owner, name, way in changes if getattr(owner, name) in os.supports_follow_symlinks}
+        with (
+            replaced(changes),
+            replaced([(os, "supports_follow_symlinks", os.supports_follow_symlinks | known)]),
+            patch.dict(_openers_of_numpy(), {None: _instead(_open, self._open_other)}),
+        ):
             yield
 
     def clean(self) -> None:
-        """Delete each folder that the script has made for weights: without them, it would be taken for a checkpoint."""
+        """Delete what the script has made for weights, folders and open files: each would be taken for a checkpoint."""
+        for path, saved in self._saved.items():
+            with contextlib.suppress(OSError):
+                if saved.value is not None and not _stat(path).st_size and not self._is_from_before(path):
+                    _unlink(path)
         for folder in self._made:
             if any(_lies_in(path, folder) for path in self._saved):
                 with contextlib.suppress(OSError):
@@ -279,7 +335,7 @@ class Files:
             raise _missing(source)
         if old in self._saved:
             del self._saved[old]
-            if os.path.lexists(old) and not self._leave(old):  # a temporary file, which has no values
+            if _is_there(old) and not self._leave(old):  # a temporary file, which has no values
                 os.remove(old)
         elif instead or self._leave(old) or (_is_folder(old) and self._is_from_before(new)):
             instead = instead or Saved(source=old)
@@ -288,7 +344,10 @@ class Files:
             os.remove(old)
             return target
         else:
-            return real(source, target, *args, **kwargs)
+            real(source, target, *args, **kwargs)
+            self._made = {new + each.removeprefix(old) if _lies_in(each, old) else each for each in self._made}
+            self._saved |= {new + rest: saved for rest, saved in self._pop_saved(old).items()}
+            return target
         without, inside = self._take_away(old)
         self._forget(new)
         self._saved |= {new + rest: saved for rest, saved in inside.items()}
@@ -299,38 +358,54 @@ class Files:
         return target
 
     def _copy(self, real: Callable, source, target, *args, **kwargs):
-        inside = self._path(Path(target, Path(source).name) if os.path.isdir(target) else target)
-        instead = self.find(source)
+        instead, path = self.find(source), self._end(target)
         if instead and not instead.source:
-            self._saved[inside] = instead
-            self._gone.discard(inside)
-        elif instead or self._leave(self._end(inside)):
-            self._stand_in(self._end(inside), instead.source if instead else source)
+            self._saved[path] = instead
+            self._gone.discard(path)
+        elif instead or self._leave(path):
+            self._stand_in(path, instead.source if instead else source)
         else:
             return real(source, target, *args, **kwargs)
         return target
 
+    def _copy_mode(self, real: Callable, source, target, *args, **kwargs):
+        if not (self.find(source) or self.find(target)):
+            real(source, target, *args, **kwargs)
+
     def _link(self, real: Callable, source, target, *args, **kwargs):
-        beside = os.path.join(os.path.dirname(target), source)  # what a symbolic link's source is relative to
-        path = self._path(target)
-        instead = self.find(source) or self.find(beside)
+        path, instead = self._path(target), self.find(source)
         if instead is None and path in self._gone:
-            instead = Saved(source=os.path.realpath(beside))
+            instead = Saved(source=self._path(source))
         if instead is None:
             return real(source, target, *args, **kwargs)
         self._saved[path] = instead
         self._gone.discard(path)
+
+    def _link_by_name(self, real: Callable, source, target, *args, **kwargs):
+        path = self._path(target)
+        end = self._end(os.path.join(os.path.dirname(path), source))
+        if not (path in self._gone or self._look_up(end)[0] or any(_lies_in(each, end) for each in self._saved)):
+            return real(source, target, *args, **kwargs)
+        self._saved[path] = Saved(link=os.fspath(source), when=time.time_ns())
+        self._gone.discard(path)
+
+    def _read_link(self, real: Callable, file, *args, **kwargs):
+        _, instead, is_gone = self._follow(file, by_links=False)
+        if is_gone:
+            raise _missing(file)
+        return instead.link if instead and instead.link else real(file, *args, **kwargs)
 
     def _remove(self, real: Callable, file, *args, **kwargs):
         path = self._path(file)
         instead, is_gone = self._look_up(path)
         if is_gone and not kwargs.get("ignore_errors"):
             raise _missing(file)
-        if self._leave(path) or (instead and not os.path.lexists(path)):
+        if self._leave(path) or (instead and not _is_there(path)):
             self._take_away(path)
         elif not is_gone:
             real(file, *args, **kwargs)
             self._pop_saved(path)
+        self._close_lost()
 
     def _remove_empty(self, real: Callable, folder, *args, **kwargs):
         path = self._path(folder)
@@ -348,27 +423,37 @@ class Files:
             self._made.add(path)
 
     def _look(self, real: Callable, file, *args, **kwargs):
-        instead, is_gone = self._look_up(self._end(file))
+        if self._is_untouched():
+            return real(file, *args, **kwargs)
+        by_links = real is not _lstat and kwargs.get("follow_symlinks", True)
+        path, instead, is_gone = self._follow(file, by_links=by_links)
         if is_gone:
             raise _missing(file)
-        if instead and instead.source:
-            return real(instead.source, *args, **kwargs)
-        try:
-            return real(file, *args, **kwargs)
-        except FileNotFoundError:
-            if not instead:
-                raise
-        now = int(time.time())
-        return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, os.getuid(), os.getgid(), 0, now, now, now))
+        if instead and not instead.source:
+            return _describe(path, instead)
+        if instead and instead.source in self._stand_ins:  # whose name is a link
+            return _stat(instead.source)
+        return real(instead.source if instead else file, *args, **kwargs)
+
+    def _may_use(self, real: Callable, file, *args, **kwargs):
+        _, instead, is_gone = self._follow(file)
+        return not is_gone and (instead is not None or real(file, *args, **kwargs))
+
+    def _change(self, real: Callable, file, *args, **kwargs):
+        path, instead, is_gone = self._follow(file)
+        if is_gone:
+            raise _missing(file)
+        if not (instead or self._is_from_before(path)):
+            real(file, *args, **kwargs)
 
     def _open_other(self, real: Callable, file, mode="r", *args, **kwargs):
-        path = self._end(file)
-        instead, is_gone = self._look_up(path)
+        path, instead, is_gone = self._follow(file)
         source = instead.source if instead else None
         if not {*"wax+"} & {*mode} or (source in self._stand_ins and "x" not in mode):
             if is_gone:
                 raise _missing(file)
-            return real(source or file, mode, *args, **kwargs)
+            empty = os.devnull if instead and not source and not _is_there(path) else file
+            return real(source or empty, mode, *args, **kwargs)
         if is_gone and "r" in mode:
             raise _missing(file)
         is_file = path is not None and not os.path.isdir(path)  # into a folder goes a temporary file
@@ -415,6 +500,27 @@ def _delete(folder: str) -> None:
     _rmdir(folder)
 
 
+def _is_there(path: str) -> bool:
+    """Whether there really is a file, a link or a folder."""
+    try:
+        return bool(_lstat(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_link(path: str) -> bool:
+    """Whether there really is one."""
+    return _is_there(path) and stat.S_ISLNK(_lstat(path).st_mode)
+
+
+def _describe(path: str, saved: Saved) -> os.stat_result:
+    """What os.stat gives of a file that was not written, or of a link that was not made."""
+    kind = stat.S_IFLNK | 0o777 if saved.link else stat.S_IFREG | 0o644
+    times = (saved.when // 10**9,) * 3
+    exact = {f"st_{one}time_ns": saved.when for one in "amc"} | {f"st_{one}time": saved.when / 1e9 for one in "amc"}
+    return os.stat_result((kind, hash(path) % 2**63, 0, 1, os.getuid(), os.getgid(), 0, *times), exact)
+
+
 def _is_folder(path: str) -> bool:
     """Whether there really is one."""
     return stat.S_ISDIR(_stat(path).st_mode)
@@ -422,7 +528,7 @@ def _is_folder(path: str) -> bool:
 
 def _all_in(path: str) -> Iterator[str]:
     """The paths of all that is really in a folder; nothing for a file, or a link."""
-    if os.path.islink(path):
+    if _is_link(path):
         return
     with contextlib.suppress(NotADirectoryError), _scandir(path) as entries:
         for entry in entries:
@@ -433,7 +539,7 @@ def _all_in(path: str) -> Iterator[str]:
 
 def _files_in(path: str) -> Iterator[str]:
     """The path of a file, or those of all files that are really in a folder."""
-    return (each for each in itertools.chain([path], _all_in(path)) if os.path.islink(each) or not _is_folder(each))
+    return (each for each in itertools.chain([path], _all_in(path)) if _is_link(each) or not _is_folder(each))
 
 
 def _openers_of_numpy() -> dict:
