@@ -1474,6 +1474,37 @@ def test_what_a_single_rank_gathers_is_its_own(run, expected):
     assert told["allocated"] == pytest.approx(expected[0], rel=0.02)
 
 
+COLLECTS = """
+import torch.distributed as dist
+here, copy, one = torch.ones(4, device="cuda"), torch.empty(4, device="cuda"), [None]
+works = [
+    dist.all_reduce(here, async_op=True),
+    dist.all_reduce(here, dist.ReduceOp.AVG, None, True),
+    dist.reduce(here, 0, async_op=True),
+    dist.broadcast(here, 0, async_op=True),
+    dist.barrier(async_op=True),
+    dist.all_gather(tensor_list=[copy], tensor=here, async_op=True),
+    dist.all_gather_into_tensor(output_tensor=copy, input_tensor=here, async_op=True),
+    dist.reduce_scatter_tensor(copy, here, async_op=True),
+    dist.reduce_scatter(copy, [here], async_op=True),
+    *dist.batch_isend_irecv([dist.P2POp(dist.isend, here, 0), dist.P2POp(dist.irecv, copy, 0)]),
+]
+assert all([work.wait() for work in works]) and works[0].is_completed()
+assert works[0].get_future().then(lambda future: future.value()).wait()[0] is here and isinstance(works[0], dist.Work)
+assert dist.all_reduce(here) is dist.barrier() is dist.all_reduce_coalesced([here]) is None
+dist.scatter_object_list(one, [{"a": 1}], src=0)
+assert one == [{"a": 1}]
+dist.gather_object({"b": 1}, object_gather_list=one)
+assert one == [{"b": 1}]
+"""
+
+
+def test_what_a_single_rank_collects_in_the_background_is_done(run):
+    start = "\nimport torch.distributed\ntorch.distributed.init_process_group('nccl', world_size=1, rank=0)\n"
+    code, _, errors = run(loop(BUILD + start, STEP + COLLECTS))
+    assert code == 0, errors
+
+
 def test_an_optimizer_of_the_cpus_is_no_kernel_of_the_gpus(run):
     code, told, errors = run(loop(HOST_STEP, UPDATED))
     assert code == 0, errors

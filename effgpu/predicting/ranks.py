@@ -1,6 +1,9 @@
 """A script's process is the only rank: what spreads its training has nothing to do, and more ranks are refused."""
 
 import contextlib
+import functools
+import inspect
+import operator
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -33,15 +36,61 @@ def alone() -> Iterator[tuple[object, str, object]]:
         start("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
     yield distributed, "init_process_group", start_alone
-    for name in ("all_reduce", "reduce", "broadcast", "barrier", "broadcast_object_list"):
-        yield distributed, name, lambda *_, **__: None
-    for name in ("all_gather_object", "gather_object"):
-        yield distributed, name, _gather_object
+    for name, do in _ON_ONE_RANK.items():
+        yield distributed, name, _at_once(getattr(distributed, name), do)
     yield distributed_nn, "all_gather", lambda tensor, *_, **__: (tensor.clone(),)
     yield distributed_nn, "all_reduce", lambda tensor, *_, **__: tensor.clone()
-    yield distributed, "all_gather", lambda tensors, tensor, *_, **__: _copy(tensor, tensors[0])
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        yield distributed, name, lambda result, tensor, *_, **__: _copy(tensor, result)
+
+
+_ON_ONE_RANK = {  # what a collective operation does with its first arguments
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier"), lambda *_: None),
+    "broadcast_object_list": lambda *_: None,
+    "all_gather": lambda results, tensor, *_: results[0].copy_(tensor),
+    "all_gather_into_tensor": lambda result, tensor, *_: result.copy_(tensor),
+    "reduce_scatter_tensor": lambda result, tensor, *_: result.copy_(tensor),
+    "all_gather_object": lambda results, one, *_: operator.setitem(results, 0, one),
+    "gather_object": lambda one, results, *_: operator.setitem(results, 0, one),
+    "scatter_object_list": lambda results, ones, *_: operator.setitem(results, 0, ones[0]),
+}
+
+
+def _at_once(real: Callable, do: Callable) -> Callable:
+    """What stands for a collective operation: where it is to run in the background, it is done already."""
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def run(*args: object, **kwargs: object) -> object:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        first = next(iter(given.arguments.values()))
+        do(*given.arguments.values())
+        return _Done(first) if given.arguments.get("async_op") else None
+
+    return run
+
+
+class _Done(getattr(distributed, "Work", object)):
+    """What a collective operation in the background gives: it is over."""
+
+    def __init__(self, result: object):
+        super().__init__()
+        self._result = [result] if isinstance(result, torch.Tensor) else result
+
+    def wait(self, *_: object, **__: object) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    is_completed = is_success = wait
+
+    def result(self) -> object:
+        """The tensors."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future:
+        """One that has its value."""
+        future = torch.futures.Future()
+        future.set_result(self._result)
+        return future
 
 
 def refusing_shards(fsdp: ModuleType) -> contextlib.AbstractContextManager:
@@ -57,17 +106,6 @@ def _spawn_here(function: Callable, args: tuple = (), nprocs: int = 1, *_: objec
     if nprocs > 1:
         raise CannotPredict(_TOO_MANY.format(nprocs))
     function(0, *args)
-
-
-def _gather_object(*given: object, **__: object) -> None:
-    """Both take a list and an object, in another order."""
-    found = next((one for one in given[:2] if isinstance(one, list) and one and one[0] is None), None)
-    if found is not None:
-        found[0] = next(one for one in given[:2] if one is not found)
-
-
-def _copy(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    result.copy_(tensor)
 
 
 def _on_one_gpu(self: torch.nn.DataParallel, *inputs: object, **options: object) -> object:
