@@ -1505,6 +1505,38 @@ def test_what_a_single_rank_collects_in_the_background_is_done(run):
     assert code == 0, errors
 
 
+PROFILED = """
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+when = schedule(wait=0, warmup=0, active=1)
+with profile(schedule=when, on_trace_ready=tensorboard_trace_handler("traces"), with_stack=True) as profiler:
+    STEP
+    profiler.step()
+profiler.key_averages(group_by_input_shape=True).table(sort_by="cuda_time_total", row_limit=10)
+assert not profiler.events() and not profiler.profiler.function_events and not profiler.profiler.self_cpu_time_total
+profiler.profiler.total_average()
+profiler.export_chrome_trace("trace.json")
+profiler.export_stacks("stacks.txt", "self_cuda_time_total")
+profiler.add_metadata("a", "b")
+profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+profiler.start()
+profiler.stop()
+torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+with torch.autograd.profiler.profile(use_device="cuda") as older, torch.autograd.profiler.record_function("named"):
+    with torch.autograd.profiler.emit_nvtx(), torch.autograd.profiler.emit_itt(), torch.profiler.itt.range("a"):
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("b"))
+        torch.ones(4, device="cuda").sum()
+print(older, older.key_averages().table(), older.table(), older.total_average())
+"""
+
+
+def test_a_profiler_of_the_scripts_records_nothing(run, here, expected):
+    code, told, errors = run(loop(step=PROFILED.replace("STEP", STEP.strip().replace("\n", "\n    "))))
+    assert code == 0, errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.01)
+    assert seconds(told) == pytest.approx(expected[1], rel=0.05)
+    assert {path.name for path in here.iterdir()} == {"train.py", "trace.json", "stacks.txt"}
+
+
 def test_an_optimizer_of_the_cpus_is_no_kernel_of_the_gpus(run):
     code, told, errors = run(loop(HOST_STEP, UPDATED))
     assert code == 0, errors

@@ -919,3 +919,20 @@ def test_pytorch_answers_for_the_gpu_that_is_named_and_for_itself_afterwards():
     after = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
     after |= {("accelerator", name): getattr(torch.accelerator, name) for name in dir(torch.accelerator)}
     assert all(after[name] is was for name, was in before.items())
+
+
+def test_a_profiler_records_nothing_in_a_variant_and_all_afterwards():
+    def variant():
+        layer = torch.nn.Linear(64, 64).to("cuda")
+
+        def step():
+            with torch.profiler.profile() as profiler:
+                layer(torch.randn(4, 64, device="cuda")).sum().backward()
+            assert not profiler.events() and not profiler.key_averages()
+
+        return step
+
+    assert predict(variant, "T4").allocated and predict(variant).allocated
+    with torch.profiler.profile() as profiler:
+        torch.ones(3).sum()
+    assert profiler.events()

@@ -12,7 +12,7 @@ import torch
 
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
-from effgpu.predicting import flex, imports, loading, quantized, ranks, triton_kernels
+from effgpu.predicting import flex, imports, loading, profilers, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
 from effgpu.predicting.hardware import Asks, InUse, answering_as
@@ -127,6 +127,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
         *_running_eagerly(recorder),
         *loading.loading_here(recorder),
         *_fake_classes(recorder),
+        *profilers.recording_nothing(),
     ]
     with replaced(values):
         yield

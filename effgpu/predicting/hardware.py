@@ -231,10 +231,6 @@ def _elsewhere() -> Iterator[tuple[object, str, object]]:
     yield torch.Tensor, "record_stream", _gives(None)  # which takes no other stream than PyTorch's own
     for name in ("_record_memory_history", "_dump_snapshot"):
         yield torch.cuda.memory, name, _gives(None)
-    for name in ("start", "stop"):
-        yield torch.cuda.profiler, name, _gives(None)
-    yield torch.cuda.nvtx, "range_push", _gives(0)
-    yield torch.cuda.nvtx, "range_pop", _gives(0)
     optimizer = torch.optim.Optimizer  # which looks whether a CUDA graph is being captured
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         yield optimizer, check, _gives(None)
