@@ -2005,6 +2005,33 @@ def test_a_batch_that_grows_is_said_to(run):
     assert what.startswith("steps differ in size") and "a later step may be larger still" in what
 
 
+ENLARGED = """
+from torch.utils.data import DataLoader
+def enlarge(rows): return torch.nn.functional.interpolate(rows[None, None], scale_factor=16, mode="bicubic").mean()
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 640
+    def __getitem__(self, place): return LOADED(torch.ones(64, 64)) * torch.ones(1024)
+batches = iter(DataLoader(Data(), 64))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loaded", "batch", "said"),
+    [
+        ("torch.mean", "next(batches) * enlarge(torch.ones(64, 64))", True),
+        ("enlarge", "next(batches)", False),
+        ("torch.mean", "next(batches)[torch.randperm(64)] * (torch.rand(64, 1) > 0.5)", False),
+    ],
+    ids=["in the loop", "in the loader", "indices and masks"],
+)
+def test_work_on_the_cpu_in_the_loop_is_told_with_its_line(loaded, batch, said, run):
+    build = BUILD + ENLARGED.replace("LOADED", loaded)
+    code, told, errors = run(loop(build, STEP.replace("torch.randn(64, 1024)", f"({batch})")))
+    notes = [note for note in told["notes"] if note.startswith("beside the step, the script works on the CPU: ")]
+    assert code == 0 and len(notes) == said, errors
+    assert all(re.search(r"here, per step, at train.py:\d+: def enlarge", note) for note in notes)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     {

@@ -52,7 +52,7 @@ ours, theirs = (torch.optim.Adam(network.parameters()) for network in (maker, cr
 half = contextlib.nullcontext() if len(sys.argv) == 1 else torch.autocast("cuda", torch.float16)
 while True:
     with half:
-        made = maker(torch.rand(2048, 1024).cuda())
+        made = maker(torch.rand(2048, 1024, device="cuda"))
         theirs_loss = critic(made.detach()).mean()
     theirs.zero_grad()
     theirs_loss.backward()
@@ -190,6 +190,17 @@ def test_how_a_batch_is_copied_decides_the_advice(copied, advice, note, run):
     code, told, errors = run(COPIES.replace("COPIED", copied))
     (copies,) = (each for each in told["examined"] if each["name"] == COPYING)
     assert code == 0 and copies["advice"].startswith(advice) and copies["note"] == f"512 KiB from {note}", errors
+
+
+def test_work_on_the_cpu_in_the_loop_counts_as_loading(run):
+    enlarged = "torch.nn.functional.interpolate(rows[None], 16 * 4096).squeeze(0)[:, :4096].cuda()"
+    code, told, errors = run(COPIES.replace("COPIED", enlarged))
+    first = told["findings"][0]
+    assert code == 0 and first["name"] == LOADING and first["share"] > 0.5, errors
+    assert "the script's own work on the CPU takes" in first["note"] and [line["line"] for line in first["lines"]] == [
+        8
+    ]
+    assert first["advice"].startswith("what train.py:8 computes, in the DataLoader's workers")
 
 
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811

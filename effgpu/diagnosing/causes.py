@@ -40,12 +40,12 @@ class Observed:
 
     `loading` is what the loader takes for a step, in seconds; `workers`, `pinned`, `persistent` describe it. None of
     them is known where no `has_loader`. `handing` is what one worker takes to hand the step's batches over, if that is
-    more than half of `loading`: then workers are no cure. `step`, `calls` and `saved` were measured on a GPU: the
-    step's seconds, those of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has
-    the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose updates take
-    longest. `multiplied` are the FLOPs of the forward pass's products,
-    `stepped` counts the optimizers' steps. `time_first` says that a module takes the batch with time as its first
-    dimension. `halved` are the step's events in 16 bits.
+    more than half of `loading`: then workers are no cure. `working` are the seconds per step in which the script itself
+    computes on the CPU, by line, the longest first. `step`, `calls` and `saved` were measured on a GPU: the step's
+    seconds, those of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has the
+    name of each optimizer and whether it is fused; in a predicted step, of the one alone whose updates take longest.
+    `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers' steps. `time_first` says
+    that a module takes the batch with time as its first dimension. `halved` are the step's events in 16 bits.
     """
 
     events: tuple[Event, ...] = ()
@@ -53,6 +53,7 @@ class Observed:
     has_loader: bool = False
     loading: Range = NOTHING
     handing: float = 0.0
+    working: dict[Site, float] = field(default_factory=dict)
     workers: int = 0
     pinned: bool = False
     persistent: bool = False
@@ -95,6 +96,9 @@ class Cause:
 
 
 def _load_faster(seen: Observed) -> str:
+    if sum(seen.working.values()) > seen.loading[0]:
+        line = next(iter(seen.working)).place
+        return f"what {line} computes, in the DataLoader's workers, as its data set's or collate_fn's, or on the GPU"
     cores = os.cpu_count() or 1
     if not seen.has_loader:
         return "DataLoader(..., num_workers=2), so that batches are made while the GPU works"
@@ -291,6 +295,9 @@ def _reads_scores(event: Event, seen: Observed) -> bool:
 def _tell_loading(seen: Observed, events: list[Event]) -> str:
     how = f"num_workers={seen.workers}" if seen.has_loader else "by the script itself"
     loading = [f"loading takes {format_seconds(seen.loading[0])} per step, measured here, {how}"] * (seen.step is None)
+    loading = loading if seen.has_loader or seen.loading[0] else []
+    working = sum(seen.working.values())
+    loading += [f"the script's own work on the CPU takes {format_seconds(working)} per step, here"] * bool(working)
     handing = [f"a worker takes {format_seconds(seen.handing)} to hand a batch over"] * bool(seen.handing)
     return "; ".join(loading + handing)
 
@@ -357,7 +364,7 @@ CAUSES = {
             LOADING,
             "02",
             _load_faster,
-            without=lambda line, seen: replace(line, load=NOTHING),
+            without=lambda line, seen: replace(line, load=NOTHING, working=0.0),
             note=_tell_loading,
         ),
         Cause(

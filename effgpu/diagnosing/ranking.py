@@ -62,7 +62,13 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
 
 
 def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
-    return replace(prediction.timeline(gpu), load=seen.loading, workers=seen.workers, compiling=seen.compiling)
+    return replace(
+        prediction.timeline(gpu),
+        load=seen.loading,
+        workers=seen.workers,
+        working=sum(seen.working.values()),
+        compiling=seen.compiling,
+    )
 
 
 def _find_slowest_optimizer(timeline: Timeline) -> tuple[tuple[str, bool | None], ...]:
@@ -79,7 +85,7 @@ def _changeable(gpu: Gpu, seen: Observed) -> list[str]:
     """What can be changed in the predicted step."""
     without = {TF32} if gpu.capability < (8, 0) else set()
     without |= set() if seen.halved else {PRECISION}
-    without |= set() if seen.has_loader or seen.loading[0] else {LOADING}
+    without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     return [name for name in CAUSES if name not in without]
 
@@ -141,6 +147,8 @@ def _explain(finding: Finding, seen: Observed) -> Finding:
     cause = CAUSES[finding.name]
     concerned = [event for event in seen.events if cause.concerns(event, seen)]
     lines = Counter(event.site for event in concerned if event.site)
+    if finding.name == LOADING:
+        lines.update(seen.working)
     return replace(
         finding,
         lesson=cause.lesson,

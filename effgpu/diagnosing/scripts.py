@@ -33,7 +33,7 @@ from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
-from effgpu.predicting.scripts import recording, walk
+from effgpu.predicting.scripts import find_work, recording, walk
 from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Range
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.predicting.weights import weights_set_aside
@@ -42,6 +42,7 @@ _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
 _OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
 _NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
+_ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only calls of PyTorch were looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
 WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
@@ -215,6 +216,7 @@ def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable
 
 def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:
     predicted: Prediction = yield from walk(marks, recorder)
+    working = find_work(recorder, predicted)
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
@@ -237,7 +239,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it cannot be timed: {why}",)
         padding = padding_share(tokens)
-    notes += (_NO_LOADER,) * (not taken)
+    notes += (_NO_LOADER if not working else _ONLY_CALLS,) * (not taken)
     said = tuple(fact for fact in predicted.said if fact != WORKERS_IDLE)  # they did run, for the loader
     return replace(predicted, said=said), Observed(
         events=predicted.events,
@@ -245,6 +247,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         has_loader=loader is not None,
         loading=took,
         handing=handing,
+        working=working,
         workers=getattr(loader, "num_workers", 0),
         pinned=bool(getattr(loader, "pin_memory", False)),
         persistent=bool(getattr(loader, "persistent_workers", False)),

@@ -34,7 +34,8 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
         load = made._next_data
 
         def load_noted():
-            batch = load()
+            with replaced([(recorder, "loading", True)]):
+                batch = load()
             if recorder.noting:
                 recorder.loaded = loader, _count_bytes(batch)
             return batch

@@ -78,6 +78,7 @@ class ScriptRecorder(Recorder):
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs
+        self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
         self.one_at_a_time = threading.RLock()  # calls of the script's threads
 
@@ -94,7 +95,13 @@ class ScriptRecorder(Recorder):
         """Note the kernels of the step that follows, in place of those noted before."""
         super().note_kernels()
         self.passes_before += self.passes_within
-        self.evaluated, self.passes_within = False, 0
+        self.evaluated, self.passes_within, self.worked = False, 0, {}
+
+    def note_work(self, made: object, seconds: float) -> None:
+        """A call on real tensors took so long: what a thread or a DataLoader does is not the loop's own work."""
+        counts = self.noting and not self.loading and threading.current_thread() is threading.main_thread()
+        if counts and any(tensor.numel() > LARGE for tensor in tensors_of([made])) and (site := find_site()):
+            self.worked[site] = self.worked.get(site, 0.0) + seconds
 
     def next_step(self) -> None:
         """A step is over."""
@@ -362,7 +369,9 @@ class _Placer(Translator):
                 return made
         pinned = kwargs.get("pin_memory")
         with on_real_tensors():
+            began = time.perf_counter()
             made = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+            self._recorder.note_work(made, time.perf_counter() - began)
         if pinned:
             self._recorder.pinned[made] = True
         return made

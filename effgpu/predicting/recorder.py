@@ -118,6 +118,7 @@ class Recorder(TorchDispatchMode):
         self._placing, self._moving = "", False  # where the tensors lie that an operation makes; it is a copy to there
         self.files = Files(asked.began)
         self.loaded: tuple[DataLoader, int] | None = None  # whose batch the step that counts took, and its bytes
+        self.loading = False  # whether a DataLoader makes a batch
         self._chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self._zeros: set[int] = set()
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known

@@ -1,6 +1,7 @@
 """The plan of `predict` in a script's own process: its third step is counted, as a function's second call is."""
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.loading import compare_last
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import conclude, count, explain, name_rare
+from effgpu.predicting.prediction import Prediction, conclude, count, explain, name_rare
 from effgpu.predicting.threads import started_inside
 from effgpu.units import format_bytes, format_seconds, with_article
 
@@ -24,6 +25,7 @@ _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lea
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW = 0.1  # a share of the weights
+_WORTH = 0.05  # of the step: work on the CPU that is worth a line
 _LONG = 5.0  # seconds of forward passes that are worth a line
 
 
@@ -84,11 +86,28 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     before, site = recorder.peak_before()
     notes = [*concluded.notes, *(_tell_caught(recorder, *places) for places in recorder.room.caught.items())]
     notes += _tell_step(marks, recorder)
+    if work := find_work(recorder, concluded):
+        took, most = format_seconds(sum(work.values())), "most of it " * (len(work) > 1)
+        notes.append(
+            f"beside the step, the script works on the CPU: {took} here, per step, {most}at {next(iter(work))}"
+        )
     if before > _HIGHER * concluded.allocated:
         took = f"before the step that was counted, the script took more, {format_bytes(before)} (predicted)"
         notes.append(f"{took}: {site}" if site else took)
         concluded = replace(concluded, before=before)
     return replace(concluded, notes=tuple(notes))
+
+
+def find_work(recorder: ScriptRecorder, predicted: Prediction) -> dict[Site, float]:
+    """Seconds of the script's own work on the CPU in the last step, by line, the longest first.
+
+    None where they are less than 5 % of the step on each GPU.
+    """
+    speeds = [gpu for gpu in predicted.gpus if gpu.bandwidth and gpu.capability >= predicted.holds_from]
+    least = min((predicted.time(gpu).expected for gpu in speeds), default=math.inf)
+    if sum(recorder.worked.values()) <= _WORTH * least:
+        return {}
+    return dict(sorted(recorder.worked.items(), key=lambda item: -item[1]))
 
 
 def _name_rare_work(recorder: ScriptRecorder) -> None:

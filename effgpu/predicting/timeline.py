@@ -111,15 +111,16 @@ class Timeline:
     """A step on a GPU: its events, and what the CPU does beside them, in seconds.
 
     `load` is what the loader takes for a step: by the CPU that launches, or where there are `workers` by them, all
-    together. `compiling` is the time that compiling takes per step. `launch` is that of calling an operation. `off` is
-    by how much the GPU's predicted work may be off, as a factor. `fused` is the share of their time that kernels take
-    which compiled code fuses.
+    together. `working` is what the script itself computes on the CPU in a step, `compiling` what compiling takes.
+    `launch` is the time of calling an operation. `off` is by how much the GPU's predicted work may be off, as a factor.
+    `fused` is the share of their time that kernels take which compiled code fuses.
     """
 
     events: tuple[Event, ...]
     gpu: Gpu
     load: Range = NOTHING
     workers: int = 0
+    working: float = 0.0
     compiling: float = 0.0
     launch: float = 0.0
     off: float = 1.0
@@ -147,7 +148,7 @@ class Timeline:
         for number in range(_STEPS):
             began, ready = cpu, (number + 1) * load
             cpu = max(cpu, ready) if self.workers else cpu + load
-            cpu += self.compiling
+            cpu += self.working + self.compiling
             noted = last if number == _STEPS - 1 else None
             if noted is not None:
                 noted.append((began, cpu, cpu, cpu, cpu))
@@ -195,9 +196,11 @@ class Timeline:
         played: list[tuple[float, ...]] = []
         self._play(costs, self.load[0], played)
         (zero, ready, *_), *played = played
-        loaded = ready - self.compiling if self.load[0] else zero
+        worked = ready - self.compiling
+        loaded = worked - self.working if self.load[0] else zero
         loading = (WAIT, "wait for the loader") if self.workers else (WORK, "load")
-        spans = [Span(CPU, *loading, zero, loaded), Span(CPU, WORK, "compile", loaded, ready)]
+        spans = [Span(CPU, *loading, zero, loaded), Span(CPU, WORK, "work of the script's own", loaded, worked)]
+        spans.append(Span(CPU, WORK, "compile", worked, ready))
         for event, (called, launched, begins, ends, free) in zip(self.events, played):
             name = _name(event)
             spans.append(Span(CPU, WORK, name, called, launched, event))
