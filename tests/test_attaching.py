@@ -1221,7 +1221,7 @@ def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch
 
     def tell():
         with contextlib.suppress(SystemExit):
-            child._tell_where(here / child.WHERE, Marks())
+            child._watch(here / child.WHERE, Marks(), [], None)
 
     monkeypatch.setattr(child, "TOLD_EVERY", 0.5)
     threading.Thread(target=tell, daemon=True).start()
@@ -1242,6 +1242,39 @@ def test_an_interrupt_ends_the_script(here):
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130 and "Traceback" not in process.stderr.read()
     assert not psutil.pid_exists(int((here / "pid").read_text()))
+
+
+WAITS_FOR_BATCHES = """
+import queue, threading, torch
+model = torch.nn.Linear(8, 8).to("cuda")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+batches = queue.Queue()
+def fetch():
+    batches.put(torch.randn(4, 8))
+    batches.put(None + 1)
+threading.Thread(target=fetch).start()
+for _ in range(3):
+    model(batches.get().to("cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_waits_for_a_thread_that_has_failed_is_ended(here):
+    (here / "train.py").write_text(WAITS_FOR_BATCHES)
+    (here / "temporary").mkdir()
+    command = [sys.executable, "-m", "effgpu", "predict", "--gpu", "T4", "--", "python", "train.py"]
+    environment = os.environ | {"TMPDIR": str(here / "temporary")}
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+    *_, last = ended.stderr.splitlines()
+    said = "train.py failed after step 1: a thread of the script failed: TypeError: unsupported operand"
+    assert ended.returncode == 1 and said in last and last.endswith("(train.py:8)")
+    assert not [*(here / "temporary").iterdir()]
+    assert not [each for each in psutil.process_iter(["environ"]) if environment["TMPDIR"] in str(each.info)]
+
+
+def test_a_script_that_trains_on_is_predicted_though_a_thread_has_failed(run):
+    code, _, errors = run("import threading\nthreading.Thread(target=lambda: 1 / 0).start()\n" + PLAIN)
+    assert code == 0, errors
 
 
 # --- marks and plans ---

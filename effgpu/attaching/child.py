@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parents[1]) + os.sep
 WHERE, TOLD_EVERY = "where", 1.0  # the file, beside the answer, that says how far the script is; seconds
 NOTE = "effgpu: "  # begins what a plan adds to an error of the script's
+_PATIENCE, _IDLE = 10.0, 0.1  # seconds that a script may wait for a failed thread; a waiting thread's share of a CPU
 _LONGEST = 300  # characters of an error's line that are shown
 _STARTS_PYTHON = re.compile(rf"\S*\b({STARTERS}|deepspeed|[\w-]+\.py)\s")
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
@@ -83,8 +84,8 @@ def main(path: str) -> NoReturn:
     planned = getattr(importlib.import_module(module), name)
     started = _note_processes()
     give_size()
-    _note_failed_threads(marks)
-    threading.Thread(target=_tell_where, args=(Path(order["answer"]).with_name(WHERE), marks), daemon=True).start()
+    watched = Path(order["answer"]).with_name(WHERE), marks, _note_failed_threads(marks), leave
+    threading.Thread(target=_watch, args=watched, daemon=True).start()
     try:
         with planned(marks, **order["options"]) as make_plan, marks.pushing(lambda: guarded(make_plan())):
             _run(order)
@@ -140,14 +141,22 @@ def _note_processes() -> list[str]:
     return started
 
 
-def _note_failed_threads(marks: "Marks") -> None:
-    tell = threading.excepthook
+def _note_failed_threads(marks: "Marks") -> list[dict[str, str | None]]:
+    """The answers that errors of the script's threads are, from here on. No error is held, nor what its frames hold."""
+    answers, tell = [], threading.excepthook
 
     def note(args):
         marks.in_thread = True
+        error, line = args.exc_value, find_line(args.exc_value)
+        if isinstance(error, Refusal):
+            answers.append({"refused": str(error), "line": line})
+        elif not isinstance(error, SystemExit):
+            where = f" ({line})" if line else ""
+            answers.append({"failed": f"a thread of the script failed: {describe_error(error)}{where}"})
         tell(args)
 
     threading.excepthook = note
+    return answers
 
 
 def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
@@ -185,15 +194,33 @@ def find_line(error: BaseException) -> str | None:
     return lines[-1] if lines else None
 
 
-def _tell_where(path: Path, marks: "Marks") -> None:
-    """Keep writing how many steps are done, and which line of the reader's the script is at."""
-    part, script = path.with_suffix(".part"), threading.main_thread().ident
+def _watch(path: Path, marks: "Marks", failures: list[dict], leave: Callable) -> None:
+    """Keep writing where the script is, and leave where it does nothing more after one of its threads has failed."""
+    script = threading.main_thread().ident
+    idle, before = 0.0, (0, 0.0)
     while True:
         time.sleep(TOLD_EVERY)
-        with contextlib.suppress(OSError):
-            doing = f", {marks.doing}" if marks.doing else _find_place(script)
-            part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{doing}")
-            part.replace(path)
+        now = marks.count, _cpu_seconds(script)
+        waits = failures and not marks.doing and now[0] == before[0] and now[1] - before[1] < _IDLE * TOLD_EVERY
+        idle, before = idle + TOLD_EVERY if waits else 0.0, now
+        if idle >= _PATIENCE:
+            leave(1, **failures[0])
+        _tell_where(path, marks, script)
+
+
+def _cpu_seconds(thread: int) -> float:
+    """What a thread has used of the CPU; where no system tells, what the process has."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    return time.clock_gettime(clock_of(thread)) if clock_of else time.process_time()
+
+
+def _tell_where(path: Path, marks: "Marks", script: int) -> None:
+    """Write how many steps are done, and which line of the reader's the script is at."""
+    part = path.with_suffix(".part")
+    with contextlib.suppress(OSError):
+        doing = f", {marks.doing}" if marks.doing else _find_place(script)
+        part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{doing}")
+        part.replace(path)
 
 
 def _find_place(thread: int) -> str:
