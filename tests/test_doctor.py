@@ -462,8 +462,10 @@ def test_two_that_were_tried_together_save_less_than_their_sum():
 
 
 def test_what_may_be_large_or_nothing_is_no_finding():
-    found = Diagnosis("T4", 0.1, 0.1, 0.1, False, (Finding(LAUNCHING, 0.03, 0.0, 0.05),))
-    assert not found.findings and "launching, perhaps: at most 30.0 ms [0 s, 50.0 ms], 30% of the step" in str(found)
+    maybe = Finding(LAUNCHING, 0.03, 0.0, 0.05, lesson="05 and 14", advice="a larger batch")
+    found = Diagnosis("T4", 0.1, 0.1, 0.1, False, (maybe,))
+    told = "launching, perhaps: at most 30.0 ms [0 s, 50.0 ms], 30% of the step; to try: a larger batch (lessons 05"
+    assert not found.findings and told in str(found)
 
 
 def test_the_largest_batch_is_that_of_the_step_with_so_many_samples(found):

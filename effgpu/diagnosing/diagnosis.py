@@ -40,6 +40,11 @@ class Finding:
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
         return f"at most {seconds} [{low}, {high}], {self.seconds / step:.0%} of the step"
 
+    @property
+    def what_to_change(self) -> str:
+        """The advice, with its lesson."""
+        return f"{self.advice} (lesson{'s' * (' and ' in self.lesson)} {self.lesson})"
+
     def to_dict(self, step: float) -> dict:
         """Seconds, the share of a step of so many seconds, and what to change."""
         lines = [{"file": line.file, "line": line.line, "inside": line.inside} for line in self.lines]
@@ -111,8 +116,7 @@ class Diagnosis:
             seen = _HIDE if one in self.hidden else one.note
             details = [("seen", seen)] if seen else []
             details += [("line", str(line)) for line in one.lines[:3]]
-            lessons = f"lesson{'s' * (' and ' in one.lesson)} {one.lesson}"
-            details.append(("change", f"{one.advice} ({lessons})"))
+            details.append(("change", one.what_to_change))
             told.append((f"{one.name}: saves {one.in_words(self.seconds)}{how}", details))
         return told
 
@@ -129,7 +133,8 @@ class Diagnosis:
         lines = []
         if self.together:
             lines.append(f"{self.together.name} together: {self.together.in_words(self.seconds)}")
-        lines += [f"{one.name}, perhaps: {one.in_words(self.seconds)}" for one in self.perhaps]
+        for one in self.perhaps:
+            lines.append(f"{one.name}, perhaps: {one.in_words(self.seconds)}; to try: {one.what_to_change}")
         if small := ", ".join(one.name for one in self.examined if one not in self._large):
             alone = " alone" if self.hidden else ""
             lines.append(f"looked at, and below {THRESHOLD:.0%} each{alone}: {small}")

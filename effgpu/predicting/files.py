@@ -30,8 +30,9 @@ _NAMES = "src", "dst", "path", "file"  # of arguments that say which file
 _DIRECTORIES = "dir_fd", "src_dir_fd", "dst_dir_fd"  # which a name is relative to, in what rmtree calls
 _REMEMBERED = "effgpu, weights without values: "  # and their number
 # Python's own, also of what a script takes for deleted
-_open, _scandir, _stat, _lstat, _readlink, _unlink, _rmdir = (
+_open, _access, _scandir, _stat, _lstat, _readlink, _unlink, _rmdir = (
     open,
+    os.access,
     os.scandir,
     os.stat,
     os.lstat,
@@ -212,7 +213,7 @@ class Files:
     def _stand_in(self, path: str, filled: object = None) -> str:
         """A file for the script to write and read in place of another: empty, or `filled` with what one holds."""
         folder = os.path.dirname(path)  # where there is room for it
-        file = tempfile.TemporaryFile(dir=folder if os.access(folder, os.W_OK) else None)  # noqa: SIM115
+        file = tempfile.TemporaryFile(dir=folder if _access(folder, os.W_OK) else None)  # noqa: SIM115
         if filled is not None:
             with _open(filled, "rb") as before:
                 shutil.copyfileobj(before, file)
