@@ -176,7 +176,9 @@ def _copy_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None
 def _add_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     """Rows are added, as an update does: aten/src/ATen/native/sparse/cuda/SparseCUDATensorMath.cu."""
     dense, other = given["self"], given["other"]
-    if not isinstance(other, torch.Tensor) or other.layout is not torch.sparse_coo or len(other._indices()) != 1:
+    if not isinstance(other, torch.Tensor) or (dense.layout, other.layout) != (torch.strided, torch.sparse_coo):
+        return None
+    if len(other._indices()) != 1:
         return None
     with recorder:
         return dense.index_add_(0, other._indices()[0], other._values(), alpha=given.get("alpha", 1))
