@@ -1919,6 +1919,24 @@ others, optimizer = optimizer, torch.optim.SGD([*copies, model[0].bias], 0.1)
     assert not [note for note in run(loop(BUILD + copies))[1]["notes"] if "trains" in note]
 
 
+EXPLORES = """
+import random
+if random.random() < CHANCE:
+    chosen = 0
+else:
+    chosen = model(torch.randn(1, 1024).to("cuda")).argmax().item()
+"""
+
+
+@pytest.mark.parametrize(("chance", "known"), [("2", False), ("-1", True)])
+def test_what_chance_sends_to_the_gpu_in_other_steps_is_named(chance, known, run):
+    """As of a policy that explores at first."""
+    _, told, errors = run(loop(step=EXPLORES.replace("CHANCE", chance) + STEP))
+    named = [each for each in told["unknown"] if "where chance decides otherwise: train.py:" in each]
+    assert bool(named) != known and (told["gpus"][0]["time"]["expected"] is None) != known, errors
+    assert told["gpus"][0]["verdict"] == "fits"
+
+
 def test_marks_are_counted_anew_where_what_made_them_is_gone():
     marks, weight, made = Marks(print), torch.zeros(1, requires_grad=True), []
 

@@ -45,7 +45,7 @@ from effgpu.predicting.facts import (
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.rare import find_captures, find_rare, find_sizes, find_types
+from effgpu.predicting.rare import find_captures, find_chances, find_rare, find_sizes, find_types
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.refusals import tell_sparse
 from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, list_unchecked, step_time
@@ -85,6 +85,7 @@ COMPILED_MORE, COMPILED_LESS = 0.05, 0.5
 _RARE = (
     (partial(find_rare, what="passes"), RARE, "what the backward pass takes that comes only in some steps"),
     (partial(find_rare, what="trains_more"), RARE, "what a step takes once more weights are trained"),
+    (find_chances, UNTIMED, "a step takes where chance decides otherwise"),
     (find_sizes, ASSUMED, "a size that the step's number decides is that of the step that was counted"),
     (partial(find_rare, what="copies"), ASSUMED, "without the copy that is made only in some steps"),
     (find_types, UNKNOWN, "which way a line goes that compares a tensor's exact type, and not by isinstance"),

@@ -15,6 +15,7 @@ _PASSES = ("backward", "grad")
 _COPIES = ("deepcopy", "AveragedModel")  # of a model, as for a moving average or the best one
 _CAPTURES = ("CUDAGraph", "make_graphed_callables")
 _COUNTS = ("range", "enumerate")
+_DRAWS = ("random", "rand", "uniform", "random_sample")
 _SIZED = (  # whose arguments are sizes
     *("rand", "randn", "randint", "zeros", "ones", "empty", "full", "arange", "range", "reshape", "view", "expand"),
     *("repeat", "interpolate", "resize", "Resize", "RandomResizedCrop", "CenterCrop", "FakeData", "DataLoader"),
@@ -64,6 +65,30 @@ def find_captures(code: CodeType) -> list[Found]:
 def find_types(code: CodeType) -> list[Found]:
     """Where this code compares a tensor's exact type, which is another one on fake tensors."""
     return [Found(Site(code.co_filename, line)) for line in _types(code.co_filename) if _is_within(code, line)]
+
+
+def find_chances(code: CodeType) -> list[Found]:
+    """Where chance decides whether something is sent to the GPU, as of a policy that explores."""
+    return [_found(code, test, lines) for test, lines in _chances(code.co_filename) if _is_within(code, test.lineno)]
+
+
+@once_a_file
+def _chances(file: str) -> list[tuple[ast.expr, range]]:
+    """Tests of random numbers, with the lines that send something, where those of the other case do not."""
+    found = []
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.If) and any(map(_draws, ast.walk(node.test))):
+            cases = [each for each in (node.body, node.orelse) if any(map(_sends, _inside(each)))]
+            found += [(node.test, range(each[0].lineno, each[-1].end_lineno + 1)) for each in cases if len(cases) == 1]
+    return found
+
+
+def _sends(node: ast.AST) -> bool:
+    return called_name(node) in ("to", "cuda")
+
+
+def _draws(node: ast.AST) -> bool:
+    return called_name(node) in _DRAWS
 
 
 @once_a_file
