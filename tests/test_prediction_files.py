@@ -1,6 +1,8 @@
 """What a variant reads and writes while it is predicted: weights from files, checkpoints, and a Trainer's own step."""
 
+import io
 import os
+import pickle
 import shutil
 import sys
 import time
@@ -76,16 +78,43 @@ def test_weights_that_torch_loads_in_a_variant_are_counted_once(here, device):
     assert not loaded.unknown and not loaded.assumptions
 
 
-@pytest.mark.parametrize(("options", "on_gpu"), [({}, 2), ({"map_location": "cpu"}, 1), ({"map_location": "cuda"}, 2)])
-def test_weights_that_were_not_written_are_loaded_where_the_script_says(here, options, on_gpu):
+TO_GPU = [None, "cuda", {"cpu": "cuda:0"}, {"cuda:1": "cuda:0"}, lambda storage, place: None]
+TO_CPU = ["cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, place: storage]
+
+
+@pytest.mark.parametrize(("where", "on_gpu"), [*((each, 2) for each in TO_GPU), *((each, 1) for each in TO_CPU)])
+def test_weights_that_were_not_written_are_loaded_where_the_script_says(here, where, on_gpu):
     def variant():
         weight = torch.ones(1024, 1024, device="cuda")
         torch.save({"weight": weight}, "weights.pt")
-        loaded = torch.load("weights.pt", **options)["weight"]
+        loaded = torch.load("weights.pt", map_location=where)["weight"]
         assert loaded.is_cuda == (on_gpu == 2) and loaded is not weight
         return lambda: (weight, loaded)
 
     assert predict(variant, "T4").allocated == on_gpu * 4 * 1024**2
+
+
+@pytest.mark.parametrize("way", ["file", "bytes", "memory"])
+def test_a_pickle_of_weights_is_written_nowhere_and_given_again(here, way):
+    def variant():
+        weight = torch.ones(1024, 1024, device="cuda")
+        if way == "bytes":
+            loaded = pickle.loads(pickle.dumps({"weight": weight, "step": 3}))
+        else:
+            with io.BytesIO() if way == "memory" else open("weights.pkl", "wb") as file:
+                pickle.dump({"weight": weight, "step": 3}, file)
+                if way == "memory":
+                    file.seek(0)
+                    loaded = pickle.load(file)
+            if way == "file":
+                with open("weights.pkl", "rb") as file:
+                    loaded = pickle.load(file)
+        assert loaded["step"] == 3 and loaded["weight"].is_cuda and loaded["weight"] is not weight
+        return lambda: (weight, loaded)
+
+    predicted = predict(variant, "T4")
+    assert predicted.allocated == 2 * 4 * 1024**2 and "pickle.dump" in str(predicted.notes)
+    assert pickle.loads(pickle.dumps([1, 2])) == [1, 2], "as ever, afterwards"
 
 
 def test_what_is_saved_stays_in_no_memory_and_tied_weights_are_loaded_as_one(here):

@@ -50,7 +50,11 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
     """
     from_before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
-    found = [*_torch_files(recorder), *(_safetensors(recorder) if find_spec("safetensors") else ())]
+    found = [
+        *_torch_files(recorder),
+        *_pickles(recorder),
+        *(_safetensors(recorder) if find_spec("safetensors") else ()),
+    ]
     try:
         with imports.exchanged(_by_name(found)), replaced(found), imports.changed(_saving(recorder.files)):
             yield
@@ -128,6 +132,48 @@ def _saving_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
     return replaced([(module, "_atomic_save", lambda checkpoint, filepath: torch.save(checkpoint, filepath))])
 
 
+def _leave_out(how: str, value: object, file: object, recorder: Recorder) -> None:
+    """Remember a value that cannot be written, for whoever loads it from there."""
+    stored = _Stored(value, recorder)
+    if isinstance(file, io.BytesIO):
+        recorder.files.unwritten[f"{how} into memory, of which no file can be loaded"] = None
+        recorder.files.write_into_memory(file, stored)
+    else:
+        recorder.files.unwritten[f"{how} to {recorder.files.name(file)}"] = None
+        recorder.files.save(file, stored)
+
+
+def _pickles(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
+    """Fake tensors in pickles: what Python's own module gets, it gives again."""
+    dump, dumps, load, loads = pickle.dump, pickle.dumps, pickle.load, pickle.loads
+
+    def dump_values(obj, file, *args, **kwargs):
+        if _holds_fake(obj):
+            _leave_out("pickle.dump", obj, file, recorder)
+        else:
+            dump(obj, file, *args, **kwargs)
+
+    def dumps_values(obj, *args, **kwargs):
+        if not _holds_fake(obj):
+            return dumps(obj, *args, **kwargs)
+        _leave_out("pickle.dumps", obj, memory := io.BytesIO(), recorder)
+        return memory.getvalue()
+
+    def load_values(file, **kwargs):
+        in_memory = isinstance(file, io.BytesIO)
+        found = (
+            recorder.files.recall(file.getvalue()[file.tell() :][:_WORD]) if in_memory else recorder.files.find(file)
+        )
+        return found.value.load(None) if found and isinstance(found.value, _Stored) else load(file, **kwargs)
+
+    def loads_values(data, **kwargs):
+        found = recorder.files.recall(bytes(data[:_WORD]))
+        return found.value.load(None) if found else loads(data, **kwargs)
+
+    made = {"dump": dump_values, "dumps": dumps_values, "load": load_values, "loads": loads_values}
+    yield from ((pickle, name, functools.wraps(getattr(pickle, name))(made[name])) for name in made)
+
+
 def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     save, load, generator = torch.save, torch.load, torch.Generator
     save_compiled, address = torch.jit.RecursiveScriptModule.save, torch.UntypedStorage.data_ptr
@@ -135,12 +181,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
         if _holds_fake(obj):
-            if isinstance(f, io.BytesIO):
-                recorder.files.unwritten["torch.save into memory, of which no file can be loaded"] = None
-                recorder.files.write_into_memory(f, _Stored(obj, recorder))
-                return
-            recorder.files.unwritten[f"torch.save to {recorder.files.name(f)}"] = None
-            recorder.files.save(f, _Stored(obj, recorder))
+            _leave_out("torch.save", obj, f, recorder)
         elif not recorder.files.keep(f, obj):
             save(obj, f, *args, **kwargs)
 
@@ -187,19 +228,24 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     yield torch.UntypedStorage, "data_ptr", tell_storages_apart
 
 
-def _maps_to_gpu(map_location: object) -> bool:
-    """Whether torch.load is told to put on the GPU what a GPU had saved: by a device, a dictionary or a function."""
+def _maps_to_gpu(map_location: object, was_on_gpu: bool = True, otherwise: bool = False) -> bool:
+    """Whether torch.load is told to put something on the GPU, which it was on: by a device, a dictionary or a function.
+
+    `otherwise` where it is not told.
+    """
 
     class Storage:
         def cuda(self, *_, **__):
             return FIRST_GPU
 
+    names = ("cuda:0", "cuda") if was_on_gpu else ("cpu",)
     if isinstance(map_location, dict):
-        map_location = next((map_location[name] for name in ("cuda:0", "cuda") if name in map_location), None)
+        map_location = next((map_location[name] for name in names if name in map_location), None)
     elif callable(map_location):
         with contextlib.suppress(Exception):
-            return map_location(Storage(), "cuda:0") == FIRST_GPU
-    return name_device(map_location) == FIRST_GPU
+            moved = map_location(Storage(), names[0])
+            return otherwise if moved is None else moved == FIRST_GPU
+    return otherwise if map_location is None else name_device(map_location) == FIRST_GPU
 
 
 def _holds_fake(value: object) -> bool:
@@ -273,7 +319,7 @@ class _Stored:
         return Reader(self._pickled).load()
 
     def _make(self, outline: torch.Tensor, on_gpu: bool, parameter: bool, map_location: object) -> torch.Tensor:
-        to_gpu = _maps_to_gpu(map_location) or (on_gpu and map_location is None)
+        to_gpu = _maps_to_gpu(map_location, on_gpu, otherwise=on_gpu)
         if outline.device.type == "meta":
             with self._recorder.placing(HOST) if on_gpu and not to_gpu else contextlib.nullcontext():
                 made = self._recorder.imitate(outline, True, 0)
