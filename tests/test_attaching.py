@@ -1051,6 +1051,29 @@ if number == 0:
 """
 
 
+COPIES_SETTINGS = """
+import shutil
+os.makedirs("made", exist_ok=True)
+open("made/results.txt", "a").write("mine\\n")
+shutil.copy2("settings.txt", "made/settings.txt")
+torch.save(model.state_dict(), "weights.pt")
+"""
+
+
+def test_what_a_script_copies_from_before_is_its_own_and_its_folder_stays(run, here):
+    (here / "settings.txt").write_text("old")
+    os.utime(here / "settings.txt", (0, 0))
+    code, told, errors = run(loop(f"import os\n{BUILD}", STEP + COPIES_SETTINGS))
+    assert code == 0 and not any("from before" in note for note in told["notes"]), errors
+    assert (here / "made/results.txt").read_text().startswith("mine") and (here / "made/settings.txt").exists()
+    assert not (here / "weights.pt").exists()
+
+
+def test_numpy_refuses_what_has_a_gradient_as_pytorch_does(run):
+    code, _, errors = run(loop(step="model(torch.randn(8, 1024).cuda()).cpu().numpy()\n" + STEP))
+    assert code == 1 and "Can't call numpy() on Tensor that requires grad" in errors
+
+
 def test_folders_and_links_from_before_stay_where_they_are(run, here):
     names = "runs/exp/args.txt", "ckpts/1.txt", "done/old.txt", "behind.txt", "numbers.txt"
     for name in names:

@@ -989,6 +989,28 @@ def test_an_optimizer_that_asks_for_the_gpu_says_what_to_do():
         predict(variant, "T4")
 
 
+def test_what_a_thread_does_is_part_of_the_step_and_it_computes_as_ever_afterwards():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def variant(run):
+            model = nn.Linear(1024, 1024)
+
+            def work():
+                model(torch.ones(512, 1024)).sum().backward()
+
+            return lambda: run(work)
+
+        by_pool = partial(variant, lambda work: pool.submit(work).result())
+        here, there = (predict(each, "T4") for each in (partial(variant, lambda work: work()), by_pool))
+        assert (there.allocated, there.time()) == (here.allocated, here.time())
+        made = pool.submit(lambda: torch.ones(2) + 1).result()
+        assert not isinstance(made, FakeTensor) and made.tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match="a thread from before works on the step's tensors: let the variant"):
+            predict(by_pool, "T4")
+
+
 LIKE = [lambda x: torch.empty_like(x, device="cpu"), lambda x: x.new_empty(x.shape, device="cpu")]
 
 

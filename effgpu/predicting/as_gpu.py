@@ -6,11 +6,13 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
 from types import ModuleType
 
 import torch
 
 from effgpu.attaching.replacing import replaced
+from effgpu.errors import CannotPredict
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
 from effgpu.predicting import flex, imports, loading, profilers, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
@@ -19,17 +21,31 @@ from effgpu.predicting.hardware import Asks, InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder, is_meta
 from effgpu.predicting.rules import boxes_at_once, kernels
+from effgpu.predicting.threads import started_inside
 from effgpu.predicting.weights import weights_without_values
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
 
 
+_ELSEWHERE = "a thread from before works on the step's tensors: let the variant start its threads, or its pool of them"
+
+
 class _Fakes(FakeTensorMode):
     """The mode that a fake tensor belongs to. A copy, with the objects in C that it remembers, corrupts memory."""
 
+    over = False  # whether the walk is: a thread that it has started may live on
+
+    def __init__(self, **options: bool):
+        super().__init__(**options)
+        self.threads = {get_ident()}
+
     def dispatch(self, func, types, args=(), kwargs=None):
         """What an operation gives. Nobody knows what stands in memory that a known tensor's like has just got."""
+        if self.over:
+            return func(*args, **(kwargs or {}))
+        if get_ident() not in self.threads:
+            raise CannotPredict(_ELSEWHERE)
         made = super().dispatch(func, types, args, kwargs)
         if getattr(func, "overloadpacket", None) in _UNWRITTEN and isinstance(made, FakeTensor):
             made.constant = None
@@ -69,7 +85,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
             }
         ),
         recorder.translator(),
-        replaced([*more, *ranks.alone()]),
+        replaced([*more, *ranks.alone(), *started_inside(recorder)]),
         replaced([(logging.getLogger(fake_tensor.__name__), "disabled", True)]),  # it tells of errors that are caught
         warnings.catch_warnings(),
     ):

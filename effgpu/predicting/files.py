@@ -233,7 +233,7 @@ class Files:
     def _is_from_before(self, path: str | None) -> bool:
         """Whether a file, a link or a folder with such a one is from before the script was started."""
         try:
-            return path is not None and any(_lstat(each).st_mtime < self._began for each in _files_in(path))
+            return path is not None and any(_lstat(each).st_ctime < self._began for each in _files_in(path))
         except OSError:
             return False
 
@@ -325,7 +325,7 @@ class Files:
                 if saved.value is not None and not _stat(path).st_size and not self._is_from_before(path):
                     _unlink(path)
         for folder in self._made:
-            if any(_lies_in(path, folder) for path in self._saved):
+            if any(_lies_in(path, folder) and saved.value is not None for path, saved in self._saved.items()):
                 with contextlib.suppress(OSError):
                     _delete(folder)
 

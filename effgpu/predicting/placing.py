@@ -80,7 +80,6 @@ class ScriptRecorder(Recorder):
         self._given: tuple = ()  # the arguments of the script's call that runs
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
-        self.one_at_a_time = threading.RLock()  # calls of the script's threads
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -290,12 +289,7 @@ class _Placer(Translator):
 
     _recorder: ScriptRecorder
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        with self._recorder.one_at_a_time:
-            return self._run(func, types, args, kwargs or {}, getattr(func, "__name__", ""))
-
-    def _run(self, func, types, args: tuple, kwargs: dict, name: str) -> object:
-        """What a call of the script's gives."""
+    def _run(self, func, args: tuple, kwargs: dict, name: str) -> object:
         if name == "__get__":
             return self._describe(func, args)
         if func is torch.device or name == "_parse_to":  # the latter reads the arguments of Module.to
@@ -306,7 +300,7 @@ class _Placer(Translator):
         if name == "is_pinned":
             return self._recorder.is_pinned(args[0])
         if name == "type" and tensor_types.read(kwargs.get("dtype", args[-1])):
-            return super().__torch_function__(func, types, args, kwargs)
+            return super()._run(func, args, kwargs, getattr(func, "__name__", ""))
         if name in ("tensor", "as_tensor") and args and _has_fake(args[:1]):
             args, kwargs = with_numbers(*args, **kwargs)
         values = args[:1] if name == "__deepcopy__" else (*args, *kwargs.values())  # what was copied may be fake
@@ -317,7 +311,7 @@ class _Placer(Translator):
             check_array(name, kwargs)
             self._recorder.wait(fakes[0].nbytes)
         if name in ("get_device", "data_ptr") and fakes:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super()._run(func, args, kwargs, getattr(func, "__name__", ""))
         if name == "type_as":
             func, name = torch.Tensor.to, "to"
         if fakes and (name == "new_tensor" or (name == "new" and _is_data(args[1:]))):
@@ -326,10 +320,10 @@ class _Placer(Translator):
         if where is not None and where.type == "meta" and fakes:
             return _outline(fakes[0], args, kwargs)
         if where != FIRST_GPU and not fakes:
-            return self._run_real(func, types, args, kwargs, where)
+            return self._run_real(func, args, kwargs, where)
         on_host = where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes))
         with self._recorder.placed(on_host, (args, kwargs)):
-            result = super().__torch_function__(func, types, args, kwargs)
+            result = super()._run(func, args, kwargs, getattr(func, "__name__", ""))
         return result if where is None else self._move(result, where, is_non_blocking(args, kwargs))
 
     def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -359,12 +353,12 @@ class _Placer(Translator):
             kwargs = kwargs | {"device": named}
         return args, kwargs, named
 
-    def _run_real(self, func, types, args: tuple, kwargs: dict, where: torch.device | None) -> object:
+    def _run_real(self, func, args: tuple, kwargs: dict, where: torch.device | None) -> object:
         """A call without a fake tensor, not for the GPU: its result is fake where a module builds something large."""
         on_cpu = where is None or where == CPU
         if on_cpu and func in FACTORIES and func not in _DATA_GIVEN and _builds_module():
             with self._recorder.placed(True):
-                made = super().__torch_function__(func, types, args, kwargs)
+                made = super()._run(func, args, kwargs, getattr(func, "__name__", ""))
             if made.numel() > LARGE:
                 return made
         pinned = kwargs.get("pin_memory")

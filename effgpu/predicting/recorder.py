@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from threading import current_thread, main_thread
+from threading import RLock, current_thread, main_thread
 
 import torch
 from torch.utils.data import DataLoader
@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.asked, self.capability = asked, asked.capability
         self.fakes: FakeTensorMode | None = None  # the mode of `as_gpu`
+        self.over = False
+        self.one_at_a_time = RLock()  # calls of the step's threads
         self.blocks: list[Block] = []
         self.first = 0
         self.said: dict[Fact, None] = {}  # in the order of their appearance
@@ -263,6 +265,7 @@ class Recorder(TorchDispatchMode):
 
     def stop(self) -> None:
         """The step has run: let go of what lives on."""
+        self.over = self.fakes.over = True
         for finalizer in self._finalizers:
             finalizer.detach()
 
@@ -279,6 +282,8 @@ class Recorder(TorchDispatchMode):
         return least, 2 * 32 * MiB * self._multiplied + self._convolved
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.over:
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         self._depth += 1

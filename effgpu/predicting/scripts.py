@@ -18,7 +18,6 @@ from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.loading import compare_last
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import Prediction, conclude, count, explain, name_rare
-from effgpu.predicting.threads import started_inside
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
@@ -61,8 +60,7 @@ def recording(
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
     marks.leaving.append(recorder.files.clean)
-    replacements = [*fakes_in_place(recorder), *started_inside(recorder)]
-    with _explaining(marks, recorder, tries), recorder.files.kept(), as_gpu(recorder, replacements):
+    with _explaining(marks, recorder, tries), recorder.files.kept(), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
         finally:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FACTORIES = frozenset(_device_constructors())  # what makes tensors
 CPU = tensor_types.CPU
+_WITH_GRADIENT = "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."  # PyTorch's
 _PREDICATES = {"isfinite": True, "isnan": False, "isinf": False}
 
 
@@ -48,8 +49,13 @@ class Translator(TorchFunctionMode):
         self._names_cpu_by_device = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        if self._recorder.over:  # for a thread that lives on
+            return func(*args, **(kwargs or {}))
+        with self._recorder.one_at_a_time:
+            return self._run(func, args, kwargs or {}, getattr(func, "__name__", ""))
+
+    def _run(self, func, args: tuple, kwargs: dict, name: str) -> object:
+        """What a call of the step's gives."""
         if name == "__get__":  # most calls ask for a tensor's shape, type or the like
             return self._describe(func, args)
         if self._recorder.guesses.statistics:
@@ -93,10 +99,12 @@ class Translator(TorchFunctionMode):
             with self:
                 return recurrent.pad_packed(*args)
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
+            if args[0].requires_grad and not kwargs.get("force"):
+                raise RuntimeError(_WITH_GRADIENT)
             return self._recorder.read_array(args[0])
         if func is torch.device:
             device = func(*args, **kwargs)
-            self._names_cpu_by_device |= device == CPU and whose(sys._getframe(1).f_code.co_filename) is READER
+            self._names_cpu_by_device |= device == CPU and whose(sys._getframe(2).f_code.co_filename) is READER
             return device
         if func in FACTORIES and kwargs.get("device") is None and (default := default_device()):
             kwargs = kwargs | {"device": default}
