@@ -1051,6 +1051,23 @@ if number == 0:
 """
 
 
+TOKENIZES = """
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+made = Tokenizer(models.WordLevel({"new": 0, "[UNK]": 1}, "[UNK]"))
+for folder in ("old", "new"):
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(folder)
+"""
+
+
+def test_a_tokenizer_from_before_is_not_overwritten(run, here):
+    (here / "old").mkdir()
+    (here / "old/tokenizer.json").write_text("old")
+    code, told, errors = run(loop(BUILD + TOKENIZES))
+    assert code == 0 and "left as it is, a file from before: old/tokenizer.json" in told["notes"], errors
+    assert (here / "old/tokenizer.json").read_text() == "old" and "new" in (here / "new/tokenizer.json").read_text()
+
+
 COPIES_SETTINGS = """
 import shutil
 os.makedirs("made", exist_ok=True)

@@ -138,7 +138,7 @@ class Files:
 
     def keep(self, file: object, value: object) -> bool:
         """Whether a file is from before, and left alone: then the value is saved for the script."""
-        if left := self._leave(self._end(file)):
+        if left := self.leave(file):
             self.save(file, value)
         return left
 
@@ -236,6 +236,10 @@ class Files:
             return path is not None and any(_lstat(each).st_ctime < self._began for each in _files_in(path))
         except OSError:
             return False
+
+    def leave(self, file: object) -> bool:
+        """Whether a file is from before, and left alone."""
+        return self._leave(self._end(file))
 
     def _leave(self, path: str | None) -> bool:
         """Whether to leave a file alone, as it is from before."""

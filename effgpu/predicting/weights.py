@@ -121,9 +121,23 @@ def _without_checkpoints(files: Files, module: ModuleType) -> contextlib.Abstrac
     return replaced([(module.Trainer, "_save_checkpoint", save)])
 
 
+def _keeping_tokenizers(files: Files, module: ModuleType) -> contextlib.AbstractContextManager:
+    """A tokenizer from before stays: its file is written in Rust, past all that is replaced in Python."""
+    save = module.PreTrainedTokenizerBase.save_pretrained
+
+    @functools.wraps(save)
+    def save_new(tokenizer, save_directory, *args, **kwargs):
+        if files.leave(os.path.join(save_directory, "tokenizer.json")):
+            return ()
+        return save(tokenizer, save_directory, *args, **kwargs)
+
+    return replaced([(module.PreTrainedTokenizerBase, "save_pretrained", save_new)])
+
+
 def _saving(files: Files) -> dict[str, imports.Changes]:
     """What changes in libraries that save checkpoints, by module."""
     trainer = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
+    trainer |= {"transformers.tokenization_utils_base": functools.partial(_keeping_tokenizers, files)}
     return trainer | dict.fromkeys(_LIGHTNING, _saving_at_once)
 
 
