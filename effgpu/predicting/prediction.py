@@ -335,9 +335,8 @@ class Prediction:
         notes = [f"not known: {why}" for why in self.unknown] + [f"assumed: {what}" for what in self.assumptions]
         notes = join_places(notes)
         if others := [gpu.name for gpu in self.gpus if self.for_gpu(gpu)[0].allocated != self.allocated]:
-            notes.append(
-                f"on {' and '.join(others)} the step takes other kernels or formats: the peak above is not theirs"
-            )
+            text = "the step takes other kernels, formats or sizes: the peak above is not theirs"
+            notes.append(f"on {' and '.join(others)} {text}")
         if any(self._gives_back(gpu) for gpu in self.gpus):
             notes.append(_GIVES_BACK)
         return [*self._warnings(), *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
