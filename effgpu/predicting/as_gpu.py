@@ -26,8 +26,6 @@ from effgpu.predicting.weights import weights_without_values
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
-
-
 _ELSEWHERE = "a thread from before works on the step's tensors: let the variant start its threads, or its pool of them"
 
 

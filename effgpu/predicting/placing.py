@@ -300,7 +300,7 @@ class _Placer(Translator):
         if name == "is_pinned":
             return self._recorder.is_pinned(args[0])
         if name == "type" and tensor_types.read(kwargs.get("dtype", args[-1])):
-            return super()._run(func, args, kwargs, getattr(func, "__name__", ""))
+            return super()._run(func, args, kwargs, name)
         if name in ("tensor", "as_tensor") and args and _has_fake(args[:1]):
             args, kwargs = with_numbers(*args, **kwargs)
         values = args[:1] if name == "__deepcopy__" else (*args, *kwargs.values())  # what was copied may be fake
@@ -311,7 +311,7 @@ class _Placer(Translator):
             check_array(name, kwargs)
             self._recorder.wait(fakes[0].nbytes)
         if name in ("get_device", "data_ptr") and fakes:
-            return super()._run(func, args, kwargs, getattr(func, "__name__", ""))
+            return super()._run(func, args, kwargs, name)
         if name == "type_as":
             func, name = torch.Tensor.to, "to"
         if fakes and (name == "new_tensor" or (name == "new" and _is_data(args[1:]))):
@@ -323,7 +323,7 @@ class _Placer(Translator):
             return self._run_real(func, args, kwargs, where)
         on_host = where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes))
         with self._recorder.placed(on_host, (args, kwargs)):
-            result = super()._run(func, args, kwargs, getattr(func, "__name__", ""))
+            result = super()._run(func, args, kwargs, name)
         return result if where is None else self._move(result, where, is_non_blocking(args, kwargs))
 
     def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:

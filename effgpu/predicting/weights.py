@@ -157,6 +157,11 @@ def _leave_out(how: str, value: object, file: object, recorder: Recorder) -> Non
         recorder.files.save(file, stored)
 
 
+def _begins(file: object) -> bytes:
+    """The next bytes in memory that is read as a file; none of any other."""
+    return file.getvalue()[file.tell() :][:_WORD] if isinstance(file, io.BytesIO) else b""
+
+
 def _pickles(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     """Fake tensors in pickles: what Python's own module gets, it gives again."""
     dump, dumps, load, loads = pickle.dump, pickle.dumps, pickle.load, pickle.loads
@@ -174,10 +179,7 @@ def _pickles(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         return memory.getvalue()
 
     def load_values(file, **kwargs):
-        in_memory = isinstance(file, io.BytesIO)
-        found = (
-            recorder.files.recall(file.getvalue()[file.tell() :][:_WORD]) if in_memory else recorder.files.find(file)
-        )
+        found = recorder.files.find(file) or recorder.files.recall(_begins(file))
         return found.value.load(None) if found and isinstance(found.value, _Stored) else load(file, **kwargs)
 
     def loads_values(data, **kwargs):
@@ -204,7 +206,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         saved = recorder.files.find(f)
         f = saved.source if saved and saved.source else f
         if not saved and isinstance(f, io.BytesIO):
-            saved = recorder.files.recall(f.getvalue()[f.tell() :][:_WORD])
+            saved = recorder.files.recall(_begins(f))
         elif isinstance(f, (str, os.PathLike)) and not (saved and not saved.source):
             with open(f, "rb") as file:
                 begins = file.read(_WORD)
@@ -294,13 +296,8 @@ class _Stored:
             def persistent_id(writer, one: object) -> int | None:
                 if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
                     return None
-                key = (
-                    storage_key(one),
-                    one.shape,
-                    one.stride(),
-                    one.storage_offset(),
-                    one.dtype,
-                )  # a tied weight's: once
+                place = storage_key(one), one.storage_offset(), one.dtype
+                key = *place, one.shape, one.stride()  # so that a tied weight is stored once
                 if key not in numbers:
                     numbers[key] = len(self._outlines)
                     on_gpu = isinstance(one, FakeTensor) and recorder.device_of(one) == FIRST_GPU
