@@ -17,7 +17,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     "count_flops": "measuring.flops",
     "count_ops": "measuring.ops",
     **dict.fromkeys(("describe", "find_device", "memory_limit"), "measuring.device"),
-    **dict.fromkeys(("largest", "predict"), "predicting.prediction"),
+    **dict.fromkeys(("largest", "predict"), "predicting.predict"),
     **dict.fromkeys(("fine_tuning", "predict_model"), "predicting.models"),
     "doctor": "diagnosing.doctor",
     "bench": "benching.bench",
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.measuring.memory import peak_bytes, saved_bytes, trace
     from effgpu.measuring.ops import count_ops
     from effgpu.predicting.models import fine_tuning, predict_model
-    from effgpu.predicting.prediction import largest, predict
+    from effgpu.predicting.predict import largest, predict
     from effgpu.results import load, save
     from effgpu.units import GiB
 

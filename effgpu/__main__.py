@@ -398,7 +398,7 @@ def _report(chosen: argparse.Namespace) -> int:
 
 
 def _predict(chosen: argparse.Namespace) -> int:
-    from effgpu.predicting import prediction
+    from effgpu.predicting.predict import predict
     from effgpu.units import align, check_positive
 
     how = _check_asked(chosen, "predict", not_with_a_model=("taken", "trace"), only_with_a_model=("price",))
@@ -414,7 +414,7 @@ def _predict(chosen: argparse.Namespace) -> int:
         if chosen.trace and len(chosen.gpu or ()) != 1:
             raise ValueError("--trace: expected one --gpu, whose timeline it is")
     with _of_target(chosen.words, _BEFORE_A_PREDICTION) as (target, _):
-        predicted = prediction.predict(target, chosen.gpu, taken=chosen.taken)
+        predicted = predict(target, chosen.gpu, taken=chosen.taken)
         timeline = predicted.timeline() if chosen.trace else None
     shown = [repr(predicted)]
     if chosen.samples:
@@ -466,12 +466,12 @@ def _predict_model(chosen: argparse.Namespace, how: dict[str, object]) -> int:
 
 def _judge_fit(predicted: "Prediction") -> int:
     """The exit code for the GPUs that were named."""
-    from effgpu.predicting import prediction
+    from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT
 
     verdicts = {predicted.verdict(gpu) for gpu in predicted.gpus}
-    if prediction.DOES_NOT_FIT in verdicts:
+    if DOES_NOT_FIT in verdicts:
         return EXCEEDED
-    return UNCLEAR if prediction.MAY_NOT_FIT in verdicts else SUCCEEDED
+    return UNCLEAR if MAY_NOT_FIT in verdicts else SUCCEEDED
 
 
 def _give(

@@ -27,7 +27,7 @@ from effgpu.attaching import child, scripts
 from effgpu.attaching.commands import read_program
 from effgpu.attaching.steps import Marks, drive
 from effgpu.diagnosing.doctor import doctor
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 
 BUILD = """
 import torch

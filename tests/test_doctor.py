@@ -40,7 +40,7 @@ from effgpu.diagnosing.observing import Observer
 from effgpu.diagnosing.turns import emptied, in_16_bits
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 from effgpu.predicting.timeline import COPY, KERNEL, NOTHING, READ, Event, Timeline
 from effgpu.units import GiB, format_bytes, format_seconds
 

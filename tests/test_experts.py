@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from effgpu.predicting.kernels import PRODUCT
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
 TOKENS, EXPERTS, WIDTH, HIDDEN = 64, 4, 32, 48

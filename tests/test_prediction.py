@@ -24,22 +24,19 @@ from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, 
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import UNKNOWN, Fact
 from effgpu.predicting.full_size import predict_full_size
-from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.gpus import Gpu, find_gpu, known_gpus
 from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.kernels import PRODUCT
+from effgpu.predicting.predict import _bisect, largest, predict
 from effgpu.predicting.prediction import (
     DOES_NOT_FIT,
     FITS,
     MAY_NOT_FIT,
     MORE,
     ByteRange,
-    Gpu,
     Prediction,
-    find_gpu,
-    largest,
-    predict,
-    walk,
 )
+from effgpu.predicting.walking import walk
 from effgpu.units import GiB, KiB, MiB
 
 GPUS = known_gpus()
@@ -805,7 +802,7 @@ def test_a_fit_shows_itself_as_a_table():
 def test_bisection_finds_the_largest_size(slope, room, power, most):
     surplus = lambda size: int(slope * size**power) - room
     calls = []
-    found = prediction._bisect(lambda size: calls.append(size) or surplus(size), most)
+    found = _bisect(lambda size: calls.append(size) or surplus(size), most)
     assert 0 <= found <= most
     assert found == 0 or surplus(found) <= 0
     assert found == most or surplus(found + 1) > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from effgpu.predicting.files import Files
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 from effgpu.predicting.weights import weights_set_aside
 
 SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}

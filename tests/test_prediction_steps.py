@@ -25,11 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from effgpu.__main__ import main
 from effgpu.measuring.torch_internals import FakeTensor
-from effgpu.predicting import guesses
+from effgpu.predicting import guesses, uses
 from effgpu.predicting.allocator import round_size
-from effgpu.predicting.guesses import Statistic
+from effgpu.predicting.gpus import Gpu, find_gpu
 from effgpu.predicting.kernels import ATTENTION
-from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT, Gpu, find_gpu, largest, predict
+from effgpu.predicting.predict import largest, predict
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT
+from effgpu.predicting.statistic import Statistic
 from effgpu.units import MiB
 
 T4 = find_gpu("T4")
@@ -1579,7 +1581,7 @@ fine = values.any()
 """
     file = tmp_path / "train.py"
     file.write_text(lines)
-    assert sorted(guesses._checks(str(file))) == [1, 3, 4, 5, 8]
+    assert sorted(uses._checks(str(file))) == [1, 3, 4, 5, 8]
 
 
 # --- where tensors lie that a function's step makes, moves and trains ---

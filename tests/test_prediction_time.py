@@ -25,7 +25,7 @@ from effgpu.predicting import audited, calibration
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import TABLE, Gpu, find_gpu, known_gpus, own_table, read_table
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 from effgpu.predicting.time import (
     EXTRAPOLATED,
     LAUNCH_BOUND,

@@ -8,7 +8,8 @@ import torch
 
 from effgpu.attaching.replacing import replaced
 from effgpu.predicting import imports
-from effgpu.predicting.prediction import FITS, predict
+from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import FITS
 from effgpu.units import GiB
 
 WIDTH = 1024

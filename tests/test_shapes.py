@@ -9,7 +9,7 @@ from torch import nn
 
 from effgpu.measuring.torch_internals import FakeTensorMode
 from effgpu.predicting import shapes
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 
 aten = torch.ops.aten
 CALLS = [  # with two tensors of one shape

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effgpu.predicting.prediction import find_gpu
+from effgpu.predicting.gpus import find_gpu
 
 HERE = Path(__file__).parent
 SCRIPT = """

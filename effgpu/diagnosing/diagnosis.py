@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from effgpu import units
 from effgpu.attaching.sites import Site
-from effgpu.predicting.prediction import FITS, Largest, Prediction
+from effgpu.predicting.predict import Largest
+from effgpu.predicting.prediction import FITS, Prediction
 from effgpu.predicting.timeline import Timeline
 
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in

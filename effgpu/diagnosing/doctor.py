@@ -25,9 +25,11 @@ from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, gpu_here
-from effgpu.predicting.prediction import Largest, Prediction, largest, walk
+from effgpu.predicting.predict import Largest, largest
+from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.timeline import READ
+from effgpu.predicting.walking import walk
 
 DEFAULT_GPU = "T4"
 
@@ -174,8 +176,8 @@ def walk_step(variant: Variant, batches: Batches, gpu: Gpu, *, halve: bool = Fal
 
     def recorded_by(recorder: Recorder) -> Variant:
         def note(event) -> None:
-            if recorder.noting:
-                recorder.events.append(event._replace(beside=True))
+            if recorder.work.counts:
+                recorder.work.events.append(event._replace(beside=True))
 
         def fed() -> Callable[[], object]:
             step = variant()

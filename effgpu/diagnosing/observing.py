@@ -17,8 +17,8 @@ from effgpu.attaching.steps import drive
 from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id, storage_key
 from effgpu.predicting.kernels import note
-from effgpu.predicting.recorder import OWN_READS
 from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, copy_waits, count_products, is_non_blocking
+from effgpu.predicting.work import OWN_READS
 
 # Operations whose result has a size that only the GPU knows: the CPU waits for it.
 _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")

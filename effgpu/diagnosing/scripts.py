@@ -220,7 +220,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
-    graphs, halved, notes = Graphs(recorder.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
+    graphs, halved, notes = Graphs(recorder.work.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
     if not (within or is_open):
@@ -265,10 +265,10 @@ def _repeat(recorder: ScriptRecorder, products: int) -> Plan:
     """
     yield 1
     for _ in range(_OTHER_STEPS):
-        recorder.note_kernels()
+        recorder.begin_step()
         yield 1
-        if _count_products(recorder.events) == products:
-            return tuple(recorder.events)
+        if _count_products(recorder.work.events) == products:
+            return tuple(recorder.work.events)
     return ()
 
 

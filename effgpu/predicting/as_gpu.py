@@ -14,9 +14,9 @@ import torch
 from effgpu.attaching.replacing import replaced
 from effgpu.errors import CannotPredict
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
-from effgpu.predicting import flex, imports, loading, profilers, quantized, ranks, triton_kernels
+from effgpu.predicting import compiled, flex, imports, loading, profilers, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
-from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
+from effgpu.predicting.facts import ASSUMED
 from effgpu.predicting.hardware import Asks, InUse, answering_as
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder, is_meta
@@ -24,7 +24,6 @@ from effgpu.predicting.rules import boxes_at_once, kernels
 from effgpu.predicting.threads import started_inside
 from effgpu.predicting.weights import weights_without_values
 
-_EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
 _ELSEWHERE = "a thread from before works on the step's tensors: let the variant start its threads, or its pool of them"
 
@@ -69,7 +68,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         answering_as(
             recorder.asked.gpu,
             Asks(recorder.note_capability, recorder.note_name, recorder.note_memory),
-            InUse(recorder.in_use, recorder.most_in_use, recorder.forget_most),
+            InUse(recorder.storages.in_use, recorder.storages.most_in_use, recorder.storages.forget_most),
         ),
         imports.changed(
             {
@@ -138,7 +137,7 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
     """Replace what cannot run on fake tensors."""
     values = [  # all known before the first is replaced: what stands in a place may use what stood there
         *_what_needs_a_gpu(recorder),
-        *_running_eagerly(recorder),
+        *compiled.running_eagerly(recorder),
         *loading.loading_here(recorder),
         *_fake_classes(recorder),
         *profilers.recording_nothing(),
@@ -174,52 +173,6 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
     yield torch.cuda, "is_bf16_supported", has_bf16
 
 
-def _running_eagerly(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
-    """What torch.compile was given runs as it is, and what runs so is noted as compiled."""
-    from effgpu.measuring.torch_internals import OptimizedModule, eval_frame
-
-    def mark(function):
-        @functools.wraps(function)
-        def run(*args, **kwargs):  # what is never called is never compiled
-            if eval_frame._stance.stance == "force_eager":
-                return function(*args, **kwargs)
-            note_compiled()
-            recorder.compiled += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                recorder.compiled -= 1
-
-        return run
-
-    def run_eagerly(model=None, **options):
-        if model is None:
-            return functools.partial(run_eagerly, **options)
-        if options.get("disable") or options.get("backend") in _EAGER or _is_disabled(model):
-            return OptimizedModule(model, lambda forward: forward) if isinstance(model, torch.nn.Module) else model
-        return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
-
-    def run_uncompiled(callback):
-        if callback:
-            note_compiled()
-            recorder.compiled += 1  # for good: where such code ends is not seen
-
-    def note_compiled():
-        from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
-
-        recorder.say(*COMPILED)
-        if budget < 1:
-            recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
-
-    yield torch, "compile", run_eagerly
-    yield eval_frame, "_callback_from_stance", run_uncompiled
-
-
-def _is_disabled(model: object) -> bool:
-    """Whether it is what torch.compiler.disable gave."""
-    return getattr(getattr(model, "forward", model), "_torchdynamo_disable", False)
-
-
 def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     """Subclasses and parameters are fake tensors, too, which tell what a GPU's would; and Module.to takes them.
 
@@ -227,12 +180,12 @@ def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     """
     from effgpu.measuring.torch_internals import FakeImplCtx, _make_subclass
 
-    yield FakeImplCtx, "new_dynamic_size", recorder.choose_rows
+    yield FakeImplCtx, "new_dynamic_size", recorder.reading.choose_rows
     yield torch.nn.Module, "_apply", _apply
     yield torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))
     yield torch.Tensor, "as_subclass", changing_classes(torch.Tensor.as_subclass)
     yield FakeTensor, "device", property(recorder.device_of)
-    yield FakeTensor, "tolist", lambda fake: recorder.read_list(fake)
+    yield FakeTensor, "tolist", lambda fake: recorder.reading.list(fake)
     yield FakeTensor, "layout", torch.Tensor.layout  # its own asks first whether it is of oneDNN, which none is
     yield FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))
 

@@ -49,15 +49,15 @@ def _nonzero(recorder: "Recorder", func, given: dict) -> torch.Tensor:
 
 def _find(recorder: "Recorder", tensor: torch.Tensor) -> torch.Tensor:
     """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
-    known = recorder.numbers_of(tensor)
+    known = recorder.reading.numbers_of(tensor)
     with _disable_current_modes():
         count = None if known is None else int(known.count_nonzero())
-    chosen = recorder.choose_from(tensor.numel(), count, recorder.counting.share_of(tensor))
+    chosen = recorder.reading.choose_from(tensor.numel(), count, recorder.counting.share_of(tensor))
     found = _empty(recorder, (chosen, tensor.dim()), torch.int64)
     if chosen == count:
         recorder.values.keep(found, known.nonzero)
     recorder.note_operation(aten.nonzero.default, (tensor,), {}, found)
-    recorder.wait()
+    recorder.work.wait()
     return found
 
 
@@ -65,8 +65,8 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
     """Distinct elements; the place of each among them, and how often it stands there, where these are asked for."""
     if given.get("dim") is not None:
         return None
-    recorder.wait()
-    tensor, known = given["self"], recorder.numbers_of(given["self"])
+    recorder.work.wait()
+    tensor, known = given["self"], recorder.reading.numbers_of(given["self"])
     if known is not None and recorder.asked.taken is None:
         with _disable_current_modes():
             found = func(*(known if value is tensor else value for value in given.values()))
@@ -75,7 +75,7 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
             recorder.values.keep(fake, lambda each=each: each)
         return tuple(made)
     most = 2 if tensor.dtype is torch.bool else recorder.counting.range_of(tensor)
-    count = recorder.choose_from(min(tensor.numel(), most))
+    count = recorder.reading.choose_from(min(tensor.numel(), most))
     made = [_empty(recorder, (count,), tensor.dtype)]
     for name, shape in {"return_inverse": tensor.shape, "return_counts": (count,)}.items():
         made.append(_empty(recorder, shape if given.get(name) else (0,), torch.int64))
@@ -86,7 +86,7 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
 
 def _bincount(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     """As many counts as the largest number asks for, or `minlength`, if that is larger, or the number not known."""
-    known, least, weights = recorder.numbers_of(given["self"]), given.get("minlength", 0), given.get("weights")
+    known, least, weights = recorder.reading.numbers_of(given["self"]), given.get("minlength", 0), given.get("weights")
     if known is None and not least:
         return None
     with _disable_current_modes():
@@ -98,7 +98,7 @@ def _bincount(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     if weights is None:
         recorder.counting.spread(made, given["self"].numel())
     recorder.note_operation(func, (given["self"],), {}, made)
-    recorder.wait()  # for the largest number
+    recorder.work.wait()  # for the largest number
     return made
 
 
@@ -107,11 +107,11 @@ def _repeat(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     if "repeats" not in given or "self" in given:
         return None
     repeats, size = given["repeats"], given.get("output_size")
-    known = recorder.numbers_of(repeats)
+    known = recorder.reading.numbers_of(repeats)
     if size is None and known is None:
         return None
     if size is None:
-        recorder.wait()
+        recorder.work.wait()
         with _disable_current_modes():
             size = int(known.sum())
     made = _empty(recorder, (size,), repeats.dtype)
@@ -135,9 +135,9 @@ def _ctc_loss(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, to
 
 def _pack(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of a padded batch, step after step, by lengths that are on the CPU, and the rows of each step."""
-    padded, known = given["input"], recorder.numbers_of(given["lengths"])
+    padded, known = given["input"], recorder.reading.numbers_of(given["lengths"])
     batch, steps = padded.shape[:2] if given["batch_first"] else (padded.shape[1], padded.shape[0])
-    chosen = recorder.choose_from(steps) if known is None else 0
+    chosen = recorder.reading.choose_from(steps) if known is None else 0
     with _disable_current_modes():
         known = torch.full((batch,), max(1, chosen)) if known is None else known
         rows = (known[None] > torch.arange(int(known.max()))[:, None]).sum(1)

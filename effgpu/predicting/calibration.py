@@ -11,7 +11,7 @@ from torch import nn
 from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.measuring.timing import time_for
 from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, Gpu, gpu_here, own_table, read_table
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 from effgpu.units import GiB, MiB
 
 SECONDS = 4.0  # of each measurement: a GPU that gets hot slows down

@@ -1,16 +1,18 @@
-"""What is known of numbers that nobody knows: how many they can be, what share of them is true, how many that makes.
+"""What is known of numbers that nobody knows: whether they are true, what share of them is, how many they can be.
 
-Those of argmax are as many as what it chooses from; one of n numbers is equal to a given one in one of n places; and n
-counts of N things are N / n each. `Values` has the counts as assumed numbers.
+In a healthy step, a loss is finite, and a test for NaNs finds none. Those of argmax are as many as what it chooses
+from; one of n numbers is equal to a given one in one of n places; and n counts of N things are N / n each. `Values` has
+the counts as assumed numbers.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import FakeTensor
+from effgpu.measuring.torch_internals import FakeTensor, storage_key
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -18,12 +20,16 @@ if TYPE_CHECKING:
 HALF = 0.5  # of a mask's elements are true, where nothing else is known
 _KEEPS = ("view", "_unsafe_view", "clone", "_to_copy", "detach", "alias", "squeeze", "unsqueeze", "slice")
 _KEEPS += ("select", "permute", "t", "transpose", "expand", "index", "masked_select")
+_BELOW_INFINITY = {"lt": True, "le": True, "gt": False, "ge": False}  # what a loss is
+_KEEPS_TRUTH = ("any", "all", "clone", "_to_copy", "view")
+_DECIDED_BY = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}  # one operand alone
 
 
 class Counting:
     """The ranges of a step's whole numbers, and the shares of its elements that are true, or one."""
 
     def __init__(self, recorder: "Recorder"):
+        self.truths = WeakTensorKeyDictionary()  # of what predicates gave: the value that they have in a healthy step
         self._recorder = recorder
         self._ranges = WeakTensorKeyDictionary()
         self._shares = WeakTensorKeyDictionary()
@@ -34,8 +40,8 @@ class Counting:
 
     def share_of(self, mask: torch.Tensor) -> float:
         """The share of its elements that are true: by predicates, as `taken` says, or by ranges."""
-        if mask in self._recorder.truths:
-            return float(self._recorder.truths[mask])
+        if mask in self.truths:
+            return float(self.truths[mask])
         return self._shares.get(mask, HALF) if self._recorder.asked.taken is None else self._recorder.asked.taken
 
     def spread(self, made: torch.Tensor, total: int) -> None:
@@ -45,8 +51,12 @@ class Counting:
             counts = lambda: (least + (torch.arange(made.numel()) < rest)).view(made.shape)
             self._recorder.values.assume(made, counts)
 
-    def follow(self, name: str, args: tuple, result: object) -> None:
+    def follow(self, func, name: str, args: tuple, result: object) -> None:
         """Note what an operation's result can be."""
+        if self.truths:
+            self._follow_truths(func, name, args, result)
+        if name in _BELOW_INFINITY and not args[0].dim() and isinstance(args[1], float) and math.isinf(args[1]):
+            self.truths[result] = _BELOW_INFINITY[name] == (args[1] > 0)
         if name == "eq" and (known := [arg for arg in args if isinstance(arg, FakeTensor) and arg in self._ranges]):
             self._shares[result] = 1 / max(1, self._ranges[known[0]])
         elif name == "any" and args[0] in self._shares:
@@ -67,6 +77,23 @@ class Counting:
                 for noted in (self._ranges, self._shares):
                     if known in noted:
                         noted.update((made, noted[known]) for made in tensors_of(result))
+
+    def _follow_truths(self, func, name: str, args: tuple, result: object) -> None:
+        """Note the truth of a result that follows from that of its arguments, and forget that of what is written."""
+        known = [self.truths.get(arg) if isinstance(arg, FakeTensor) else None for arg in args[:2]]
+        name = name.removesuffix("_") if func._schema.is_mutable else name
+        truth = None
+        if name in _KEEPS_TRUTH:
+            truth = known[0]
+        elif name in ("logical_not", "bitwise_not"):
+            truth = None if known[0] is None else not known[0]
+        elif name in _DECIDED_BY:
+            truth = _DECIDED_BY[name] if _DECIDED_BY[name] in known else known[0] if known[0] == known[1] else None
+        if func._schema.is_mutable and isinstance(args[0], FakeTensor) and args[0].dtype is torch.bool:
+            for mask in [each for each in self.truths if storage_key(each) == storage_key(args[0])]:
+                del self.truths[mask]
+        if truth is not None and isinstance(result, torch.Tensor):
+            self.truths[result] = truth
 
     def _counts(self, summed: torch.Tensor) -> bool:
         return isinstance(summed, FakeTensor) and (summed.dtype is torch.bool or summed in self._shares)

@@ -58,7 +58,7 @@ def _note(recorder: "Recorder", a: torch.Tensor, b: torch.Tensor, groups: int) -
     else:
         one, other = (a[:size], b[0]) if a.dim() == 2 else (a[0], b[:, :size])
     (kernel,) = note(aten.mm.default, (one, other), {}, aten.mm.default(one, other), False)
-    recorder.note_groups(kernel, count, None if at_once else groups * 4)
+    recorder.work.note_groups(kernel, count, None if at_once else groups * 4)
 
 
 def joined(kernel: Kernel, count: int) -> Kernel:

@@ -9,7 +9,8 @@ from effgpu import units
 from effgpu.measuring.variants import Variant, check_variants, is_function
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, OPTIMIZER, PRODUCT
-from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction, predict
+from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction
 from effgpu.predicting.time import Time, time_ratio
 from effgpu.predicting.timeline import Range
 

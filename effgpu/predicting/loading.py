@@ -36,7 +36,7 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
         def load_noted():
             with replaced([(recorder, "loading", True)]):
                 batch = load()
-            if recorder.noting:
+            if recorder.work.counts:
                 recorder.loaded = loader, _count_bytes(batch)
             return batch
 

@@ -18,7 +18,8 @@ from torch.nn.functional import linear
 
 from effgpu.measuring.device import choose_16_bits, find_device
 from effgpu.predicting.gpus import GpuLike
-from effgpu.predicting.prediction import Largest, Prediction, largest, predict
+from effgpu.predicting.predict import Largest, largest, predict
+from effgpu.predicting.prediction import Prediction
 from effgpu.units import NOT_MEASURED, align, check_positive
 
 if TYPE_CHECKING:

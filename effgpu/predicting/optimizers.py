@@ -108,8 +108,8 @@ class Optimizers:
             gradients = [parameter.grad for parameter in group["params"]]
             if any(gradient is not None and gradient.is_sparse for gradient in gradients):
                 self._recorder.say(UNTIMED, f"the {type(optimizer).__name__} takes for sparse gradients")
-            self._recorder.name(gradients, "gradients")
-            self._recorder.name(group["params"], "weights")
+            self._recorder.storages.name(gradients, "gradients")
+            self._recorder.storages.name(group["params"], "weights")
         wrap = lambda value: self._aside(value) if callable(value) and value is not optimizer else value
         return tuple(map(wrap, args)), {name: wrap(value) for name, value in kwargs.items()}
 
@@ -143,13 +143,15 @@ class Optimizers:
                 (group,) = optimizer.param_groups
                 size = round_size(sum(each.nbytes for each in group["params"]))
                 left = group["history_size"] - len(optimizer.state[group["params"][0]].get("old_dirs", ()))
-                self._recorder.blocks += [Block(size, 0, "optimizer state", place=GPU) for _ in range(2 * left)]
+                histories = [Block(size, 0, "optimizer state", place=GPU) for _ in range(2 * left)]
+                self._recorder.storages.blocks += histories
 
     def name_state(self, optimizer: Optimizer) -> None:
         """Say whose the tensors are that an optimizer keeps."""
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                self._recorder.name(tensors_of(list(state.values())), "optimizer state")  # of LBFGS, lists, too
+                kept = tensors_of(list(state.values()))  # of LBFGS, lists, too
+                self._recorder.storages.name(kept, "optimizer state")
 
 
 def _running() -> list[CodeType]:

@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Hashable, Iterator, Mapping
 
 import torch
@@ -28,7 +27,7 @@ from effgpu.measuring.torch_internals import (
     storage_key,
 )
 from effgpu.predicting import tensor_types
-from effgpu.predicting.allocator import HOST, Block, find_peak
+from effgpu.predicting.allocator import HOST, Block
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import COMPILED, UNKNOWN, UNTIMED, memory_is_known
 from effgpu.predicting.full import Room
@@ -36,7 +35,7 @@ from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.parameters import is_plain
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.refusals import check_array, check_devices
-from effgpu.predicting.timeline import COPY, Event, copy_waits, is_non_blocking
+from effgpu.predicting.timeline import is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
     FACTORIES,
@@ -90,21 +89,21 @@ class ScriptRecorder(Recorder):
         super().start()
         self.products = self.products[-2:]
 
-    def note_kernels(self) -> None:
-        """Note the kernels of the step that follows, in place of those noted before."""
-        super().note_kernels()
+    def begin_step(self) -> None:
+        """The step that follows counts, in place of the one that did."""
+        super().begin_step()
         self.passes_before += self.passes_within
         self.evaluated, self.passes_within, self.worked = False, 0, {}
 
     def note_work(self, made: object, seconds: float) -> None:
         """A call on real tensors took so long: what a thread or a DataLoader does is not the loop's own work."""
-        counts = self.noting and not self.loading and threading.current_thread() is threading.main_thread()
+        counts = self.work.counts and not self.loading and threading.current_thread() is threading.main_thread()
         if counts and any(tensor.numel() > LARGE for tensor in tensors_of([made])) and (site := find_site()):
             self.worked[site] = self.worked.get(site, 0.0) + seconds
 
     def next_step(self) -> None:
         """A step is over."""
-        self.loop = self._marks.loop or self.loop
+        self.work.loop = self._marks.loop or self.work.loop
         self.products.append(0)
         self._passes.append(0)
 
@@ -113,20 +112,14 @@ class ScriptRecorder(Recorder):
         *_, before, last, _ = self._passes
         return last > MORE_WORK * before
 
-    def peak_before(self) -> tuple[int, Site | None]:
-        """The most bytes on the GPU before the steps that are counted, and the line that took the last of them."""
-        blocks = [block for block in self.on_gpu if self.emptied < block.died and block.born <= self.first]
-        peak, at = find_peak(blocks, self.emptied)
-        return peak, next((block.site for block in self.blocks if block.born == at), None)
-
     def is_on_host(self, fake: FakeTensor) -> bool:
         """Whether a fake tensor is in the host's memory."""
-        block = self.block_of(fake)
+        block = self.storages.of(fake)
         return block is not None and block.place == HOST
 
     def _lies_on_gpu(self, tensor: torch.Tensor) -> bool | None:
         """Whether it does; None where that is not told: PyTorch makes tensors in C++ and moves them by itself."""
-        block = self.block_of(tensor) if isinstance(tensor, FakeTensor) else None
+        block = self.storages.of(tensor) if isinstance(tensor, FakeTensor) else None
         if block is not None and block.place != HOST:
             return True
         given = (innermost(each) for each in _flat(self._given) if isinstance(each, torch.Tensor))
@@ -188,7 +181,7 @@ class ScriptRecorder(Recorder):
             self.products[-1] += 1
         elif func.overloadpacket in _FORWARD and self._lacks_gradients():
             self._passes[-1] += 1
-            if self.noting:
+            if self.work.counts:
                 self.passes_within += 1
             else:
                 self.passes_before += 1
@@ -209,7 +202,7 @@ class ScriptRecorder(Recorder):
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
-        return not self.noting and self._lacks_gradients()
+        return not self.work.counts and self._lacks_gradients()
 
     def _lacks_gradients(self) -> bool:
         if self.optimizers.working or torch.is_grad_enabled():
@@ -227,32 +220,29 @@ class ScriptRecorder(Recorder):
     def _add(self, tensor: torch.Tensor) -> None:
         if not self.on_host:
             if self.room.ran_out:  # by now the script has let go of what it gave up
-                self.emptied, self.room.ran_out = self._events, False
+                self.storages.emptied, self.room.ran_out = self.storages.now, False
                 self.products[-1] = self._passes[-1] = 0
-            before = len(self.blocks)
+            before = len(self.storages.blocks)
             super()._add(tensor)
-            for block in filter(self.is_on_gpu, self.blocks[before:]):
+            for block in filter(self.storages.is_on_gpu, self.storages.blocks[before:]):
                 self.room.taken += block.size
                 if self.room.taken > self.room.size and COMPILED not in self.said and memory_is_known(self.said):
                     self.room.run_out(block.size)
-            return
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
-        if key not in self._blocks:  # also where it is empty: it may grow
-            block = self._blocks[key] = Block(0, self._events, place=HOST)
-            weakref.finalize(storage, self._drop, key, block)
+        else:
+            self._watch(tensor, self.storages.add_on_host(tensor))
 
     def _drop(self, key: int, block: Block) -> None:
         super()._drop(key, block)
-        self.room.taken -= block.size * self.is_on_gpu(block)
+        self.room.taken -= block.size * self.storages.is_on_gpu(block)
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
             for host, moved, to_gpu in crossing:
-                block = self.block_of(moved)
+                block = self.storages.of(moved)
                 if to_gpu and not isinstance(host, FakeTensor) and not (block and block.owner == "weights"):
                     self.note_copy(host, is_non_blocking(args, kwargs))
                 else:
-                    self._note_copy(moved, pinned=isinstance(host, FakeTensor) or self.is_pinned(host))
+                    self.work.note_bus(moved, pinned=isinstance(host, FakeTensor) or self.is_pinned(host))
         elif not self.on_host:
             super()._note(func, args, kwargs, result)
         elif self.optimizers.working:
@@ -277,11 +267,7 @@ class ScriptRecorder(Recorder):
 
     def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
         """A real tensor moves to the GPU."""
-        if self.noting:
-            size, pinned = sum(part.nbytes for part in tensors_of([real])), self.is_pinned(real)
-            waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
-            about = {"bytes": size, "waits": waits, "pinned": pinned, "non_blocking": non_blocking}
-            self.events.append(Event(COPY, find_site(until=self.loop), **about))
+        self.work.note_copy(sum(part.nbytes for part in tensors_of([real])), self.is_pinned(real), non_blocking)
 
 
 class _Placer(Translator):
@@ -309,7 +295,7 @@ class _Placer(Translator):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
         if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
             check_array(name, kwargs)
-            self._recorder.wait(fakes[0].nbytes)
+            self._recorder.work.wait(fakes[0].nbytes)
         if name in ("get_device", "data_ptr") and fakes:
             return super()._run(func, args, kwargs, name)
         if name == "type_as":
@@ -381,9 +367,9 @@ class _Placer(Translator):
             return self._of_its_class(self._recorder.imitate(result, where == CPU, MOST), result)
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
-        self._recorder._note_copy(fake, pinned=where != CPU)
+        self._recorder.work.note_bus(fake, pinned=where != CPU)
         if where == CPU and not non_blocking:
-            self._recorder.wait()
+            self._recorder.work.wait()
         back = CPU if where == FIRST_GPU else FIRST_GPU
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True), DisableTorchFunction():
             copy = result.clone()

@@ -72,14 +72,14 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
 def recurrent_layers(recorder: "Recorder") -> dict:
     """aten/src/ATen/native/RNN.cpp: which layers over time are one call of cuDNN, and which cells are one."""
     cells = {
-        getattr(aten, f"{kind}_cell").default: functools.partial(recurrent.run_cell, recorder.note_cell, kind)
+        getattr(aten, f"{kind}_cell").default: functools.partial(recurrent.run_cell, recorder.work.note_cell, kind)
         for kind in recurrent.WORKSPACE
     }
     if not torch.backends.cudnn.enabled:
         return cells
     runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
     return cells | {
-        getattr(getattr(aten, kind), overload): functools.partial(run, recorder.note_recurrent, kind)
+        getattr(getattr(aten, kind), overload): functools.partial(run, recorder.work.note_recurrent, kind)
         for kind in recurrent.GATES
         for overload, run in runs
     }

@@ -17,7 +17,8 @@ from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.loading import compare_last
 from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
-from effgpu.predicting.prediction import Prediction, conclude, count, explain, name_rare
+from effgpu.predicting.prediction import Prediction
+from effgpu.predicting.walking import conclude, count, explain, name_rare
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
@@ -69,19 +70,19 @@ def recording(
 
 def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     """The plan whose result is the Prediction of a script's step."""
-    _check_on_gpu(recorder.on_gpu)  # the first step is done
+    _check_on_gpu(recorder.storages.on_gpu)  # the first step is done
     yield from count(recorder)
-    _check_on_gpu(not recorder.capability or any(event.kernels for event in recorder.events))
+    _check_on_gpu(not recorder.capability or any(event.kernels for event in recorder.work.events))
     for _ in range(_MORE):
         if not (recorder.evaluated or recorder.ran_more_passes()):
             break
-        recorder.note_kernels()
+        recorder.begin_step()
         yield 1
         recorder.end_step()
     _name_rare_work(recorder)
     _name_larger_batches(recorder)
     concluded = conclude(recorder)
-    before, site = recorder.peak_before()
+    before, site = recorder.storages.peak_before()
     notes = [*concluded.notes, *(_tell_caught(recorder, *places) for places in recorder.room.caught.items())]
     notes += _tell_step(marks, recorder)
     if work := find_work(recorder, concluded):
@@ -116,7 +117,7 @@ def _name_rare_work(recorder: ScriptRecorder) -> None:
         return
     if counted > MORE_WORK * max(earlier):
         recorder.say(ASSUMED, "times are those of a step with more work in its backward pass than the one before")
-    name_rare(recorder, recorder.loop)
+    name_rare(recorder, recorder.work.loop)
 
 
 def _name_larger_batches(recorder: ScriptRecorder) -> None:

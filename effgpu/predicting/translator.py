@@ -27,8 +27,8 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import recurrent, tensor_types
 from effgpu.predicting.allocator import GPU, HOST
-from effgpu.predicting.guesses import notice_statistics
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.statistic import notice_statistics
 from effgpu.predicting.timeline import is_non_blocking
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Translator(TorchFunctionMode):
         if name in ("numpy", "__array__") and isinstance(args[0], FakeTensor):
             if args[0].requires_grad and not kwargs.get("force"):
                 raise RuntimeError(_WITH_GRADIENT)
-            return self._recorder.read_array(args[0])
+            return self._recorder.reading.array(args[0])
         if func is torch.device:
             device = func(*args, **kwargs)
             self._names_cpu_by_device |= device == CPU and whose(sys._getframe(2).f_code.co_filename) is READER
@@ -110,7 +110,7 @@ class Translator(TorchFunctionMode):
             kwargs = kwargs | {"device": default}
         result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "pin_memory"})
         if name in _PREDICATES and isinstance(result, torch.Tensor):
-            self._recorder.truths[result] = _PREDICATES[name]
+            self._recorder.counting.truths[result] = _PREDICATES[name]
         return result
 
     def _describe(self, func: Callable, args: tuple) -> object:
@@ -121,7 +121,7 @@ class Translator(TorchFunctionMode):
         return func(*args)
 
     def _to_gpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._recorder.names_gpu = True
+        self._recorder.storages.names_gpu = True
         return self._recorder.move(tensor, GPU)
 
     def _names_cpu(self, *given: object) -> bool:
@@ -141,7 +141,7 @@ class Translator(TorchFunctionMode):
         """The call on the CPU, where fake tensors are. What names the GPU puts its result there, as far as is known."""
         args, kwargs = name_by_number(name, args, kwargs)
         if FIRST_GPU in map(name_device, (*args, *kwargs.values())):
-            self._recorder.names_gpu = True
+            self._recorder.storages.names_gpu = True
             args, kwargs = all_on_cpu(args, kwargs)
             moves = name == "to" and isinstance(args[0], torch.Tensor)
             with contextlib.nullcontext() if moves else self._recorder.placing(GPU):
@@ -157,9 +157,9 @@ class Translator(TorchFunctionMode):
     def _to_cpu(self, tensor: torch.Tensor, name: str, non_blocking: bool) -> torch.Tensor:
         """The tensor's copy there, for which the CPU waits; itself, if it is there."""
         moved = self._recorder.move(tensor, HOST)
-        is_read = name == "cpu" and not self._recorder.names_gpu and isinstance(tensor, FakeTensor)
+        is_read = name == "cpu" and not self._recorder.storages.names_gpu and isinstance(tensor, FakeTensor)
         if (moved is not tensor or is_read) and not non_blocking:
-            self._recorder.wait(tensor.nbytes * is_read)
+            self._recorder.work.wait(tensor.nbytes * is_read)
         return moved
 
 

@@ -20,7 +20,7 @@ def left_out(recorder: Recorder, module: ModuleType) -> contextlib.AbstractConte
             inner = inner.fn
 
         def launch(*args: object, **kwargs: object) -> None:
-            recorder.note_custom(getattr(inner, "__name__", "a kernel"), tensors_of((args, kwargs)))
+            recorder.work.note_custom(getattr(inner, "__name__", "a kernel"), tensors_of((args, kwargs)))
 
         return launch
 

@@ -39,7 +39,8 @@ from effgpu.measuring.variants import Variant
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, family
 from effgpu.predicting.full_size import _against
 from effgpu.predicting.gpus import RATE_COLUMNS, Gpu, find_gpu
-from effgpu.predicting.prediction import Prediction, predict
+from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.translator import on_cpu
 
 NONE = "No results of a GPU are stored in effgpu/reference/ yet."

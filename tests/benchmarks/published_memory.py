@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from effgpu.predicting.prediction import Prediction, predict
+from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import Prediction
 from effgpu.units import GiB, MiB
 
 HF22 = "transformers, performance guide of 2022"

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from effgpu.measuring.device import multiplying_as
 from effgpu.predicting.audited import family
-from effgpu.predicting.prediction import Prediction, predict
+from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.time import Time, time_ratio
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.units import format_seconds

@@ -39,7 +39,8 @@ from effgpu.comparison import GPUS, MIME_TYPE, Comparison
 from effgpu.course.runner import find_lessons, find_origin, lighten
 from effgpu.figures import shown_size, to_png
 from effgpu.predicting.full_size import predict_full_size, predict_here
-from effgpu.predicting.prediction import Prediction, predict
+from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import Prediction
 from effgpu.results import comparison_from_dict
 
 _MEASURE = {"compare", "trace", "doctor", "saved_bytes", "perf_counter", "synchronize", "elapsed_time"}

@@ -33,7 +33,7 @@ from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.predicting import time
 from effgpu.predicting.gpus import RATE_COLUMNS, Gpu, find_gpu
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.prediction import predict
+from effgpu.predicting.predict import predict
 
 LIMIT = 90  # seconds of a survey: what is left then is left out
 GROUPS, GROUP_SECONDS, MOST_CALLS = 5, 0.01, 200

@@ -15,7 +15,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from effgpu.predicting.prediction import find_gpu
+from effgpu.predicting.gpus import find_gpu
 
 HERE = Path(__file__).parent.resolve()
 BUILT = HERE.parent.parent / "out" / "simulated_gpu"

@@ -1,0 +1,160 @@
+"""What code does with a value that it reads: checks it, compares it, adds it up, or only tells it."""
+
+import ast
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from effgpu.attaching.sites import called_name, once_a_file, parse
+
+_TORCH = Path(torch.__file__).parent
+# between the line that reads and the operation that is called for it
+_INTERNAL = "_tensor.py", "_ops.py", "overrides.py", "utils"
+_BETWEEN = str(Path(__file__).parent), *(str(_TORCH / name) for name in _INTERNAL)
+
+
+def makes_a_statistic(frame: FrameType) -> bool:
+    """Whether what a frame reads is added to something (`correct += ...`), divided, or shown."""
+    line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    if None in (line, end_line, column, end_column):
+        return False
+    spans = _statistics(frame.f_code.co_filename)
+    return any(first <= (line, column) and (end_line, end_column) <= last for first, last in spans)
+
+
+@once_a_file
+def _statistics(file: str) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """Where such expressions begin and end. What is added to a name that is a size elsewhere, of a range, is none."""
+    nodes, sizes = list(ast.walk(parse(file))), set()
+    for node in nodes:
+        if isinstance(node, ast.Slice) or called_name(node) == "range":
+            sizes |= {ast.unparse(part) for part in ast.walk(node) if isinstance(part, _NAMES)}
+    found = [node for node in nodes if _is_statistic(node) and ast.unparse(getattr(node, "target", node)) not in sizes]
+    return tuple(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in found)
+
+
+_NAMES = ast.Name | ast.Attribute | ast.Subscript
+
+
+def _is_statistic(node: ast.AST) -> bool:
+    adds = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+    divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    return adds or divides or called_name(node) == "print" or isinstance(node, ast.JoinedStr)
+
+
+def find_reader() -> tuple[Hashable, FrameType]:
+    """The place in the code that reads a value, in PyTorch or outside of it, and its frame."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti), frame
+
+
+def passing(frame: FrameType) -> bool | None:
+    """The value with which the check passes that a frame is at; None where it is at none that can be read as one.
+
+    A check is an assertion, or an `if` whose body ends in an error: `if not (a >= b).all(): raise ValueError`, or
+    `ok = bool((a >= b).all())` before one.
+    """
+    test, passes = _checks(frame.f_code.co_filename).get(frame.f_lineno, (None, None))
+    return None if test is None else _asked(test, passes)
+
+
+@once_a_file
+def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
+    """By line: the test of the innermost check that has it, and whether it passes if the test is true."""
+    found, named = {}, {}
+    nodes = sorted((node for node in ast.walk(parse(file)) if isinstance(node, ast.stmt)), key=lambda node: node.lineno)
+    for node in nodes[::-1]:  # so that a name stands for the first check of it that follows
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _fails(node.body[-1])):
+            check = node.test, isinstance(node, ast.Assert)
+            found |= dict.fromkeys(range(node.test.lineno, node.test.end_lineno + 1), check)
+            named |= dict.fromkeys(_names(node.test), check)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            check = named.pop(node.targets[0].id, None)
+            if check and _is_truth(node.value):
+                found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), check)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            named.clear()
+    return found
+
+
+def _names(test: ast.expr) -> list[str]:
+    """The names of which the truth alone is asked."""
+    if isinstance(test, ast.Name):
+        return [test.id]
+    parts = test.values if isinstance(test, ast.BoolOp) else [test.operand] if isinstance(test, ast.UnaryOp) else []
+    return [name for part in parts for name in _names(part)]
+
+
+def _is_truth(value: ast.expr) -> bool:
+    asked = isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp)
+    return asked or called_name(value) in ("bool", "all", "any", "item")
+
+
+def only_tells(frame: FrameType) -> bool:
+    """Whether a frame is at a test on which nothing depends but what is printed or logged."""
+    return frame.f_lineno in _tellings(frame.f_code.co_filename)
+
+
+@once_a_file
+def _tellings(file: str) -> frozenset[int]:
+    """The lines of such tests. What they tell may be put together in names that nothing else reads."""
+    nodes = list(ast.walk(parse(file)))
+    reads = _count_reads(nodes)
+    tests = [node for node in nodes if isinstance(node, ast.If)]
+    telling = [node.test for node in tests if all(_tells(each, node, reads) for each in _under(node))]
+    return frozenset(line for test in telling for line in range(test.lineno, test.end_lineno + 1))
+
+
+def _under(node: ast.If) -> list[ast.stmt]:
+    return [*node.body, *node.orelse]
+
+
+def _count_reads(nodes: Iterable[ast.AST]) -> Counter:
+    return Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+
+
+def _tells(statement: ast.stmt, within: ast.If, reads: Counter) -> bool:
+    if isinstance(statement, ast.If):
+        return all(_tells(each, within, reads) for each in _under(statement))
+    if isinstance(statement, ast.Assign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        here = _count_reads(ast.walk(within))
+        return all(isinstance(target, ast.Name) and reads[target.id] == here[target.id] for target in targets)
+    return called_name(statement) in _TELL
+
+
+_TELL = ("print", "debug", "info", "warning", "warning_once", "warn", "error")
+
+
+def _fails(last: ast.stmt) -> bool:
+    return isinstance(last, ast.Raise | ast.Assert) or called_name(last) in ("_assert", "fail", "exit")
+
+
+def is_compared(frame: FrameType) -> bool:
+    """Whether a frame is at a test by `==` alone, such as `if token.item() == end:`."""
+    return frame.f_lineno in _equalities(frame.f_code.co_filename)
+
+
+@once_a_file
+def _equalities(file: str) -> frozenset[int]:
+    """The lines of such tests."""
+    tests = [node.test for node in ast.walk(parse(file)) if isinstance(node, (ast.If, ast.While))]
+    equal = [test for test in tests if isinstance(test, ast.Compare) and [*map(type, test.ops)] == [ast.Eq]]
+    return frozenset(line for test in equal for line in range(test.lineno, test.end_lineno + 1))
+
+
+def _asked(test: ast.expr, wanted: bool) -> bool | None:
+    """What each part of a test has to be; None where parts differ, or numbers are compared."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _asked(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        parts = {_asked(part, wanted) for part in test.values}
+        return parts.pop() if len(parts) == 1 else None
+    return wanted

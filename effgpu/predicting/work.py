@@ -1,0 +1,163 @@
+"""The work of the step that counts: its kernels, copies and waits, in their order, and what is not known of them."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from effgpu.attaching import sites
+from effgpu.attaching.steps import drive
+from effgpu.measuring.ops import lists_of
+from effgpu.measuring.torch_internals import _current_graph_task_id
+from effgpu.predicting.experts import joined
+from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
+from effgpu.predicting.gpus import FP8, FP8_FROM
+from effgpu.predicting.kernels import (
+    CONVOLUTION,
+    TIMED,
+    Kernel,
+    copy_over_bus,
+    has_sparse,
+    lacks_rule,
+    note,
+    touching,
+)
+from effgpu.predicting.rules import convolution_workspace
+from effgpu.predicting.scores import Scores
+from effgpu.predicting.timeline import BACKWARD, COPY, FORWARD, KERNEL, READ, UPDATE, Event, copy_waits
+from effgpu.units import MiB
+
+if TYPE_CHECKING:
+    from effgpu.predicting.recorder import Recorder
+
+aten = torch.ops.aten
+# What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
+# calls of an operation.
+_VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
+OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
+
+
+class Work:
+    """The events of the step that counts, and what libraries take to work in."""
+
+    def __init__(self, recorder: "Recorder"):
+        self.counts = False  # whether the step that runs is the one whose events are noted, on a GPU
+        self.events: list[Event] = []
+        self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
+        self._recorder = recorder
+        self._scores = Scores()  # of attention
+        self._convolved, self._multiplied = 0, False
+
+    def begin(self) -> None:
+        """Note the events of the step that follows, in place of those before."""
+        self.counts, self.events, self._scores = bool(self._recorder.capability), [], Scores()
+
+    @property
+    def phase(self) -> str:
+        """The part of the step that runs."""
+        if self._recorder.optimizers.working:
+            return UPDATE
+        return FORWARD if _current_graph_task_id() == -1 else BACKWARD
+
+    def workspaces(self) -> tuple[int, int]:
+        """The least and the most bytes that cuBLAS and cuDNN take to work in, on any GPU.
+
+        aten/src/ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp, parseChosenWorkspaceSize: 8,320 KiB for a handle, or
+        32 MiB from compute capability 9.0 on; one handle for the forward thread, one for autograd's. cuDNN's
+        heuristics choose a convolution's workspace, and no rule tells which: `convolution_workspace` gives a bound.
+        """
+        if not self._recorder.capability:
+            return 0, 0
+        least = int((32 if self._recorder.capability >= (9, 0) else 8.125) * MiB) * self._multiplied
+        return least, 2 * 32 * MiB * self._multiplied + self._convolved
+
+    def note_libraries(self, name: str, args: tuple) -> None:
+        """Note, of an operation of any step, that it runs in a library with a workspace of its own."""
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            self._multiplied = True
+        elif name in ("convolution", "convolution_backward"):
+            self._convolved = max(self._convolved, convolution_workspace(*args[name == "convolution_backward" :][:2]))
+
+    def note(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        """Note the kernels of an operation, with the calls that the CPU makes for it."""
+        optimizers, say = self._recorder.optimizers, self._recorder.say
+        kernels = note(func, args, kwargs, result, bool(optimizers.working))
+        if kernels and func.namespace != "aten":
+            name = f"{func.namespace}::{func.overloadpacket.__name__}"
+            if func.namespace == "torch_nn":  # PyTorch's own, in Python: linear_cross_entropy in chunks
+                say(UNKNOWN, f"what {name} computes, and takes while it does")
+            else:
+                say(ASSUMED, f"{name} takes as long as reading its arguments and writing its results")
+        if kernels and lacks_rule(func, args):
+            name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
+            say(UNTIMED, f"{name} computes: only what it reads and writes")
+        if kernels and func.overloadpacket is aten.linalg_matrix_exp:  # powers of the matrix, the longer the more
+            say(UNKNOWN, "what linalg_matrix_exp takes to work in, beside its result")
+        for kernel in kernels:
+            if kernel.product and kernel.format.startswith(FP8) and self._recorder.capability >= FP8_FROM:
+                say(ASSUMED, "products in 8 bits take half as long as in fp16")
+            elif kernel.product and kernel.format not in TIMED:
+                say(UNTIMED, f"products in {kernel.format} take")
+        if kernels and optimizers.working:
+            optimizers.note_kernel()
+        call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
+        reads_on = self.phase == FORWARD and self._scores.read_on(func, args, kwargs, result)
+        self._add(kernels, call + _LISTED * sum(map(len, lists_of(args))), reads_on)
+
+    def _add(self, kernels: list[Kernel], calls: float, reads_on: bool = False) -> bool:
+        """Note kernels, if they are in the step that counts, and return whether they are."""
+        if self.counts:
+            site = sites.find_site(outermost=True, until=self.loop) if kernels else None
+            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, reads_on=reads_on)
+        return self.counts
+
+    def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:
+        self.events.append(Event(kind, site, phase=self.phase, optimizer=self._recorder.optimizers.at_work, **about))
+
+    def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
+        """One call of cuDNN, which runs each of these kernels so often."""
+        self._multiplied = True
+        self._add([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
+
+    def note_cell(self, kernel: Kernel) -> None:
+        """One kernel of a cell's."""
+        self._add([kernel], 1)
+
+    def note_groups(self, kernel: Kernel, count: int, read: int | None) -> None:
+        """So many equal products, after a read of so many bytes that say how they are cut; None: in one kernel."""
+        self._multiplied = True
+        if read is None:
+            self._add([joined(kernel, count)], 1)
+        else:
+            self.wait(read, own=True)
+            self._add([kernel] * count, count * (1 + 3 * _VIEW))  # of two matrices and the result
+
+    def note_custom(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """A kernel of Triton's with these arguments."""
+        if self._add([touching(name, tensors)], 1):
+            self._recorder.say(UNTIMED, f"the Triton kernel {name} computes: only what it reads and writes")
+
+    def note_8_bits(self, kernel: Kernel) -> None:
+        """A product of bitsandbytes'."""
+        self._multiplied = True
+        if self._add([kernel], 1):
+            self._recorder.say(ASSUMED, "products in 8 bits take as long as in fp16")
+
+    def note_bus(self, tensor: torch.Tensor, *, pinned: bool = True) -> None:
+        """A copy over the bus that is the GPU's work, in the same stream as its kernels."""
+        if self._add([copy_over_bus(tensor, pinned)], 1) and pinned:
+            text = "what is sent to the CPU, and fetched from there, lies in pinned memory behind PCI Express"
+            self._recorder.say(ASSUMED, text)
+
+    def note_copy(self, size: int, pinned: bool, non_blocking: bool) -> None:
+        """A copy to the GPU of so many bytes that a script has on the CPU."""
+        if self.counts:
+            waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
+            about = {"bytes": size, "waits": waits, "pinned": pinned, "non_blocking": non_blocking}
+            self.events.append(Event(COPY, sites.find_site(until=self.loop), **about))
+
+    def wait(self, size: int = 0, *, own: bool = False) -> None:
+        """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
+        if self.counts:
+            site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
+            self._append(READ if site else KERNEL, site, bytes=size, waits=True)
