@@ -32,6 +32,7 @@ from effgpu.predicting.kernels import ATTENTION
 from effgpu.predicting.predict import largest, predict
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT
 from effgpu.predicting.statistic import Statistic
+from effgpu.predicting.timeline import BACKWARD, FORWARD
 from effgpu.units import MiB
 
 T4 = find_gpu("T4")
@@ -1759,6 +1760,66 @@ def test_what_torch_compile_gets_and_does_not_compile_runs_as_it_is(wrap):
     without, compiled = predict(partial(variant, lambda: chain), "T4"), predict(partial(variant, wrap), "T4")
     assert compiled.time().expected == without.time().expected and compiled.assumptions == ()
     assert predict(partial(variant, lambda: torch.compile(chain)), "T4").time().expected < without.time().expected
+
+
+def ask(x):
+    return (x.sin() if torch.compiler.is_compiling() else x.cos()).exp()
+
+
+def ask_checkpointed(x):
+    return checkpoint(ask, x, use_reentrant=False)
+
+
+@torch.compile
+def ask_before(x):
+    return ask(x)
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (lambda x: ask(x), False),
+        (lambda x: torch.compile(ask)(x), True),
+        (lambda x: torch.compile(torch.compiler.disable(ask))(x), False),
+        (lambda x: torch.compile(lambda x: torch.compiler.disable(ask)(x) + 1)(x), False),
+        (lambda x: ask(torch.compile(torch.relu)(x)), False),
+        (ask_before, True),
+        (lambda x: torch.compile(ask_checkpointed)(x), True),
+        (lambda x: ask_checkpointed(torch.compile(torch.relu)(x)), False),
+    ],
+    ids=["eager", "compiled", "disabled", "inside", "beside", "before", "checkpointed", "eager_checkpointed"],
+)
+def test_code_that_would_be_compiled_is_told_so(run, told):
+    def variant():
+        weight = nn.Parameter(torch.ones(1024, 1024))
+        return lambda: run(weight).sum().backward()
+
+    events = predict(variant, "T4").events
+    names = {phase: [k.name for e in events if e.phase == phase for k in e.kernels] for phase in (FORWARD, BACKWARD)}
+    took, other = ("sin", "cos") if told else ("cos", "sin")
+    assert took in names[FORWARD] and other not in names[FORWARD]
+    assert other in names[BACKWARD] and (took in names[BACKWARD]) == ("ask_checkpointed" in run.__code__.co_names)
+
+
+@pytest.mark.parametrize(("compiles", "kind"), [(False, "flash"), (True, "efficient")])
+def test_a_compiled_decoder_that_gets_a_mask_uses_it_as_its_values_are_not_read_there(compiles, kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def variant():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, use_cache=False, **sizes))
+        run, texts = (torch.compile(model) if compiles else model), torch.ones(2, 64, dtype=torch.int64)
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16):
+                run(input_ids=texts, attention_mask=torch.ones_like(texts), labels=texts).loss.backward()
+
+        return step
+
+    names = {kernel.name for event in predict(variant, "A100").events for kernel in event.kernels}
+    assert {name for name in names if "attention" in name and "backward" not in name} == {
+        f"_scaled_dot_product_{kind}_attention"
+    }
 
 
 def test_what_transformers_switches_on_is_on_in_the_second_prediction_too():

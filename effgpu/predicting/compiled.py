@@ -1,17 +1,22 @@
-"""Code that is given to torch.compile: it runs as it is, and is noted as compiled."""
+"""Code that is given to torch.compile: it runs as it is, is told that it is compiled, and noted as such."""
 
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
+from effgpu.measuring.torch_internals import _current_graph_task_id
 from effgpu.predicting.facts import COMPILED, UNKNOWN
+from effgpu.predicting.imports import is_insider
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
+_COMPILES, _DISABLES = "compile_wrapper", "_fn"  # what torch._dynamo.eval_frame puts around a function
 
 
 def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
@@ -24,11 +29,7 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
             if eval_frame._stance.stance == "force_eager":
                 return function(*args, **kwargs)
             note_compiled()
-            recorder.compiled += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                recorder.compiled -= 1
+            return _run_compiled(function, args, kwargs)
 
         return run
 
@@ -42,7 +43,6 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
     def run_uncompiled(callback):
         if callback:
             note_compiled()
-            recorder.compiled += 1  # for good: where such code ends is not seen
 
     def note_compiled():
         from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
@@ -51,8 +51,48 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
         if budget < 1:
             recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
 
+    def is_compiling():  # PyTorch's own code runs as it is
+        asker = sys._getframe(1)
+        return COMPILED in recorder.said and not is_insider(asker.f_code.co_filename) and recorder.compiled.has(asker)
+
     yield torch, "compile", run_eagerly
     yield eval_frame, "_callback_from_stance", run_uncompiled
+    yield from ((torch.compiler, name, is_compiling) for name in ("is_compiling", "is_dynamo_compiling"))
+
+
+def _run_compiled(function: Callable, args: tuple, kwargs: dict) -> object:
+    return function(*args, **kwargs)
+
+
+class Compiled:
+    """Which code would be compiled."""
+
+    def __init__(self):
+        self._found: set[CodeType] = set()
+
+    def has(self, frame: FrameType) -> bool:
+        """Whether what a frame runs would be. What a backward pass runs again is if it was in the forward pass."""
+        code = frame.f_code
+        if _current_graph_task_id() != -1:
+            return code in self._found
+        if is_compiled := _runs_compiled(frame):
+            self._found.add(code)
+        return is_compiled
+
+
+def _runs_compiled(frame: FrameType) -> bool:
+    """Whether torch.compile is further in than torch.compiler.disable, of which PyTorch's own use does not count."""
+    from effgpu.measuring.torch_internals import eval_frame
+
+    theirs, inner = eval_frame.__file__, frame
+    while frame is not None:
+        code = frame.f_code
+        if code is _run_compiled.__code__ or (code.co_filename == theirs and code.co_name == _COMPILES):
+            return True
+        if code.co_filename == theirs and code.co_name == _DISABLES and not is_insider(inner.f_code.co_filename):
+            return False
+        frame, inner = frame.f_back, frame
+    return False
 
 
 def _is_disabled(model: object) -> bool:

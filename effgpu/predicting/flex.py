@@ -1,6 +1,7 @@
 """FlexAttention as in compiled code on a GPU: one kernel, which keeps what flash attention keeps."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -22,7 +23,7 @@ def in_one_kernel(recorder: Recorder, module: ModuleType) -> Iterator[None]:
     """Inside, the module's function is one kernel, for all blocks: which of them a mask leaves out is not known."""
 
     def attend(query, key, value, score_mod, block_mask, scale, options):
-        if not recorder.compiled:
+        if not recorder.compiled.has(sys._getframe(1)):
             raise CannotPredict(
                 "FlexAttention is predicted in compiled code alone, as in torch.compile(flex_attention): "
                 "elsewhere it writes all scores to memory"

@@ -30,6 +30,7 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import by_values, experts, quantized, shapes
 from effgpu.predicting.allocator import GPU, HOST, PAGED, Block
 from effgpu.predicting.asked import Asked
+from effgpu.predicting.compiled import Compiled
 from effgpu.predicting.counting import Counting
 from effgpu.predicting.facts import ASSUMED, UNTIMED, Fact
 from effgpu.predicting.files import Files
@@ -91,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self.products = [0]  # of the backward pass of each of a script's steps, and of the one that has begun
         self.copied = WeakTensorKeyDictionary()  # parameters, which no module registers
         self.cudnn_attends = False  # on a GPU that prefers its kernel
-        self.compiled = 0  # how deep in code that would be compiled
+        self.compiled = Compiled()
         self._called = 0  # the event at which the step has called PyTorch last
         self._started = False
         self._depth = 0  # of operations that are being looked up
