@@ -374,7 +374,7 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
         left = 0.0
         parts = needed.parts | {WAITING: expected}
         for name in (name for name in PART_COLORS if name in parts):  # in one order: JSON has the parts in its own
-            part = min(parts[name], expected - left)  # of compiled code, the parts are those before fusion: too much
+            part = min(parts[name], expected - left)  # of what is open at its end, the parts may be more
             label = name if part > 0.01 * expected else ""
             ax.barh(row, part, left=left, height=0.62, color=PART_COLORS[name], alpha=0.45, label=label)
             left += part

@@ -391,6 +391,18 @@ def test_a_gpu_that_waits_for_the_cpu_is_bound_by_launches():
     assert (made().bound, made(calls=1e6).bound) == (PRODUCTS_BOUND, LAUNCH_BOUND)
 
 
+def test_what_compiling_saves_is_taken_off_the_rest_and_not_off_the_optimizer():
+    def compiled():
+        step = training(**WIDE)()
+        return lambda: torch.compile(step)()
+
+    eager, fused = (
+        predict_full_size({"it": each}, {"it": each}, ["T4"])["it"][0] for each in (training(**WIDE), compiled)
+    )
+    assert fused.seconds[0] < eager.seconds[0] and sum(fused.parts.values()) == pytest.approx(fused.seconds[0])
+    assert fused.parts[OPTIMIZER] == eager.parts[OPTIMIZER] and fused.parts[PRODUCT] == eager.parts[PRODUCT]
+
+
 def test_the_table_adds_up():
     time = predict(training(**WIDE), "T4").time()
     assert set(time.table) <= set(KINDS) and {PRODUCT, OPTIMIZER, OTHER} <= set(time.table)

@@ -132,8 +132,9 @@ def _sum_up(prediction: Prediction, baseline: Prediction | None, gpu: Gpu) -> Fu
     ratio = _against(time, baseline.time(gpu)) if has_ratio else None
     work = {kind: row.seconds for kind, row in time.table.items()}
     products = sum(work.get(kind, 0.0) for kind in (PRODUCT, CONVOLUTION, ATTENTION))
-    update = work.get(OPTIMIZER, 0.0)
-    parts = {PRODUCT: products, REST: sum(work.values()) - products - update, OPTIMIZER: update}
+    update, total = work.get(OPTIMIZER, 0.0), sum(work.values())
+    saved = max(0.0, total - time.expected) if time.compiled else 0.0  # by fusing what is no product
+    parts = {PRODUCT: products, REST: max(0.0, total - products - update - saved), OPTIMIZER: update}
     seconds = time.expected, time.low, time.high
     return FullSize(gpu.name, gpu.memory, *memory, time.bound, seconds, parts, ratio, time.tell_unchecked(), untimed)
 
