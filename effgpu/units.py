@@ -138,6 +138,11 @@ def html_table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<thead><tr>{head}</tr></thead>" * bool(head) + f"<tbody>{body}</tbody>"
 
 
+def join_names(names: Sequence[str]) -> str:
+    """Write several names as people do: "T4, P100 and V100"."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def join_places(lines: Iterable[str]) -> list[str]:
     """Put lines that say the same of several places in the code into one.
 

@@ -37,7 +37,7 @@ from effgpu.predicting.prediction import (
     Prediction,
 )
 from effgpu.predicting.walking import walk
-from effgpu.units import GiB, KiB, MiB
+from effgpu.units import GiB, KiB, MiB, join_names
 
 GPUS = known_gpus()
 pytestmark = pytest.mark.usefixtures("short_collections")
@@ -256,14 +256,27 @@ LINEARS = train(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))),
 def test_older_gpus_get_a_walk_of_their_own(variant, times):
     predicted, alone = predict(variant), predict(variant, "T4")
     assert alone.verdict() == predicted.verdict("T4") == predicted.verdict("L4") == FITS
-    older = " and ".join(name for name, gpu in GPUS.items() if gpu.capability < (8, 0))
-    assert f"on {older} the step takes other kernels, formats or sizes" in repr(predicted) and "T4" in older
+    older = join_names([name for name, gpu in GPUS.items() if gpu.capability < (8, 0)])
+    assert f"on {older}, the step takes other kernels, formats or sizes" in repr(predicted) and "T4" in older
     assert alone.owners["activations"] > times * predicted.owners["activations"]
     assert alone.total() == predicted.total("T4") and alone.time().expected == predicted.time("T4").expected
     told = predict_full_size({"here": variant}, {"here": variant}, ["T4", "L4"])["here"]
     assert [one.allocated for one in told] == [alone.allocated, predicted.allocated]
     assert "compute capability 8.0 or higher" in predict(variant, "16 GiB").assumptions[0]
     assert not predict(linear(), "16 GiB").assumptions and not predict(variant, "L4").assumptions
+
+
+def test_where_no_gpu_is_named_each_gets_the_step_that_its_capability_chooses():
+    def variant():
+        major, minor = torch.cuda.get_device_capability()
+        layer = nn.Linear(256, 256 * (10 * major + minor))
+        return lambda: layer(torch.randn(8, 256)).sum().backward()
+
+    predicted = predict(variant)
+    for name in ("T4", "A100 80 GB", "RTX 4090", "H100", "B200", "RTX 5090"):
+        alone = predict(variant, name)
+        assert predicted.for_gpu(name)[0].allocated == alone.allocated, name
+        assert predicted.time(name).expected == alone.time().expected, name
 
 
 def test_a_gpu_that_prefers_cudnns_attention_is_said_to():

@@ -143,6 +143,11 @@ def test_what_is_not_positive_is_refused_with_its_name(wrong):
         units.check_positive(seconds=wrong)
 
 
+def test_names_are_joined_as_people_do():
+    told = [units.join_names(names) for names in ([], ["T4"], ["T4", "P100"], ["T4", "P100", "V100"])]
+    assert told == ["", "T4", "T4 and P100", "T4, P100 and V100"]
+
+
 def test_lines_that_say_the_same_of_several_places_become_one():
     lines = ["not known: a", "assumed: a.py:3 reads a number", "assumed: b.py:9 reads a number", "not known: a"]
     lines += ["b.py:9 decides", "assumed: b.py:9 reads a number"]

@@ -60,7 +60,7 @@ def predict(
         older = [gpu.capability for gpu in gpus if gpu.capability < predicted.holds_from]
         return replace(predicted, older=walk_down(max(older))) if older else predicted
 
-    return walk_down((8, 0) if gpu is None else max(gpu.capability for gpu in gpus))
+    return walk_down(max(gpu.capability for gpu in gpus))
 
 
 @dataclass(frozen=True, repr=False)

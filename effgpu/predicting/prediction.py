@@ -30,6 +30,7 @@ from effgpu.units import (
     format_bytes,
     format_seconds,
     html_table,
+    join_names,
     join_places,
 )
 
@@ -292,7 +293,7 @@ class Prediction:
         notes = join_places(notes)
         if others := [gpu.name for gpu in self.gpus if self.for_gpu(gpu)[0].allocated != self.allocated]:
             text = "the step takes other kernels, formats or sizes: the peak above is not theirs"
-            notes.append(f"on {' and '.join(others)} {text}")
+            notes.append(f"on {join_names(others)}, {text}")
         if any(self._gives_back(gpu) for gpu in self.gpus):
             notes.append(_GIVES_BACK)
         return [*self._warnings(), *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]

@@ -28,7 +28,7 @@ from effgpu.predicting.prediction import OWNERS, ByteRange, Prediction
 from effgpu.predicting.rare import find_captures, find_chances, find_rare, find_sizes, find_types
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.refusals import tell_sparse
-from effgpu.units import MiB, format_bytes
+from effgpu.units import MiB, format_bytes, join_names
 
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
 _CACHED = 1.5  # by this factor or more, the allocator holds more than the peak: of blocks that grow, it keeps each
@@ -153,7 +153,7 @@ def conclude(recorder: Recorder) -> Prediction:
         recorder.say(RARE, f"what {idle} takes, which made no step in those that were looked at")
     if recorder.cudnn_attends and (those := [gpu.name for gpu in gpus if gpu.capability[0] in (9, 10)]):
         # sdp_utils.cpp, check_prefer_cudnn_attention; what cuDNN's kernel takes beside its results is not known
-        recorder.say(ASSUMED, f"on {' and '.join(those)}, cuDNN's attention takes no more than PyTorch's own")
+        recorder.say(ASSUMED, f"on {join_names(those)}, cuDNN's attention takes no more than PyTorch's own")
     if recorder.holds_from > (0, 0) and any(gpu.bandwidth is None for gpu in gpus):  # given as a size
         least = ".".join(map(str, recorder.holds_from))
         text = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
