@@ -50,9 +50,7 @@ class Guesses:
         If it is `counted`, sizes may depend on it.
         """
         site, frame = find_reader()
-        if (
-            where is None or self._recorder.optimizers.working
-        ):  # whose learning rate may depend on it, not what it keeps
+        if where is None or self._recorder.optimizers.working:  # its learning rate may depend on it, not what it keeps
             return value
         passes = passing(frame) if isinstance(value, bool) else None
         if site in self.answers or passes is not None:
