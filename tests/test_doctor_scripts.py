@@ -285,6 +285,34 @@ def test_a_data_set_that_holds_a_module_is_no_error_of_the_script(run):
     assert code == 0 and "what loading takes is not known" in str(told), errors
 
 
+POOL = """
+import sys, torch
+from concurrent.futures import ThreadPoolExecutor
+class Data(torch.utils.data.Dataset):
+    def __init__(self): self.pool = ThreadPoolExecutor(2)
+    def __len__(self): return 6400
+    def __getitem__(self, place): return self.pool.submit(torch.zeros, 64).result()
+data, model = Data(), torch.nn.Linear(64, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+USED
+for rows in torch.utils.data.DataLoader(data, 32, num_workers=2):
+    model(rows.cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_workers_of_a_data_set_with_threads_are_measured_as_the_script_would_start_them(run):
+    code, told, errors = run(POOL.replace("USED", ""))
+    (loading,) = (each for each in told["examined"] if each["name"] == LOADING)
+    assert code == 0 and "num_workers=2" in loading["note"] and "cannot be timed" not in str(told), errors
+
+
+def test_workers_that_wait_for_ever_are_given_up(run):
+    used = "data[0]; sys.modules['effgpu.diagnosing.scripts']._HANGS = 1.0  # whose threads no worker has"
+    code, told, errors = run(POOL.replace("USED", used))
+    assert code == 0 and LOADING not in [each["name"] for each in told["examined"]], errors
+    assert any("its workers gave no batch in 1 s" in note for note in told["notes"]), told["notes"]
+
+
 def test_one_that_ends_early_is_refused(run):
     code, told, errors = run(loop(steps=4))
     assert (code, list(told)) == (2, ["failed"]) and "ended after 4 steps, and 6 are needed" in errors

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,15 @@ from effgpu.attaching.commands import Program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
-from effgpu.diagnosing.batches import change_tensors, count_ahead, padding_share, time_handing, time_loading
+from effgpu.diagnosing.batches import (
+    Aside,
+    change_tensors,
+    count_ahead,
+    forks_workers,
+    padding_share,
+    time_handing,
+    time_loading,
+)
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
@@ -44,6 +53,10 @@ _OPEN = "autocast is on where the optimizer steps: what precision saves was not 
 _NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
 _ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only calls of PyTorch were looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
+_HANGING = "its workers gave no batch in {:.0f} s, as where they wait for a thread or a lock from before their start"
+_HANGS = 60.0  # seconds for a batch, after which workers are given up; ten times the longest here, if that is more
+_ASIDES = 8  # processes that are kept, of as many loaders
+_start_thread = threading.Thread.start  # which a walk replaces
 WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
 
@@ -210,7 +223,9 @@ def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable
     """
     loading = Loading()
     marks.listeners.append(loading.next_step)
-    with replaced(loading.replacing()), recording(marks, asked, **again) as recorder:
+    marks.leaving.append(loading.end)
+    seeing = itertools.chain(loading.replacing(), loading.keeping_aside())
+    with replaced(seeing), recording(marks, asked, **again) as recorder:
         yield functools.partial(_predict, marks, asked.gpu, recorder, loading)
 
 
@@ -228,7 +243,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             halved = yield from _repeat(recorder, _count_products(predicted.events))
         notes += (_OTHER_WORK,) * (not halved)
     marks.doing = "now its loader is measured"
-    with on_real_tensors(), as_it_is():
+    with _on_this_machine():
         try:
             if any(map(loading.gives_fakes, taken)):
                 raise RuntimeError("its tensors are on the GPU, or came from there")
@@ -256,6 +271,13 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         compiled=predicted.compiled,
         notes=notes,
     )
+
+
+@contextlib.contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """Inside, tensors are real, also in threads that start, and PyTorch says what is true of this machine."""
+    with on_real_tensors(), as_it_is(), replaced([(threading.Thread, "start", _start_thread)]):
+        yield
 
 
 def _repeat(recorder: ScriptRecorder, products: int) -> Plan:
@@ -289,6 +311,8 @@ class Loading:
         self._same = False
         self._taking: list[DataLoader] = []
         self.taken: list[DataLoader] = []  # in the last step, one for each batch
+        self._longest: dict[DataLoader, float] = {}  # seconds of a batch
+        self._asides: dict[DataLoader, Aside] = {}
         self._make = DataLoader._get_iterator
 
     def next_step(self) -> None:
@@ -313,32 +337,75 @@ class Loading:
         def give_noted(iterator):
             loader = self._loaders[id(iterator)]
             if not (self._same and loader in self._batches):
+                began = time.perf_counter()
                 self._batches[loader] = give(iterator)
+                self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
             self._taking.append(loader)
             return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
 
         yield _BaseDataLoaderIter, "__init__", prepare_noted
         yield _BaseDataLoaderIter, "__next__", give_noted
 
+    def keeping_aside(self) -> Iterator[tuple[type, str, Callable]]:
+        """(class, name, what stands there), to keep a fork of this process, from before it loads batches itself.
+
+        There, a loader's workers are what they would be for the script.
+        """
+        begin = DataLoader.__iter__
+
+        @functools.wraps(begin)
+        def begin_aside(loader):
+            if loader not in self._asides and forks_workers(loader):
+                if len(self._asides) == _ASIDES:
+                    self._asides.pop(next(iter(self._asides))).end()
+                with contextlib.suppress(OSError):  # of a system that forks no more
+                    self._asides[loader] = Aside(functools.partial(self._time_alone, loader))
+            return begin(loader)
+
+        yield DataLoader, "__iter__", begin_aside
+
+    def end(self) -> None:
+        """End the processes that were kept."""
+        for aside in self._asides.values():
+            aside.end()
+
     def time(self, taken: list[DataLoader]) -> tuple[Range, DataLoader | None]:
         """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most."""
         total, longest, slowest = NOTHING, -1.0, None
         for loader in dict.fromkeys(taken):
-            batches = iter(())
-
-            def take(loader=loader):
-                nonlocal batches
-                for _ in range(2):
-                    for batch in batches:
-                        return batch
-                    batches = self._make(loader)
-                raise RuntimeError("loader: expected batches, got none")
-
-            one = [taken.count(loader) * seconds for seconds in time_loading(take, loader)]
+            aside, limit = self._asides.get(loader), max(_HANGS, 10 * self._longest[loader])
+            took = aside.ask(limit) if aside else self._time(loader, limit)
+            one = [taken.count(loader) * seconds for seconds in took]
             total = tuple(map(sum, zip(total, one)))
             if one[0] > longest:
                 longest, slowest = one[0], loader
         return total, slowest
+
+    def _time_alone(self, loader: DataLoader, limit: float) -> Range:
+        self._asides = dict.fromkeys(self._asides)  # which are not this process's
+        with _on_this_machine():
+            return self._time(loader, limit)
+
+    def _time(self, loader: DataLoader, limit: float) -> Range:
+        """Seconds that a loader takes for a batch. Raises RuntimeError where its workers take longer than the limit."""
+        batches = iter(())
+
+        def take():
+            nonlocal batches
+            for _ in range(2):
+                for batch in batches:
+                    return batch
+                batches = self._make(loader)
+            raise RuntimeError("loader: expected batches, got none")
+
+        waits = [(loader, "timeout", loader.timeout or limit)] if loader.num_workers else []
+        with replaced(waits):
+            try:
+                return time_loading(take, loader)
+            except RuntimeError as error:
+                if "timed out after" not in str(error):
+                    raise
+                raise RuntimeError(_HANGING.format(loader.timeout)) from error
 
     def gives_fakes(self, loader: DataLoader) -> bool:
         """Whether a loader's batches have no values: what their making takes is not what a script's takes."""
