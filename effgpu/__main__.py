@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from effgpu import __version__
 from effgpu.errors import BadArgument, Refusal
@@ -74,7 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    chosen = _parser().parse_args(_variant_last(arguments))
+    try:
+        chosen = _parser().parse_args(_variant_last(arguments))
+    except _Misunderstood as error:
+        if _asks_for_json(arguments):
+            _print_failed(str(error))
+        raise SystemExit(REFUSED) from error
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
     try:
         _check_files(chosen)
@@ -84,11 +89,33 @@ def _main(arguments: list[str] | None) -> int:
     except _Exit as end:
         code, text = end.args
         print(f"effgpu: error: {text}", file=sys.stderr)
-        if getattr(chosen, "json", None) == "-" and "printed" not in chosen:
-            print(json.dumps({"failed": text}, indent=2, ensure_ascii=False))
-        return code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        code, text = INTERRUPTED, "interrupted"
+    if getattr(chosen, "json", None) == "-" and "printed" not in chosen:
+        _print_failed(text)
+    return code
+
+
+def _print_failed(why: str) -> None:
+    """What stands on standard output where JSON was asked for, and there is no result."""
+    print(json.dumps({"failed": why}, indent=2, ensure_ascii=False))
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether `--json -` is among arguments that argparse does not understand."""
+    words = [*itertools.takewhile("--".__ne__, arguments)]
+    return "--json=-" in words or ("--json", "-") in itertools.pairwise(words)
+
+
+class _Misunderstood(Exception):
+    """What argparse says of arguments."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise _Misunderstood(message)
 
 
 class _Exit(Exception):
@@ -117,15 +144,27 @@ def _check_files(chosen: argparse.Namespace) -> None:
     named = {f"--{name}": getattr(chosen, name, None) for name in ("json", "trace", "plot")}
     files = {option: Path(name) for option, name in named.items() if name and name != "-"}
     for option, file in files.items():
-        folder = file.parent
-        if option == "--json" and chosen.command is _bench:  # which makes folders
-            folder = next(each for each in file.parents if each.exists())
-        place = file if file.exists() else folder
-        if place.is_dir() != (place is folder) or not os.access(place, os.W_OK):
+        makes_folders = option == "--json" and chosen.command is _bench
+        if not _can_write(file.resolve(), makes_folders):
             raise _Exit(REFUSED, f"{option}: expected a file that can be written, in a folder that exists, got {file}")
     if len({file.resolve() for file in files.values()}) < len(files):
         got = " and ".join(map(str, files.values()))
         raise _Exit(REFUSED, f"{' and '.join(files)}: expected a file for each, got {got}")
+
+
+def _can_write(file: Path, makes_folders: bool) -> bool:
+    """Whether a file can be written. One that is not there is made for that, and taken away again."""
+    try:
+        if file.exists():
+            return not file.is_dir() and os.access(file, os.W_OK)
+        folder = next(each for each in file.parents if each.exists()) if makes_folders else file.parent
+        if folder != file.parent:
+            return folder.is_dir() and os.access(folder, os.W_OK)
+        file.touch()
+        file.unlink()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -139,9 +178,7 @@ def _refusing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="effgpu", description="Measure what a training technique does to time, memory and energy."
-    )
+    parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
     parser.add_argument("--version", action="version", version=f"effgpu {__version__}")
     parser.set_defaults(command=_answers)
     commands = parser.add_subparsers()
@@ -615,8 +652,13 @@ def _calibrate(chosen: argparse.Namespace) -> int:
 
 
 def _bench(chosen: argparse.Namespace) -> int:
-    if chosen.plot and not find_spec("matplotlib"):
-        raise _Exit(REFUSED, "--plot needs more: pip install matplotlib")
+    if chosen.plot:
+        if not find_spec("matplotlib"):
+            raise _Exit(REFUSED, "--plot needs more: pip install matplotlib")
+        from effgpu.figures import can_save, plot
+
+        if not can_save(chosen.plot):
+            raise _Exit(REFUSED, f"--plot: expected a name that ends in .png, .svg or .pdf, got {chosen.plot}")
     if not (chosen.commands or chosen.name):
         raise _Exit(
             REFUSED, "bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'"
@@ -633,12 +675,10 @@ def _bench(chosen: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         print("effgpu: interrupted before anything was measured", file=sys.stderr)
-        return INTERRUPTED
+        raise
     print(f"output: {', '.join(result.logs.values())}", file=sys.stderr)
     _give(result, chosen, result.markdown() if chosen.markdown else result, results.save)
     if chosen.plot:
-        from effgpu.figures import plot
-
         with _refusing(OSError, ValueError):
             plot(result).savefig(chosen.plot)
             if chosen.seeds and (curves := result.curves).by_label:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, groupby, pairwise
+from pathlib import Path
 from textwrap import fill
 
 import matplotlib.pyplot as plt
@@ -217,6 +218,11 @@ def _plot_sweep(
         if len(series) > 1:
             _draw_legend(figure, [ax])  # not among the lines, where it would hide a piece of them
     return figure
+
+
+def can_save(file: Path) -> bool:
+    """Whether the name of a file ends in that of a format that a figure can be saved in."""
+    return file.suffix[1:].lower() in Figure().canvas.get_supported_filetypes()
 
 
 def to_png(figure: Figure) -> bytes:

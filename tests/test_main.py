@@ -331,6 +331,10 @@ def test_predict_says_what_it_expected(asked, why, tmp_path, capsys):
         ("doctor --json train.py/found.json", "--json: expected a file that can be written"),
         ("bench --json train.py/new/found.json", "--json: expected a file that can be written"),
         ("bench --plot no/found.png", "--plot: expected a file that can be written"),
+        ("bench --plot found.xyz", "--plot: expected a name that ends in .png, .svg or .pdf, got found.xyz"),
+        ("bench --plot found", "--plot: expected a name that ends in .png, .svg or .pdf, got found"),
+        (f"doctor --json {300 * 'a'}", "--json: expected a file that can be written"),
+        (f"predict --trace {300 * 'a'}", "--trace: expected a file that can be written"),
         ("predict --json one.json --trace folder/../one.json", "--json and --trace: expected a file for each"),
         ("bench --json one.json --plot one.json", "--json and --plot: expected a file for each"),
     ],
@@ -341,7 +345,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_runs(asked, to
     assert main([*asked.split(), "--", "python", "train.py"]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"effgpu: error: {told}") and printed.err.count("\n") == 1, printed.err
-    assert not printed.out and not Path("ran").exists()
+    assert not printed.out and {path.name for path in here.iterdir()} == {"train.py", "folder"}
 
 
 @pytest.mark.parametrize(
@@ -362,6 +366,35 @@ def test_json_on_standard_output_says_why_there_is_no_result(asked, code, here, 
     printed = capsys.readouterr()
     told = json.loads(printed.out)
     assert list(told) == ["failed"] and printed.err.endswith(f"effgpu: error: {told['failed']}\n")
+
+
+@pytest.mark.parametrize(
+    "asked, why",
+    [
+        ("predict --json - --batch many -- python train.py", "argument --batch: invalid int value: 'many'"),
+        ("doctor --json=- --gpus T4 -- python train.py", "unrecognized arguments: --gpus"),
+        ("bench --seconds --json - -- true", "argument --seconds: expected one argument"),
+    ],
+)
+def test_json_on_standard_output_says_what_is_wrong_with_an_option(asked, why, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(asked.split())
+    printed = capsys.readouterr()
+    assert refused.value.code == 2 and why in json.loads(printed.out)["failed"]
+    assert printed.err.startswith("usage: effgpu") and f"error: {why}" in printed.err
+
+
+def test_options_that_are_wrong_print_no_json_where_none_was_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["predict", "--batch", "many", "--json", "found.json", "--", "python", "train.py", "--json", "-"])
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["predict", "doctor"])
+def test_json_on_standard_output_says_that_it_was_interrupted(command, here, capsys):
+    Path("train.py").write_text("raise KeyboardInterrupt\ndef variant(): pass\n")
+    assert main([command, "--json", "-", "train.py:variant"]) == 130
+    assert json.loads(capsys.readouterr().out) == {"failed": "interrupted"}
 
 
 def test_json_on_standard_output_is_one_also_where_the_trace_cannot_be_written(here, capsys):
