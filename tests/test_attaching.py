@@ -1291,6 +1291,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 batches = queue.Queue()
 def fetch():
     batches.put(torch.randn(4, 8))
+    open("failing", "w")
     batches.put(None + 1)
 threading.Thread(target=fetch).start()
 for _ in range(3):
@@ -1305,15 +1306,25 @@ def test_a_script_that_waits_for_a_thread_that_has_failed_is_ended(here):
     command = [sys.executable, "-m", "effgpu", "predict", "--gpu", "T4", "--", "python", "train.py"]
     environment = os.environ | {"TMPDIR": str(here / "temporary")}
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+    assert time.time() - (here / "failing").stat().st_mtime < 9, "nobody else can give it a batch"
     *_, last = ended.stderr.splitlines()
     said = "train.py failed after step 1: a thread of the script failed: TypeError: unsupported operand"
-    assert ended.returncode == 1 and said in last and last.endswith("(train.py:8)")
+    assert ended.returncode == 1 and said in last and last.endswith("(train.py:9)")
     assert not [*(here / "temporary").iterdir()]
     assert not [each for each in psutil.process_iter(["environ"]) if environment["TMPDIR"] in str(each.info)]
 
 
 def test_a_script_that_trains_on_is_predicted_though_a_thread_has_failed(run):
     code, _, errors = run("import threading\nthreading.Thread(target=lambda: 1 / 0).start()\n" + PLAIN)
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize(
+    "wait", ["threading.Event().wait(4)", "threading.Timer(4, event.set).start(); event.wait()"], ids=["time", "thread"]
+)
+def test_a_script_that_waits_for_something_else_is_predicted_though_a_thread_has_failed(wait, run):
+    begin = "import threading\nevent = threading.Event()\nthreading.Thread(target=lambda: 1 / 0).start()\n"
+    code, _, errors = run(f"{begin}{wait}\n{PLAIN}")
     assert code == 0, errors
 
 

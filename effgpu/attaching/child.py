@@ -197,15 +197,22 @@ def find_line(error: BaseException) -> str | None:
 def _watch(path: Path, marks: "Marks", failures: list[dict], leave: Callable) -> None:
     """Keep writing where the script is, and leave where it does nothing more after one of its threads has failed."""
     script = threading.main_thread().ident
-    idle, before = 0.0, (0, 0.0)
+    idle, before, ours = 0.0, (0, 0.0), threading.active_count()  # the script has none yet
     while True:
         time.sleep(TOLD_EVERY)
         now = marks.count, _cpu_seconds(script)
         waits = failures and not marks.doing and now[0] == before[0] and now[1] - before[1] < _IDLE * TOLD_EVERY
         idle, before = idle + TOLD_EVERY if waits else 0.0, now
-        if idle >= _PATIENCE:
+        if idle >= (TOLD_EVERY if _waits_for_ever(script, ours) else _PATIENCE):
             leave(1, **failures[0])
         _tell_where(path, marks, script)
+
+
+def _waits_for_ever(thread: int, ours: int) -> bool:
+    """Whether a thread waits, for as long as it takes, for another one, and all that are there are `ours`."""
+    frame = sys._current_frames().get(thread)
+    waits = frame is not None and frame.f_code is threading.Condition.wait.__code__
+    return waits and frame.f_locals["timeout"] is None and threading.active_count() == ours
 
 
 def _cpu_seconds(thread: int) -> float:
