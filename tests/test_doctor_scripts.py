@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import effgpu
 from effgpu.__main__ import main
 from effgpu.attaching.steps import Marks
-from effgpu.diagnosing import turns
+from effgpu.diagnosing import causes, turns
 from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, VALIDATION
 from effgpu.diagnosing.scripts import measuring
 from effgpu.measuring import power
@@ -283,6 +283,53 @@ def test_a_data_set_that_holds_a_module_is_no_error_of_the_script(run):
     """
     code, told, errors = run(build)
     assert code == 0 and "what loading takes is not known" in str(told), errors
+
+
+EVALUATING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.functional import cross_entropy
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ours, theirs = (DataLoader(TensorDataset(torch.ones(size, 1024)), 512) for size in (2**13, 2**12))
+for number, (rows,) in enumerate(ours):
+    model(rows.cuda()).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+    if number % EVERY == 1 % EVERY:
+        model.eval()
+        with torch.no_grad(): right = sum(model(rows.cuda()).mean() for rows, in theirs)
+        model.train()
+"""
+
+
+def test_an_evaluation_in_each_step_comes_first_and_saves_what_leaving_it_out_does(run):
+    (code, told, errors), (_, without, _) = run(EVALUATING.replace("EVERY", "1")), run(EVALUATING.split("    if")[0])
+    first = told["findings"][0]
+    assert code == 0 and first["name"] == causes.EVALUATING and "evaluate once" in first["advice"], errors
+    lines = EVALUATING.splitlines()
+    assert {line["line"] for line in first["lines"]} == {lines.index(line) + 1 for line in lines if "no_grad" in line}
+    loading = {each["name"]: each["seconds"] for each in told["examined"]}[LOADING]
+    assert first["high"] > first["seconds"] > 0.7 * loading, "what its batches take is part of it"
+    predicted = [each["memory"]["gpus"][0]["time"]["expected"] for each in (told, without)]
+    assert predicted[0] - predicted[1] < 1.01 * first["seconds"] < told["seconds"]
+    assert not told["warnings"]
+
+
+def test_an_evaluation_in_some_steps_is_told_above_what_the_others_hold(run):
+    code, told, errors = run(EVALUATING.replace("EVERY", "2"))
+    assert code == 0 and causes.EVALUATING not in [each["name"] for each in told["examined"]], errors
+    (said,) = told["warnings"]
+    assert said.startswith("an evaluation ran in ") and "as long as" in said
+
+
+def test_a_teacher_and_attacks_by_gradients_are_no_evaluation(run):
+    teaches = EVALUATING.replace("if number % EVERY == 1 % EVERY", "if True").replace("model.train()", "pass")
+    attacks = EVALUATING.replace("if number % EVERY == 1 % EVERY", "if True")
+    attacks = attacks.replace("with torch.no_grad(): right", "right").replace(
+        "        model.train", "        right.backward(); model.train"
+    )
+    for script in (teaches, attacks):
+        code, told, errors = run(script)
+        assert code == 0 and causes.EVALUATING not in [each["name"] for each in told["examined"]], errors
 
 
 POOL = """

@@ -28,7 +28,7 @@ from effgpu.units import format_bytes, format_seconds
 
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
-TF32, ATTENTION = "TF32", "plain attention"
+TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
@@ -54,6 +54,7 @@ class Observed:
     loading: Range = NOTHING
     handing: float = 0.0
     working: dict[Site, float] = field(default_factory=dict)
+    evaluating: Range = NOTHING
     workers: int = 0
     pinned: bool = False
     persistent: bool = False
@@ -203,6 +204,12 @@ def _formats(events: Iterable[Event]) -> set[str]:
     return {kernel.format for event in events for kernel in event.kernels if kernel.product}
 
 
+def _train_alone(timeline: Timeline, seen: Observed) -> Timeline:
+    """Without the evaluation, and what loading takes for it."""
+    load = tuple(max(0.0, whole - part) for whole, part in zip(timeline.load, seen.evaluating))
+    return replace(timeline, events=tuple(e for e in timeline.events if not e.evaluating), load=load)
+
+
 _AT_ONCE = "whole batches of what is in memory: tensors[rows] for rows in torch.randperm(len(tensors)).split(size)"
 _TRAINER = os.path.join("transformers", "trainer.py")
 _COMPILE = "a larger batch, or torch.compile(model)"
@@ -334,6 +341,13 @@ CAUSES = {
             note=lambda seen, events: f"waits of the CPU in a step: {len(events)}",
         ),
         Cause(COPYING, "03", _copy_faster, lambda event, seen: event.kind == COPY, note=_tell_copies),
+        Cause(
+            EVALUATING,
+            "11",
+            lambda seen: "evaluate once in many steps, or at an epoch's end",
+            lambda event, seen: event.evaluating,
+            _train_alone,
+        ),
         Cause(
             VALIDATION,
             "11",

@@ -9,6 +9,7 @@ from effgpu.diagnosing.causes import (
     CAUSES,
     COMPILING,
     COPYING,
+    EVALUATING,
     LAUNCHING,
     LOADING,
     NOTHING,
@@ -35,7 +36,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
     events, timeline, names, warnings = seen.events, None, [], [*seen.warnings]
     if prediction:
         timeline = _timeline(prediction, gpu, seen)
-        events, names = prediction.events, _changeable(gpu, seen)
+        events, names = prediction.events, _changeable(gpu, seen, prediction)
         for name in names:
             examined.setdefault(name, _predict(name, timeline, seen, names))
         notes += [*prediction.notes, *(f"assumed: {what}" for what in prediction.assumptions)]
@@ -81,12 +82,13 @@ def _find_slowest_optimizer(timeline: Timeline) -> tuple[tuple[str, bool | None]
     return tuple(sorted(alone, key=lambda one: -alone[one].seconds())[:1])
 
 
-def _changeable(gpu: Gpu, seen: Observed) -> list[str]:
+def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     """What can be changed in the predicted step."""
     without = {TF32} if gpu.capability < (8, 0) else set()
     without |= set() if seen.halved else {PRECISION}
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
+    without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
     return [name for name in CAUSES if name not in without]
 
 

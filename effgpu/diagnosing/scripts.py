@@ -29,7 +29,7 @@ from effgpu.diagnosing.batches import (
     time_loading,
 )
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed
-from effgpu.diagnosing.diagnosis import Diagnosis
+from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
@@ -43,9 +43,10 @@ from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import find_work, recording, walk
-from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Range
+from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Range, Timeline
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.predicting.weights import weights_set_aside
+from effgpu.predicting.work import Work
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
@@ -222,10 +223,11 @@ def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable
     Nothing but the loader is measured. What is raised is as in `predicting.scripts.planned`.
     """
     loading = Loading()
-    marks.listeners.append(loading.next_step)
     marks.leaving.append(loading.end)
     seeing = itertools.chain(loading.replacing(), loading.keeping_aside())
     with replaced(seeing), recording(marks, asked, **again) as recorder:
+        loading.work = recorder.work
+        marks.listeners.append(loading.next_step)
         yield functools.partial(_predict, marks, asked.gpu, recorder, loading)
 
 
@@ -238,6 +240,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
     graphs, halved, notes = Graphs(recorder.work.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
+    usual = len(recorder.work.evaluations)
     if not (within or is_open):
         with in_16_bits(gpu):
             halved = yield from _repeat(recorder, _count_products(predicted.events))
@@ -248,9 +251,10 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             if any(map(loading.gives_fakes, taken)):
                 raise RuntimeError("its tensors are on the GPU, or came from there")
             took, loader = loading.time(taken)
+            evaluating, _ = loading.time(loading.evaluated)
             handing = loading.time_handing(taken, took)
         except Exception as error:  # such as of a data set that holds a module, whose weights are fake
-            took, loader, handing = NOTHING, None, 0.0
+            took, loader, handing, evaluating = NOTHING, None, 0.0, NOTHING
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it cannot be timed: {why}",)
         padding = padding_share(tokens)
@@ -263,6 +267,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         loading=took,
         handing=handing,
         working=working,
+        evaluating=evaluating,
         workers=getattr(loader, "num_workers", 0),
         pinned=bool(getattr(loader, "pin_memory", False)),
         persistent=bool(getattr(loader, "persistent_workers", False)),
@@ -270,7 +275,23 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         unused=graphs.unused(),
         compiled=predicted.compiled,
         notes=notes,
+        warnings=tuple(_tell_evaluations(recorder, predicted.timeline(gpu), usual)),
     )
+
+
+def _tell_evaluations(recorder: ScriptRecorder, step: Timeline, usual: int) -> Iterator[str]:
+    """What evaluations take that are in some steps, and not in the one that was predicted, if it is much.
+
+    The first of them, so many, are `usual`, and the others ran in 16 bits.
+    """
+    evaluations = recorder.work.evaluations
+    if not evaluations or any(event.evaluating for event in step.events):
+        return
+    times = max(replace(step, events=each).seconds() for each in evaluations[:usual] or evaluations) / step.seconds()
+    if times * len(evaluations) / recorder.noted >= THRESHOLD:
+        ran = f"an evaluation ran in {len(evaluations)} of the {recorder.noted} steps that were looked at"
+        took = f"takes as long as {times:.1f} steps{' or more' * (not usual)} (predicted, without its loading)"
+        yield f"{ran}, and {took}: evaluate less often"
 
 
 @contextlib.contextmanager
@@ -309,15 +330,20 @@ class Loading:
         self._loaders: dict[int, DataLoader] = {}  # by iterator
         self._batches: dict[DataLoader, object] = {}  # the last one of each
         self._same = False
-        self._taking: list[DataLoader] = []
+        self._taking: list[tuple[DataLoader, int]] = []  # with the events before, in the step
         self.taken: list[DataLoader] = []  # in the last step, one for each batch
+        self.evaluated: list[DataLoader] = []  # the same, of those that an evaluation takes
+        self.work: Work | None = None  # in which a step's events are
         self._longest: dict[DataLoader, float] = {}  # seconds of a batch
         self._asides: dict[DataLoader, Aside] = {}
+        self._took: dict[DataLoader, Range] = {}  # seconds for a batch
         self._make = DataLoader._get_iterator
 
     def next_step(self) -> None:
         """A step is over."""
-        self.taken, self._taking = self._taking, []
+        events = self.work.events if self.work else ()
+        self.evaluated = [loader for loader, at in self._taking if at < len(events) and events[at].evaluating]
+        self.taken, self._taking = [loader for loader, _ in self._taking], []
 
     def same(self) -> AbstractContextManager:
         """Inside, loaders give their last batch again, and load nothing."""
@@ -340,7 +366,7 @@ class Loading:
                 began = time.perf_counter()
                 self._batches[loader] = give(iterator)
                 self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
-            self._taking.append(loader)
+            self._taking.append((loader, len(self.work.events) if self.work else 0))
             return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
 
         yield _BaseDataLoaderIter, "__init__", prepare_noted
@@ -374,8 +400,9 @@ class Loading:
         total, longest, slowest = NOTHING, -1.0, None
         for loader in dict.fromkeys(taken):
             aside, limit = self._asides.get(loader), max(_HANGS, 10 * self._longest[loader])
-            took = aside.ask(limit) if aside else self._time(loader, limit)
-            one = [taken.count(loader) * seconds for seconds in took]
+            if loader not in self._took:
+                self._took[loader] = aside.ask(limit) if aside else self._time(loader, limit)
+            one = [taken.count(loader) * seconds for seconds in self._took[loader]]
             total = tuple(map(sum, zip(total, one)))
             if one[0] > longest:
                 longest, slowest = one[0], loader

@@ -74,6 +74,10 @@ class ScriptRecorder(Recorder):
         self.passes_before = self.passes_within = 0  # products of such passes before that step, and in it
         self._passes = [0]  # of them in each step, and in the one that has begun
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
+        self.noted = 0  # steps whose events were noted
+        self._evaluating: dict[
+            torch.nn.Module, int
+        ] = {}  # of modules that evaluate now: the events before, in the step
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs
@@ -95,6 +99,15 @@ class ScriptRecorder(Recorder):
         self.passes_before += self.passes_within
         self.evaluated, self.passes_within, self.worked = False, 0, {}
 
+    def note_mode(self, module: torch.nn.Module, training: bool) -> None:
+        """A module is set to train, or to evaluate."""
+        self.evaluated |= not training
+        if not training:
+            self._evaluating.setdefault(module, len(self.work.events))
+        elif module in self._evaluating:
+            self.work.note_evaluation(self._evaluating[module])
+            self._evaluating.clear()  # what it holds is set to train after it
+
     def note_work(self, made: object, seconds: float) -> None:
         """A call on real tensors took so long: what a thread or a DataLoader does is not the loop's own work."""
         counts = self.work.counts and not self.loading and threading.current_thread() is threading.main_thread()
@@ -106,6 +119,8 @@ class ScriptRecorder(Recorder):
         self.work.loop = self._marks.loop or self.work.loop
         self.products.append(0)
         self._passes.append(0)
+        self._evaluating.clear()
+        self.noted += self.work.counts
 
     def ran_more_passes(self) -> bool:
         """Whether the last step ran more forward passes without gradients than the one before, as in an evaluation."""
@@ -476,7 +491,7 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
 
     @functools.wraps(train)
     def note_evaluation(module, mode=True):  # which eval calls, that of transformers' models, too
-        recorder.evaluated |= not mode
+        recorder.note_mode(module, mode)
         return train(module, mode)
 
     yield torch.nn.Module, "train", note_evaluation

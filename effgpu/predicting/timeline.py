@@ -34,7 +34,8 @@ class Event(NamedTuple):
     has done it, `non_blocking` that a copy asks for no wait. `scale` is the share of the GPU's work that is left.
     `site` is, of a kernel, the line of the step itself; of a read or a copy, the line that asks for it. `reads_on` says
     that kernels read scores of attention that is over, `beside` that the event is seen by the timeline alone: it is
-    part of no segment. `optimizer` is, in an update, its name and whether its step is fused.
+    part of no segment. `optimizer` is, in an update, its name and whether its step is fused. `evaluating` says that a
+    module is set to evaluate, and that nothing is trained until it is set back.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Event(NamedTuple):
     reads_on: bool = False
     beside: bool = False
     optimizer: tuple[str, bool | None] | None = None
+    evaluating: bool = False
 
     @property
     def optimizing(self) -> bool:

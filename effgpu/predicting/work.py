@@ -43,6 +43,7 @@ class Work:
     def __init__(self, recorder: "Recorder"):
         self.counts = False  # whether the step that runs is the one whose events are noted, on a GPU
         self.events: list[Event] = []
+        self.evaluations: list[tuple[Event, ...]] = []  # in this step, or in one that did not count
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
         self._recorder = recorder
         self._scores = Scores()  # of attention
@@ -51,6 +52,13 @@ class Work:
     def begin(self) -> None:
         """Note the events of the step that follows, in place of those before."""
         self.counts, self.events, self._scores = bool(self._recorder.capability), [], Scores()
+
+    def note_evaluation(self, begin: int) -> None:
+        """What was noted since, so many events after the step's first, is an evaluation, if nothing was trained."""
+        events = [event._replace(evaluating=True) for event in self.events[begin:]]
+        if events and all(event.phase == FORWARD for event in events):
+            self.events[begin:] = events
+            self.evaluations.append(tuple(events))
 
     @property
     def phase(self) -> str:
