@@ -332,6 +332,28 @@ def test_a_teacher_and_attacks_by_gradients_are_no_evaluation(run):
         assert code == 0 and causes.EVALUATING not in [each["name"] for each in told["examined"]], errors
 
 
+ONE_BY_ONE = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)), torch.nn.Linear(64, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def tell(rows, labels):
+    loss = 0
+    for row, label in zip(rows, labels):
+        loss = loss + torch.nn.functional.cross_entropy(model(row), label)
+    return loss / len(rows)
+for _ in range(20):
+    tell(torch.randn(32, 64).cuda(), torch.zeros(32).long().cuda()).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_a_loop_over_samples_is_named_where_it_makes_the_cpu_late(run):
+    code, told, errors = run(ONE_BY_ONE)
+    first = told["findings"][0]
+    assert code == 0 and first["name"] == causes.LAUNCHING and [line["line"] for line in first["lines"]] == [8], errors
+    assert first["advice"].startswith("one call for all 32 rounds of the loop at train.py:8, if"), first
+
+
 POOL = """
 import sys, torch
 from concurrent.futures import ThreadPoolExecutor

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from effgpu.attaching.sites import Site
+from effgpu.diagnosing.loops import find_loop
 from effgpu.predicting import kernels
 from effgpu.predicting.kernels import PRODUCT, Kernel
 from effgpu.predicting.timeline import (
@@ -172,12 +173,17 @@ def _read_less(seen: Observed) -> str:
 def _launch_less(seen: Observed) -> str:
     if _updating_share(seen.events) > _MOST:
         return _update_faster(seen)
+    if loop := find_loop(seen.events):
+        return f"one call for all {loop.rounds} rounds of the loop at {loop.site.place}, if none needs the one before"
     return 'a larger batch, or torch.compile(model, mode="reduce-overhead")' if seen.compiled else _COMPILE
 
 
 def _tell_launching(seen: Observed, events: list[Event]) -> str:
     share = _updating_share(seen.events)
-    return f"{share:.0%} of the CPU's calls are in the optimizer's step" if share > _MOST else ""
+    if share > _MOST:
+        return f"{share:.0%} of the CPU's calls are in the optimizer's step"
+    loop = find_loop(seen.events)
+    return f"{loop.share:.0%} of the forward pass's calls are in a loop of {loop.rounds} rounds" if loop else ""
 
 
 def _updating_share(events: Iterable[Event]) -> float:

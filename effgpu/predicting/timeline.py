@@ -32,10 +32,10 @@ class Event(NamedTuple):
 
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
     has done it, `non_blocking` that a copy asks for no wait. `scale` is the share of the GPU's work that is left.
-    `site` is, of a kernel, the line of the step itself; of a read or a copy, the line that asks for it. `reads_on` says
-    that kernels read scores of attention that is over, `beside` that the event is seen by the timeline alone: it is
-    part of no segment. `optimizer` is, in an update, its name and whether its step is fused. `evaluating` says that a
-    module is set to evaluate, and that nothing is trained until it is set back.
+    `site` is, of a kernel, the line of the step itself; of a read or a copy, the line that asks for it. `inner` is a
+    kernel's innermost line. `reads_on` says that kernels read scores of attention that is over, `beside` that the event
+    is seen by the timeline alone: it is part of no segment. `optimizer` is, in an update, its name and whether its step
+    is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set back.
     """
 
     kind: str
@@ -52,6 +52,7 @@ class Event(NamedTuple):
     beside: bool = False
     optimizer: tuple[str, bool | None] | None = None
     evaluating: bool = False
+    inner: Site | None = None
 
     @property
     def optimizing(self) -> bool:

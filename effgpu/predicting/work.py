@@ -116,7 +116,8 @@ class Work:
         """Note kernels, if they are in the step that counts, and return whether they are."""
         if self.counts:
             site = sites.find_site(outermost=True, until=self.loop) if kernels else None
-            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, reads_on=reads_on)
+            inner = sites.find_site(until=self.loop) if kernels else None
+            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, reads_on=reads_on, inner=inner)
         return self.counts
 
     def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:

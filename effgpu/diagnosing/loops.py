@@ -1,0 +1,88 @@
+"""Loops in a step's forward pass, each round of which calls the same operations: one call may do for all.
+
+The events show the rounds, the code what the loop goes through. Layers, each with weights of its own, are left out.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from effgpu.attaching.sites import Site, called_name, once_a_file, parse
+from effgpu.predicting.timeline import FORWARD, Event
+
+_FEWEST = 8  # rounds: fewer may be scales, heads or crops
+_TRAINS = ("backward", "grad", "step")
+
+
+class Loop(NamedTuple):
+    """The line of a loop from which the CPU calls most, its rounds, and their share of the forward pass's calls."""
+
+    site: Site
+    rounds: int
+    share: float
+
+
+def find_loop(events: Iterable[Event]) -> Loop | None:
+    """The loop with most of the CPU's calls in a step's forward pass, if more than half of them are in one."""
+    forward = [event for event in events if event.kernels and event.phase == FORWARD and not event.evaluating]
+    inside: dict[tuple[str, range], list[tuple[Site, Event]]] = {}
+    for event in forward:
+        for site in filter(
+            None, dict.fromkeys(each and each._replace(inside="") for each in (event.site, event.inner))
+        ):
+            for lines in _loops(site.file):
+                if site.line in lines:
+                    inside.setdefault((site.file, lines), []).append((site, event))
+    found, all_calls = [], sum(event.calls for event in forward)
+    for seen in inside.values():
+        rounds = _count_rounds([(site.line, *(kernel.name for kernel in event.kernels)) for site, event in seen])
+        calls: Counter[Site] = Counter()
+        for site, event in seen:
+            calls[site] += event.calls
+        if rounds >= _FEWEST and calls.total() > all_calls / 2:
+            found.append(Loop(calls.most_common(1)[0][0], rounds, calls.total() / all_calls))
+    return max(found, key=lambda loop: loop.share, default=None)
+
+
+def _count_rounds(done: Sequence[Hashable]) -> int:
+    """How often a sequence repeats how it ends, for half of it or more: a first round may do something else, too."""
+    back = done[::-1]
+    borders, period = [0], len(done)  # of each beginning: how much of it is also its end
+    for length, each in enumerate(back[1:], start=2):
+        border = borders[-1]
+        while border and each != back[border]:
+            border = borders[border - 1]
+        borders.append(border + (each == back[border]))
+        if 2 * length >= len(done):
+            period = min(period, length - borders[-1])
+    return round(len(done) / period)
+
+
+@once_a_file
+def _loops(file: str) -> list[range]:
+    """The lines of each loop of a file, but for those that train, and those that call what they go through."""
+    found = []
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.For):
+            targets, body = [node.target], node.body
+        elif isinstance(node, ast.ListComp | ast.GeneratorExp):
+            targets, body = [each.target for each in node.generators], [node.elt]
+        else:
+            continue
+        names = {name for target in targets for name in _names(target)}
+        calls = [each for part in body for each in ast.walk(part) if isinstance(each, ast.Call)]
+        if not any(called_name(call) in _TRAINS or _is_one_of(call.func, names) for call in calls):
+            found.append(range(node.lineno, node.end_lineno + 1))
+    return found
+
+
+def _is_one_of(function: ast.expr, names: set[str]) -> bool:
+    """Whether a function is what one of these names stands for, or is found by it; a tensor's methods are not."""
+    return bool(names & _names(function)) and not hasattr(torch.Tensor, getattr(function, "attr", ""))
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
