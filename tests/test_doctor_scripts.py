@@ -354,6 +354,46 @@ def test_a_loop_over_samples_is_named_where_it_makes_the_cpu_late(run):
     assert first["advice"].startswith("one call for all 32 rounds of the loop at train.py:8, if"), first
 
 
+OF_TWO = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+class Stream(IterableDataset):
+    def __iter__(self):
+        while True: yield (torch.ones(256),)
+model = torch.nn.Linear(256, 10).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = TensorDataset(torch.ones(128, 256))
+for epoch in range(9):
+    for batch in LOADER:
+        model(torch.cat(list(batch)).cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loader", "advice"),
+    [
+        ("DataLoader(data, 64, num_workers=1)", "one DataLoader for all epochs, with persistent_workers=True"),
+        ("DataLoader(Stream(), 64, num_workers=1)", "batch_size=None"),
+        ("DataLoader(Stream(), 64)", "batch_size=None"),
+    ],
+    ids=["made anew", "stream with a worker", "stream"],
+)
+def test_what_is_known_of_a_loader_decides_the_advice(loader, advice, run):
+    _, told, errors = run(OF_TWO.replace("LOADER", loader))
+    (loading,) = (each for each in told["examined"] if each["name"] == LOADING)
+    assert advice in loading["advice"] and "tensors[rows]" not in loading["advice"], errors
+
+
+def test_workers_of_two_loaders_load_at_once(run):
+    slow = "import time\ndef collate(rows): time.sleep(0.03); return torch.stack([row for row, in rows])\n"
+    loaders = ("DataLoader(data, 64, num_workers=1, persistent_workers=True, collate_fn=collate)",) * 2
+    with_two = f"ours, theirs = {', '.join(loaders)}\nfor epoch"
+    script = slow + OF_TWO.replace("for epoch", with_two).replace("LOADER", "zip(ours, theirs)").replace("128", "6400")
+    code, told, errors = run(script)
+    (loading,) = (each for each in told["findings"] if each["name"] == LOADING)
+    assert code == 0 and (loading["seconds"] > 0.055) == ((os.cpu_count() or 1) < 2), errors
+
+
 POOL = """
 import sys, torch
 from concurrent.futures import ThreadPoolExecutor

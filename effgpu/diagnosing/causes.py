@@ -39,14 +39,16 @@ _PIECES = 16  # copies, one after the other: of a batch that was taken apart
 class Observed:
     """What was seen of a step: of the real one, or where the script has no GPU, of the one on fake tensors.
 
-    `loading` is what the loader takes for a step, in seconds; `workers`, `pinned`, `persistent` describe it. None of
-    them is known where no `has_loader`. `handing` is what one worker takes to hand the step's batches over, if that is
-    more than half of `loading`: then workers are no cure. `working` are the seconds per step in which the script itself
-    computes on the CPU, by line, the longest first. `step`, `calls` and `saved` were measured on a GPU: the step's
-    seconds, those of the CPU's calls up to its first wait, and what each set of changes saves. `optimizers` has the
-    name of each optimizer and whether it is fused; in a predicted step, of the one alone whose updates take longest.
-    `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers' steps. `time_first` says
-    that a module takes the batch with time as its first dimension. `halved` are the step's events in 16 bits.
+    `loading` is what the loader takes for a step, in seconds; `workers`, `pinned`, `persistent` and `streams` describe
+    it, `remade` says that it is made anew for each epoch. None of them is known where no `has_loader`. `handing` is
+    what one worker takes to hand the step's batches over, if that is more than half of `loading`: then workers are no
+    cure. `working` are the seconds per step in which the script itself computes on the CPU, by line, the longest first.
+    `evaluating` is what an evaluation in the step takes of `loading`. `step`, `calls` and `saved` were measured on a
+    GPU: the step's seconds, those of the CPU's calls up to its first wait, and what each set of changes saves.
+    `optimizers` has the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose
+    updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
+    steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
+    events in 16 bits.
     """
 
     events: tuple[Event, ...] = ()
@@ -59,6 +61,8 @@ class Observed:
     workers: int = 0
     pinned: bool = False
     persistent: bool = False
+    streams: bool = False
+    remade: bool = False
     padding: float = 0.0
     unused: dict[Site, int] = field(default_factory=dict)
     compiling: float = 0.0
@@ -104,10 +108,13 @@ def _load_faster(seen: Observed) -> str:
     cores = os.cpu_count() or 1
     if not seen.has_loader:
         return "DataLoader(..., num_workers=2), so that batches are made while the GPU works"
+    if seen.remade:
+        return "one DataLoader for all epochs, with persistent_workers=True: each new one starts its workers anew"
+    at_once = "whole batches from the data set itself, with batch_size=None" if seen.streams else _AT_ONCE
     if seen.handing and seen.workers:
-        return f"fewer bytes, such as uint8, to hand over; {_AT_ONCE}, without workers"
+        return f"fewer bytes, such as uint8, to hand over; {at_once}, without workers"
     if seen.handing:
-        return _AT_ONCE
+        return at_once
     if seen.workers >= 2 * cores:
         return "less work per sample: decode, resize or tokenise once, before the training; augment batches on the GPU"
     keep = "" if seen.persistent else ", persistent_workers=True"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program
@@ -271,6 +272,8 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
         workers=getattr(loader, "num_workers", 0),
         pinned=bool(getattr(loader, "pin_memory", False)),
         persistent=bool(getattr(loader, "persistent_workers", False)),
+        streams=isinstance(getattr(loader, "dataset", None), IterableDataset),
+        remade=loading.is_remade(loader),
         padding=padding,
         unused=graphs.unused(),
         compiled=predicted.compiled,
@@ -396,17 +399,29 @@ class Loading:
             aside.end()
 
     def time(self, taken: list[DataLoader]) -> tuple[Range, DataLoader | None]:
-        """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most."""
-        total, longest, slowest = NOTHING, -1.0, None
+        """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most.
+
+        The workers of several loaders work at once, if there is a core for each.
+        """
+        total, beside, longest, slowest = NOTHING, NOTHING, -1.0, None
+        at_once = sum(loader.num_workers for loader in set(taken)) <= (os.cpu_count() or 1)
         for loader in dict.fromkeys(taken):
             aside, limit = self._asides.get(loader), max(_HANGS, 10 * self._longest[loader])
             if loader not in self._took:
                 self._took[loader] = aside.ask(limit) if aside else self._time(loader, limit)
             one = [taken.count(loader) * seconds for seconds in self._took[loader]]
-            total = tuple(map(sum, zip(total, one)))
+            if loader.num_workers and at_once:
+                beside = tuple(map(max, beside, one))
+            else:
+                total = tuple(map(sum, zip(total, one)))
             if one[0] > longest:
                 longest, slowest = one[0], loader
-        return total, slowest
+        return tuple(map(sum, zip(total, beside))), slowest
+
+    def is_remade(self, loader: DataLoader | None) -> bool:
+        """Whether a loader with workers is one of several that were made of one data set, as one for each epoch."""
+        like = [(each.dataset, type(each.sampler)) for each in self._batches if each.num_workers]
+        return loader is not None and like.count((loader.dataset, type(loader.sampler))) > 1
 
     def _time_alone(self, loader: DataLoader, limit: float) -> Range:
         self._asides = dict.fromkeys(self._asides)  # which are not this process's

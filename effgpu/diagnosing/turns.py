@@ -14,6 +14,7 @@ from functools import partial
 from types import CodeType
 
 import torch
+from torch.utils.data import IterableDataset
 
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
@@ -85,6 +86,7 @@ def observe(supply: Supply) -> Plan:
         workers=supply.workers,
         pinned=supply.pinned,
         persistent=bool(getattr(supply.loader, "persistent_workers", False)),
+        streams=isinstance(getattr(supply.loader, "dataset", None), IterableDataset),
         padding=padding_share(observer.tokens),
         unused=observer.graphs.unused(),
         compiled=compiles,
