@@ -539,7 +539,7 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
 
     `before` is said before a script starts.
     """
-    from effgpu.attaching.scripts import ScriptFailed
+    from effgpu.attaching.scripts import ScriptEnded, ScriptFailed
 
     only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
     is_command = " " in only or Path(only).is_file() or shutil.which(only)  # such as one that a package installed
@@ -553,9 +553,12 @@ def _of_target(words: list[str], before: str) -> Iterator[tuple[object, dict[str
     with _refusing(TypeError, ValueError, RuntimeError):
         try:
             yield only.strip() or words, {}
-        except ScriptFailed as failed:
-            print(failed.output, file=sys.stderr)
-            raise _Exit(FAILED, str(failed)) from failed
+        except ScriptEnded as ended:
+            if ended.output:
+                print(ended.output, file=sys.stderr)
+            if isinstance(ended, ScriptFailed):
+                raise _Exit(FAILED, str(ended)) from ended
+            raise
 
 
 def _doctor(chosen: argparse.Namespace) -> int:

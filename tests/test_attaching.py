@@ -1284,6 +1284,28 @@ def test_an_interrupt_ends_the_script(here):
     assert not psutil.pid_exists(int((here / "pid").read_text()))
 
 
+def test_a_script_that_makes_no_step_shows_what_it_printed(run):
+    """It may have caught its own error."""
+    code, told, errors = run("try: import no_such_module\nexcept ImportError as why: print('failed:', why)")
+    assert code == 2 and "failed: No module named 'no_such_module'" in errors
+    assert list(told) == ["failed"] and errors.splitlines()[-1].endswith(told["failed"])
+
+
+def test_a_loader_with_a_timeout_for_its_workers_is_walked(run):
+    code, told, errors = run("""
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = DataLoader(TensorDataset(torch.ones(64, 8)), 8, num_workers=1, timeout=30)
+        for rows, in loader:
+            assert (loader.timeout, loader.num_workers) == (30, 1)
+            model(rows.cuda()).sum().backward()
+            optimizer.step()
+    """)
+    assert code == 0 and told["allocated"], errors
+
+
 WAITS_FOR_BATCHES = """
 import queue, threading, torch
 model = torch.nn.Linear(8, 8).to("cuda")

@@ -19,21 +19,25 @@ _LAST, _MOST = 20, 200  # lines of a script's output, shown where it fails: so m
 _KILLED = 9  # the number of SIGKILL, which not every system has
 
 
-class ScriptFailed(RuntimeError):
-    """A script ended with an error of its own. `output` is the end of what it printed, its traceback included."""
+class ScriptEnded(RuntimeError):
+    """A script ended before its steps were made. `output` is the end of what it printed."""
 
     def __init__(self, text: str, output: str):
         super().__init__(text)
         self.output = output
 
 
+class ScriptFailed(ScriptEnded):
+    """A script ended with an error of its own, whose traceback is in the output."""
+
+
 def run(program: Program, plan: str, *, needs: int | str = 3, **options: object) -> object:
     """What the plan returns that "package.module:function" gives for these options, run under the script's steps.
 
     The function is a context manager in the script's process, which also gets the script's Marks. The plan takes
-    `needs` steps or more. The script does not outlive this process, however that one ends. Raises ScriptFailed
-    for an error of the script's, and RuntimeError where the plan cannot be followed: one line that says why, and what
-    to do.
+    `needs` steps or more. The script does not outlive this process, however that one ends. Raises ScriptFailed for an
+    error of the script's, ScriptEnded where it makes too few steps, and RuntimeError where the plan cannot be followed:
+    one line that says why, and what to do.
     """
     while "again" in (found := _run(program, plan, needs, options)):
         options |= found["again"]
@@ -61,7 +65,7 @@ def _run(program: Program, plan: str, needs: int | str, options: dict[str, objec
     if "refused" in found:
         line = f" ({found['line']})" if found.get("line") else ""
         raise RuntimeError(f"{program}: {found['refused']}{line}")
-    raise RuntimeError(f"{program} {found['ended']}")
+    raise ScriptEnded(f"{program} {found['ended']}", _shorten(output))
 
 
 def _wait(program: Program, order: Path, log: Path) -> int:

@@ -23,11 +23,9 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
     """(class, name, what stands there). A DataLoader loads in this process: its workers cannot run on fake tensors."""
 
     def load_here(loader):
-        workers, loader.num_workers = loader.num_workers, 0
-        try:
+        workers = loader.num_workers
+        with replaced([(loader, "num_workers", 0), (loader, "timeout", 0)]):  # which is of workers alone
             made = _SingleProcessDataLoaderIter(loader)
-        finally:
-            loader.num_workers = workers
         if workers:
             recorder.say(*WORKERS_IDLE)
             _be_first_worker(made, loader)
