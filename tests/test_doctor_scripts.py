@@ -203,6 +203,36 @@ def test_work_on_the_cpu_in_the_loop_counts_as_loading(run):
     assert first["advice"].startswith("what train.py:8 computes, in the DataLoader's workers")
 
 
+IN_NUMPY = """
+import numpy, torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(256, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+numbers = numpy.random.rand(300_000)
+def collate(rows):
+    numpy.sort(numbers)
+    return torch.stack([row for row, in rows])
+def train(rows):
+    model(rows.cuda()).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ranked = numpy.sort(numbers) if WORKS else None
+for epoch in range(9):
+    for rows in DataLoader(TensorDataset(torch.ones(256, 256)), 32, collate_fn=collate):
+        train(rows)
+"""
+
+
+def test_work_of_numpy_in_the_loop_counts_as_loading_and_what_the_loader_does_counts_once(run):
+    (code, told, errors), (_, idle, _) = (run(IN_NUMPY.replace("WORKS", works)) for works in ("True", "False"))
+    first, *_ = told["findings"]
+    assert code == 0 and first["name"] == LOADING and [line["line"] for line in first["lines"]] == [14], errors
+    assert "the script's own work on the CPU takes" in first["note"]
+    assert told["seconds"] > 1.4 * idle["seconds"], "one sort is the loader's, the other one the loop's"
+    (loading,) = (each for each in idle["examined"] if each["name"] == LOADING)
+    assert not loading["lines"] and "own work" not in loading["note"]
+
+
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811
     code, told, errors = run(patients.script() + ENDLESS, "--trace", "step.json")
     assert code == 0 and not told["findings"], errors

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -47,13 +47,12 @@ from effgpu.predicting.scripts import find_work, recording, walk
 from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Range, Timeline
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.predicting.weights import weights_set_aside
-from effgpu.predicting.work import Work
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
 _OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
 _NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
-_ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only calls of PyTorch were looked at"
+_ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only what takes long was looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
 _HANGING = "its workers gave no batch in {:.0f} s, as where they wait for a thread or a lock from before their start"
 _HANGS = 60.0  # seconds for a batch, after which workers are given up; ten times the longest here, if that is more
@@ -227,20 +226,23 @@ def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable
     marks.leaving.append(loading.end)
     seeing = itertools.chain(loading.replacing(), loading.keeping_aside())
     with replaced(seeing), recording(marks, asked, **again) as recorder:
-        loading.work = recorder.work
+        loading.recorder = recorder
         marks.listeners.append(loading.next_step)
         yield functools.partial(_predict, marks, asked.gpu, recorder, loading)
 
 
 def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:
+    recorder.own.counts = True
     predicted: Prediction = yield from walk(marks, recorder)
-    working = find_work(recorder, predicted)
+    worked = dict(recorder.worked)
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
     graphs, halved, notes = Graphs(recorder.work.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
+    recorder.own.end()
+    working = find_work(Counter(worked) + Counter(recorder.own.in_each()), predicted)
     usual = len(recorder.work.evaluations)
     if not (within or is_open):
         with in_16_bits(gpu):
@@ -336,15 +338,23 @@ class Loading:
         self._taking: list[tuple[DataLoader, int]] = []  # with the events before, in the step
         self.taken: list[DataLoader] = []  # in the last step, one for each batch
         self.evaluated: list[DataLoader] = []  # the same, of those that an evaluation takes
-        self.work: Work | None = None  # in which a step's events are
+        self.recorder: ScriptRecorder | None = None  # of a step that is walked
         self._longest: dict[DataLoader, float] = {}  # seconds of a batch
         self._asides: dict[DataLoader, Aside] = {}
         self._took: dict[DataLoader, Range] = {}  # seconds for a batch
         self._make = DataLoader._get_iterator
 
+    @property
+    def _events(self) -> Sequence[Event]:
+        return self.recorder.work.events if self.recorder else ()
+
+    def _apart(self) -> AbstractContextManager:
+        """Inside, nothing is work of the loop's own."""
+        return self.recorder.own.apart() if self.recorder else contextlib.nullcontext()
+
     def next_step(self) -> None:
         """A step is over."""
-        events = self.work.events if self.work else ()
+        events = self._events
         self.evaluated = [loader for loader, at in self._taking if at < len(events) and events[at].evaluating]
         self.taken, self._taking = [loader for loader, _ in self._taking], []
 
@@ -367,9 +377,10 @@ class Loading:
             loader = self._loaders[id(iterator)]
             if not (self._same and loader in self._batches):
                 began = time.perf_counter()
-                self._batches[loader] = give(iterator)
+                with self._apart():
+                    self._batches[loader] = give(iterator)
                 self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
-            self._taking.append((loader, len(self.work.events) if self.work else 0))
+            self._taking.append((loader, len(self._events)))
             return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
 
         yield _BaseDataLoaderIter, "__init__", prepare_noted
@@ -384,12 +395,13 @@ class Loading:
 
         @functools.wraps(begin)
         def begin_aside(loader):
-            if loader not in self._asides and forks_workers(loader):
-                if len(self._asides) == _ASIDES:
-                    self._asides.pop(next(iter(self._asides))).end()
-                with contextlib.suppress(OSError):  # of a system that forks no more
-                    self._asides[loader] = Aside(functools.partial(self._time_alone, loader))
-            return begin(loader)
+            with self._apart():
+                if loader not in self._asides and forks_workers(loader):
+                    if len(self._asides) == _ASIDES:
+                        self._asides.pop(next(iter(self._asides))).end()
+                    with contextlib.suppress(OSError):  # of a system that forks no more
+                        self._asides[loader] = Aside(functools.partial(self._time_alone, loader))
+                return begin(loader)
 
         yield DataLoader, "__iter__", begin_aside
 

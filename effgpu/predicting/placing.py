@@ -32,6 +32,7 @@ from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import COMPILED, UNKNOWN, UNTIMED, memory_is_known
 from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.own import OwnWork
 from effgpu.predicting.parameters import is_plain
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.refusals import check_array, check_devices
@@ -82,6 +83,7 @@ class ScriptRecorder(Recorder):
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
+        self.own = OwnWork()
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
 
     def translator(self) -> "_Placer":
@@ -121,6 +123,7 @@ class ScriptRecorder(Recorder):
         self._passes.append(0)
         self._evaluating.clear()
         self.noted += self.work.counts
+        self.own.next_step(self.work.loop)
 
     def ran_more_passes(self) -> bool:
         """Whether the last step ran more forward passes without gradients than the one before, as in an evaluation."""
@@ -289,6 +292,14 @@ class _Placer(Translator):
     """Calls on real tensors run for real; what names the GPU, or has a fake tensor, runs on fake ones."""
 
     _recorder: ScriptRecorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        own = self._recorder.own
+        own.enter(sys._getframe(1).f_code.co_filename)
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            own.leave()
 
     def _run(self, func, args: tuple, kwargs: dict, name: str) -> object:
         if name == "__get__":
@@ -491,7 +502,8 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
 
     @functools.wraps(train)
     def note_evaluation(module, mode=True):  # which eval calls, that of transformers' models, too
-        recorder.note_mode(module, mode)
+        with recorder.own.apart():
+            recorder.note_mode(module, mode)
         return train(module, mode)
 
     yield torch.nn.Module, "train", note_evaluation

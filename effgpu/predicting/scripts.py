@@ -85,7 +85,7 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     before, site = recorder.storages.peak_before()
     notes = [*concluded.notes, *(_tell_caught(recorder, *places) for places in recorder.room.caught.items())]
     notes += _tell_step(marks, recorder)
-    if work := find_work(recorder, concluded):
+    if work := find_work(recorder.worked, concluded):
         took, most = format_seconds(sum(work.values())), "most of it " * (len(work) > 1)
         notes.append(
             f"beside the step, the script works on the CPU: {took} here, per step, {most}at {next(iter(work))}"
@@ -97,16 +97,16 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     return replace(concluded, notes=tuple(notes))
 
 
-def find_work(recorder: ScriptRecorder, predicted: Prediction) -> dict[Site, float]:
-    """Seconds of the script's own work on the CPU in the last step, by line, the longest first.
+def find_work(worked: Mapping[Site, float], predicted: Prediction) -> dict[Site, float]:
+    """Seconds of the script's own work on the CPU in a step, by line, the longest first.
 
     None where they are less than 5 % of the step on each GPU.
     """
     speeds = [gpu for gpu in predicted.gpus if gpu.bandwidth and gpu.capability >= predicted.holds_from]
     least = min((predicted.time(gpu).expected for gpu in speeds), default=math.inf)
-    if sum(recorder.worked.values()) <= _WORTH * least:
+    if sum(worked.values()) <= _WORTH * least:
         return {}
-    return dict(sorted(recorder.worked.items(), key=lambda item: -item[1]))
+    return dict(sorted(worked.items(), key=lambda item: -item[1]))
 
 
 def _name_rare_work(recorder: ScriptRecorder) -> None:
