@@ -1372,6 +1372,57 @@ def test_attentions_backward_pass_adds_up_beside_its_gradients(heads):
     assert predict(variant, "A100 80 GB").allocated == pytest.approx(expected, rel=0.01)
 
 
+FLASH, EFFICIENT, MATH = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "bmm"
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="memory-efficient attention shares no heads")
+@pytest.mark.parametrize(
+    "gpu, dtype, shapes, options, kernel",
+    [
+        ("T4", torch.float16, ((8, 64, 64), (2, 64, 64)), {"enable_gqa": True}, EFFICIENT),
+        ("T4", torch.bfloat16, ((8, 64, 64), (2, 64, 64)), {"enable_gqa": True}, MATH),
+        ("A100", torch.float32, ((8, 64, 64), (2, 64, 64)), {"enable_gqa": True}, EFFICIENT),
+        ("A100", torch.bfloat16, ((8, 64, 64), (2, 64, 64)), {"enable_gqa": True}, FLASH),
+        ("A100", torch.bfloat16, ((8, 64, 64), (2, 64, 64)), {"enable_gqa": True, "masked": True}, EFFICIENT),
+        ("A100", torch.bfloat16, ((8, 64, 64), (1, 64, 64)), {}, FLASH),
+        ("A100", torch.float32, ((8, 64, 64), (1, 64, 64)), {}, EFFICIENT),
+        ("A100", torch.bfloat16, ((8, 64, 64), (8, 128, 64)), {"is_causal": True}, EFFICIENT),
+        ("T4", torch.float32, ((8, 64, 33), (8, 64, 33)), {}, EFFICIENT),
+        ("A100", torch.float32, ((8, 64, 33), (8, 64, 33)), {}, MATH),
+    ],
+)
+def test_attention_is_the_kernel_that_pytorch_chooses_for_the_gpu(gpu, dtype, shapes, options, kernel):
+    """What torch._fused_sdp_choice gave for CUDA tensors on a simulated GPU of each kind."""
+
+    def variant():
+        query, key = (torch.rand(2, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
+        given = dict(options)
+        mask = torch.zeros(64, 64, dtype=dtype) if given.pop("masked", False) else None
+        return lambda: nn.functional.scaled_dot_product_attention(query, key, key, mask, **given)
+
+    found = {kernel.name for event in predict(variant, gpu).events for kernel in event.kernels}
+    assert found & {FLASH, EFFICIENT, MATH} == {kernel}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="memory-efficient attention shares no heads")
+def test_heads_that_share_keys_have_no_scores_where_memory_efficient_attention_takes_them():
+    """Only the gradients of keys and values are there for each of the query's heads, for a moment."""
+    q, k = 4 * 2 * 8 * 1024 * 64, 4 * 2 * 2 * 1024 * 64
+
+    def variant():
+        query, key, value = (torch.rand(2, heads, 1024, 64, requires_grad=True) for heads in (8, 2, 2))
+
+        def step():
+            made = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            made.backward(torch.ones_like(made))
+            query.grad = key.grad = value.grad = None
+
+        return step
+
+    sums = 2 * 4 * 2 * 8 * 1024  # of the exponentials, and delta
+    assert predict(variant, "T4").allocated == pytest.approx(2 * (q + 2 * k) + 2 * q + sums + 2 * q, rel=0.01)
+
+
 def test_a_sparse_gradient_has_the_rows_that_were_looked_up():
     def variant():
         table = nn.Embedding(10_000, 64, sparse=True)

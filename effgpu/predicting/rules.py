@@ -45,6 +45,8 @@ _LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sa
 cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 replication_pad3d"""
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+# pytorch/pytorch#191085: before, memory-efficient attention took as many heads of keys as of queries only.
+_EFFICIENT_SHARES = torch.__version__ >= (2, 14)
 
 
 def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
@@ -150,15 +152,19 @@ def attention(
     width, half = query.shape[-1], query.dtype in _HALF
     four = query.dim() == 4 and key.dim() == 4
     square = width == value.shape[-1] == key.shape[-1]
-    flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
+    same_heads = four and query.shape[1] == key.shape[1] == value.shape[1]
+    shared = four and not same_heads and _shares_heads(query, key, value, enable_gqa)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if four and (flash or query.dtype is torch.bfloat16) and recorder.capability >= (8, 0):
+    flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
+    flash = flash and not (is_causal and query.shape[-2] != key.shape[-2])
+    aligned, newer = _is_aligned(query, value, recorder.capability), recorder.capability >= (8, 0)
+    if four and newer and (flash or query.dtype is torch.bfloat16 or not aligned):
         recorder.holds_from = max(recorder.holds_from, (8, 0))
     recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
     if not flash and half and attn_mask is None and width <= 128 and _leaves_only_cudnn():
         flash = True
         recorder.say(ASSUMED, "cuDNN's attention takes as much and as long as flash attention")
-    if four and square and flash and recorder.capability >= (8, 0):
+    if (same_heads or shared) and square and flash and newer:
         if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
             options["scale"] = scale or width**-0.5
             query, key, value = (torch.nn.functional.pad(t, (0, pad)) for t in (query, key, value))
@@ -166,12 +172,10 @@ def attention(
             query, key, value, dropout_p, is_causal, False, **options
         )[0]
         return out[..., :width] if pad else out
-    aligned = width % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
-    same_heads = four and query.shape[1] == key.shape[1] == value.shape[1]
     efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32)
-    if query.dtype is torch.bfloat16 and recorder.capability < (8, 0):
+    if query.dtype is torch.bfloat16 and not newer:
         efficient = False
-    if four and efficient and aligned and same_heads:
+    if efficient and aligned and (same_heads or (shared and _EFFICIENT_SHARES)):
         bias = attn_mask
         if bias is not None:
             if bias.dtype is torch.bool:  # convert_boolean_attn_mask
@@ -189,6 +193,19 @@ def attention(
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, dropout_p, is_causal, None, **options
     )[0]
+
+
+def _shares_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: bool) -> bool:
+    """Whether several heads of the query's share one of the keys', as asked for, or as there is one for all."""
+    heads, of_keys = query.shape[1], key.shape[1]
+    return of_keys == value.shape[1] and heads % of_keys == 0 and (asked or (_EFFICIENT_SHARES and of_keys == 1))
+
+
+def _is_aligned(query: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:
+    """sdp_utils.cpp, minimum_gemm_alignment: whether heads are as wide as tensor cores load, where there are some."""
+    half = query.dtype in _HALF
+    step = 16 // query.element_size() if capability >= ((7, 0) if half else (8, 0)) else 1
+    return query.shape[-1] % step == 0 and value.shape[-1] % step == 0
 
 
 def _leaves_only_cudnn() -> bool:
@@ -220,11 +237,15 @@ def _flash_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *__
     return 4 * batch * heads * rounded * (wide + 1) + query.element_size() * expanded
 
 
-def _efficient_backward(_: torch.Tensor, query: torch.Tensor, *__: object) -> int:
-    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32."""
+def _efficient_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *__: object) -> int:
+    """aten/src/ATen/native/transformers/cuda/attention_backward.cu: delta in fp32, and for 16 bits a sum in fp32.
+
+    Where fewer heads have keys, also the gradients of keys and values for each of the query's heads.
+    """
     batch, heads, length, width = query.shape
     accumulated = width if query.dtype in _HALF and width > 64 else 0
-    return 4 * batch * heads * length * (1 + accumulated)
+    expanded = 2 * batch * heads * key.shape[2] * width * (heads > key.shape[1])
+    return 4 * batch * heads * length * (1 + accumulated) + query.element_size() * expanded
 
 
 def _cdist_backward(_: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *__: object) -> int:
