@@ -1773,6 +1773,45 @@ def test_a_module_of_meta_tensors_gets_its_memory_on_the_gpu():
     assert meta.allocated == built.allocated
 
 
+@pytest.fixture
+def deterministic():
+    """Algorithms whose results are the same each time; what has none only warns if it is asked to."""
+    yield partial(torch.use_deterministic_algorithms, True)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_deterministic_algorithms_enlarge_images_as_on_the_gpu_that_is_named(deterministic, names):
+    """torch.nn.functional.interpolate asks within itself where an image lies, and then takes it apart by indices."""
+
+    def variant():
+        image = torch.rand(2, 16, 32, 32, requires_grad=True)
+
+        def step():
+            moved = image.to("cuda") if names else image
+            nn.functional.interpolate(moved, scale_factor=2, mode="bilinear").sum().backward()
+            image.grad = None
+
+        return step
+
+    deterministic(warn_only=True)
+    events = predict(variant, "T4").events
+    assert ("_unsafe_index" in {kernel.name for event in events for kernel in event.kernels}) == names
+
+
+@pytest.mark.parametrize("reduction, refused", [("mean", True), ("none", False)])
+def test_what_no_deterministic_algorithm_computes_is_refused_as_pytorch_does(deterministic, reduction, refused):
+    def variant():
+        scores, labels = torch.rand(2, 4, 8, 8, requires_grad=True), torch.zeros(2, 8, 8, dtype=torch.int64)
+        return lambda: nn.functional.cross_entropy(scores, labels, reduction=reduction).sum().backward()
+
+    deterministic(warn_only=True)
+    predict(variant, "T4")
+    deterministic()
+    with pytest.raises(RuntimeError, match="deterministic") if refused else nullcontext():
+        predict(variant, "T4")
+
+
 def test_another_sparse_format_than_coo_is_refused_by_its_name():
     def variant():
         graph, layer = torch.eye(8, device="cuda").to_sparse_csr(), nn.Linear(8, 8).to("cuda")

@@ -185,6 +185,8 @@ def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     yield torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))
     yield torch.Tensor, "as_subclass", changing_classes(torch.Tensor.as_subclass)
     yield FakeTensor, "device", property(recorder.device_of)
+    yield FakeTensor, "is_cuda", property(lambda fake: recorder.device_of(fake).type == "cuda")  # where no mode sees
+    yield FakeTensor, "is_cpu", property(lambda fake: recorder.device_of(fake).type == "cpu")  # it: within interpolate
     yield FakeTensor, "tolist", lambda fake: recorder.reading.list(fake)
     yield FakeTensor, "layout", torch.Tensor.layout  # its own asks first whether it is of oneDNN, which none is
     yield FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))

@@ -38,7 +38,7 @@ from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
-from effgpu.predicting.refusals import check_formats, tell_sparse
+from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
 from effgpu.predicting.rules import STORED, TEMPORARY, attention, dropout, recurrent_layers
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
@@ -221,6 +221,8 @@ class Recorder(TorchDispatchMode):
                 self._see_real(value)
         place = self._meet(func, args, kwargs) if self.storages.names_gpu else self._placing
         check_formats(func, args)
+        if self.capability:
+            check_determinism(func, args)
         result = shapes.run(self.fakes, func, args, kwargs)
         if name in STORED and self.capability:
             whole = torch.empty(max(result.numel(), STORED[name](*args)), dtype=result.dtype, device=CPU)

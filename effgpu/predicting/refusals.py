@@ -25,6 +25,25 @@ _MIXES = {  # devices: some copy, and some want lengths and the like on the CPU
     *(aten._ctc_loss, aten._use_cudnn_ctc_loss, aten._cudnn_ctc_loss, aten.ctc_loss, aten.segment_reduce),
 }
 
+# torch.use_deterministic_algorithms: operations of a GPU's that have no such algorithm. Losses of images, but for those
+# that are not reduced, and averages over parts of an image are asked apart.
+_BACKWARD = """avg_pool3d adaptive_max_pool2d fractional_max_pool2d fractional_max_pool3d reflection_pad1d
+reflection_pad3d grid_sampler_2d grid_sampler_3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+upsample_trilinear3d _adaptive_avg_pool2d _adaptive_avg_pool3d _ctc_loss"""
+_AT_RANDOM = {getattr(aten, f"{name}_backward") for name in _BACKWARD.split()}
+_AT_RANDOM |= {aten.max_unpool2d, aten.max_unpool3d, aten.histc, aten.put_}
+
+
+def check_determinism(func, args: tuple) -> None:
+    """Raise RuntimeError, as PyTorch does, where only algorithms are allowed whose results are the same each time."""
+    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+        return
+    packet = func.overloadpacket
+    reduces = packet is aten.nll_loss2d_forward and args[3] != 0
+    if reduces or packet in _AT_RANDOM:
+        text = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'"
+        raise RuntimeError(f"{packet.__name__} {text}, without warn_only=True")
+
 
 def check_formats(func, args: tuple) -> None:
     """Raise RuntimeError, as PyTorch does, where an operation has numbers of several formats that it does not mix."""
