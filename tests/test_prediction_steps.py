@@ -1372,6 +1372,33 @@ def test_attentions_backward_pass_adds_up_beside_its_gradients(heads):
     assert predict(variant, "A100 80 GB").allocated == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "dtype, weights, copies",
+    [
+        (torch.float32, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.float16, torch.float16, False),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_cudnns_batch_norm_copies_what_is_not_in_the_order_of_its_channels(dtype, weights, copies):
+    """Normalization.cpp, _select_batch_norm_backend. The copy is kept; gradients are copied for a moment."""
+
+    def variant():
+        norm, texts = nn.BatchNorm1d(256).to(weights), torch.rand(16, 512, 256, dtype=dtype, requires_grad=True)
+
+        def step():
+            made = norm(texts.transpose(1, 2))
+            made.backward(torch.ones_like(made).transpose(1, 2).contiguous().transpose(1, 2))
+            texts.grad = norm.weight.grad = norm.bias.grad = None
+
+        return step
+
+    size = 16 * 512 * 256 * dtype.itemsize
+    expected = (6 if copies else 4) * size  # input, result and their gradients; copies of input and of gradient
+    assert predict(variant, "A100").allocated == pytest.approx(expected, rel=0.01)
+
+
 FLASH, EFFICIENT, MATH = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "bmm"
 
 

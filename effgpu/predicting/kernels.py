@@ -75,6 +75,7 @@ _LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu r
 _LAUNCHES = {  # kernels of an operation, where it is more than one
     "native_layer_norm_backward": 3,
     "native_batch_norm_backward": 2,
+    "cudnn_batch_norm_backward": 2,
     "convolution_backward": 2,
     "embedding_dense_backward": 10,  # the indices are sorted first
     "_scaled_dot_product_flash_attention_backward": 3,

@@ -39,7 +39,7 @@ from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
-from effgpu.predicting.rules import STORED, TEMPORARY, attention, dropout, recurrent_layers
+from effgpu.predicting.rules import STORED, TEMPORARY, attention, batch_norm, dropout, recurrent_layers
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.uses import find_reader, makes_a_statistic
@@ -294,6 +294,8 @@ class Recorder(TorchDispatchMode):
                 return attention(self, *args, **kwargs)
             if self.capability and func is aten.dropout.default:
                 return dropout(*args, **kwargs)
+            if self.capability and func is aten.batch_norm.default:
+                return batch_norm(*args, **kwargs)
             if self.capability and (layers := recurrent_layers(self).get(func)):
                 return layers(*args, **kwargs)
             return func.decompose(*args, **kwargs)

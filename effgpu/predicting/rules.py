@@ -45,6 +45,7 @@ _LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sa
 cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 replication_pad3d"""
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # pytorch/pytorch#191085: before, memory-efficient attention took as many heads of keys as of queries only.
 _EFFICIENT_SHARES = torch.__version__ >= (2, 14)
 
@@ -65,6 +66,7 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
         kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
     kernels["binary_cross_entropy", "AutocastCPU"] = _refuse_in_autocast
     kernels["dropout", "AutogradCPU"] = dropout
+    kernels["batch_norm", "AutogradCPU"] = batch_norm
     kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(attention, recorder)
     for func, layers in recurrent_layers(recorder).items():
         kernels[str(func).removeprefix("aten.").removesuffix(".default"), "AutogradCPU"] = layers
@@ -142,6 +144,24 @@ def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | Non
 def dropout(tensor: torch.Tensor, p: float, train: bool):
     """aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable: a GPU keeps a mask of one byte an element."""
     return aten.native_dropout.default(tensor, p, True)[0] if train and p else tensor
+
+
+def batch_norm(tensor, weight, bias, mean, variance, training, momentum, epsilon, cudnn_enabled):
+    """aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend: cuDNN's keeps a copy in the channels' order.
+
+    And it copies gradients that are not in that order. PyTorch's own kernel takes both as they lie.
+    """
+    statistics = (mean is None) == (variance is None) and (training or mean is not None)
+    affine = weight is not None and bias is not None
+    exact = tensor.dtype in (torch.float32, torch.float64) or (
+        tensor.dtype is torch.float16 and affine and weight.dtype is torch.float32
+    )
+    if not (cudnn_enabled and tensor.dim() > 2 and tensor.numel() < 2**31 and statistics and affine and exact):
+        given = tensor, weight, bias, mean, variance, training, momentum, epsilon, cudnn_enabled
+        return aten._batch_norm_impl_index.default(*given)[0]
+    last = tensor.dim() in _LAST and tensor.stride(1) == 1 and not tensor.is_contiguous()
+    ordered = tensor.contiguous(memory_format=_LAST[tensor.dim()] if last else torch.contiguous_format)
+    return aten.cudnn_batch_norm.default(ordered, weight, bias, mean, variance, training, momentum, epsilon)[0]
 
 
 def attention(
