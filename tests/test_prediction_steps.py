@@ -1513,6 +1513,44 @@ def test_boxes_of_all_classes_are_taken_at_once_as_on_a_gpu():
     assert kernels["nms"] == 1
 
 
+@pytest.mark.parametrize("number, rows", [(65_536, 100_000), (65_536, 100), (3072, 100_000)])
+@pytest.mark.parametrize("bags", [False, True])
+def test_what_an_embedding_adds_up_takes_sums_of_ten_rows_beside_the_gradient(number, rows, bags):
+    """EmbeddingBackwardKernel.cu. Embedding.cu adds few lookups up where they belong, those of a bag it never does."""
+    width = 64
+
+    def variant():
+        kind = partial(nn.EmbeddingBag, mode="sum") if bags else nn.Embedding
+        table, places = kind(rows, width), torch.randint(0, rows, (number, 1))
+        gradient = torch.rand(number, width).view(number, *[1][bags:], width)
+        return lambda: (table(places).backward(gradient), table.zero_grad())
+
+    distinct = min(number, rows)
+    sums = number // 10 + distinct
+    taken = 4 * width * sums + 8 * (2 * number + 3 * distinct + sums) if number > 3072 or bags else 0
+    given = 8 * number * (1 + 3 * bags)  # of bags: where each begins, how large it is, and whose each place is
+    expected = 4 * width * (2 * rows + 2 * number) + given + taken  # table, result, and their gradients
+    assert predict(variant, "T4").allocated == pytest.approx(expected, rel=0.01)
+
+
+def test_what_a_mask_scatters_is_counted_up_to_each_place():
+    """IndexKernel.cpp, masked_scatter__cuda: eight bytes for each element, and the mask as a whole."""
+
+    def variant():
+        texts, images = torch.rand(8, 512, 256), torch.rand(8, 64, 256)
+        mask = (torch.arange(512) < 64).expand(8, 512)[..., None].expand_as(texts)
+        return lambda: texts.masked_scatter(mask, images)
+
+    elements = 8 * 512 * 256
+    assert predict(variant, "T4").allocated == pytest.approx((4 + 4 + 9) * elements + 4 * elements / 8, rel=0.01)
+
+
+def test_the_real_numbers_of_a_spectrum_are_made_of_a_copy():
+    """SpectralOps.cpp, _fft_c2r_cufft: cuFFT writes over what it reads."""
+    variant = lambda: partial(torch.fft.irfft, torch.rand(256, 4097, dtype=torch.complex64))
+    assert predict(variant, "T4").allocated == pytest.approx(256 * (2 * 8 * 4097 + 4 * 8192), rel=0.01)
+
+
 def test_a_deformable_convolution_takes_what_its_taps_see():
     from torchvision.ops import deform_conv2d
 

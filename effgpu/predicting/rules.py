@@ -294,6 +294,36 @@ def _deform(images: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor, *_
     return images.element_size() * at_once * images.shape[1] * taps * points
 
 
+_FEW_INDICES, _ROWS_A_SUM = 3072, 10
+
+
+def _embedding_backward(gradient: torch.Tensor, indices: torch.Tensor, rows: int, *how: object) -> int:
+    """aten/src/ATen/native/cuda/Embedding.cu: up to 3,072 indices are added up where they belong, more are sorted."""
+    sorts = indices.numel() > _FEW_INDICES or how[-1]
+    return _sums_of_rows(gradient, indices, rows) if sorts else 0
+
+
+def _bag_backward(gradient: torch.Tensor, indices: torch.Tensor, *others: object) -> int:
+    """aten/src/ATen/native/cuda/EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: always sorted."""
+    *_, rows, _, mode, sparse = others[:8]
+    return _sums_of_rows(gradient, indices, rows) if mode < 2 and not sparse else 0
+
+
+def _sums_of_rows(gradient: torch.Tensor, indices: torch.Tensor, rows: int) -> int:
+    """aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: of each ten rows of an index, a sum in fp32; and places."""
+    number, distinct = indices.numel(), min(indices.numel(), rows)
+    sums = number // _ROWS_A_SUM + distinct
+    places = 2 * number + 3 * distinct + sums
+    copied = 0 if gradient.is_contiguous() else gradient.numel() * gradient.element_size()
+    return copied + sums * gradient.shape[-1] * max(4, gradient.element_size()) + places * indices.element_size()
+
+
+def _masked_scatter(tensor: torch.Tensor, mask: torch.Tensor, *_: object) -> int:
+    """aten/src/ATen/native/cuda/IndexKernel.cpp and .cu: how many are taken up to each place, and the whole mask."""
+    whole = mask.is_contiguous() and mask.shape == tensor.shape
+    return (8 if whole else 9) * tensor.numel()
+
+
 def _reduced(input: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: object) -> int:
     """aten/src/ATen/native/Loss.cpp, smooth_l1_loss_out: what each element adds, before it is reduced."""
     return torch.broadcast_shapes(input.shape, target.shape).numel() * input.element_size() * bool(reduction)
@@ -310,6 +340,11 @@ STORED |= {f"aten::{name}": lambda given, *_: given.numel() for name in ("binary
 TEMPORARY = {  # bytes that a kernel takes while it runs
     "aten::mse_loss": _reduced,
     "aten::smooth_l1_loss": _reduced,
+    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::_embedding_bag_backward": _bag_backward,
+    "aten::masked_scatter": _masked_scatter,
+    "aten::masked_scatter_": _masked_scatter,
+    "aten::_fft_c2r": lambda given, *_: given.numel() * given.element_size(),  # a copy, as cuFFT writes over it
     "aten::_cdist_backward": _cdist_backward,
     "aten::_pdist_backward": _pdist_backward,
     "aten::sort": _sort,
