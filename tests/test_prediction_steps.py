@@ -1533,6 +1533,45 @@ def test_what_an_embedding_adds_up_takes_sums_of_ten_rows_beside_the_gradient(nu
     assert predict(variant, "T4").allocated == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("function", [nn.functional.softmax, nn.functional.log_softmax])
+@pytest.mark.parametrize("in_autocast", [False, True])
+@pytest.mark.parametrize("dtype, copies", [(torch.float16, False), (torch.bfloat16, True)])
+def test_a_softmax_that_widens_copies_all_but_fp16_first(function, in_autocast, dtype, copies):
+    """SoftMax.cpp: with half_to_float, which is for fp16 alone, neither the scores nor their gradient are in fp32."""
+    elements, asked = 1024 * 2048, {} if in_autocast else {"dtype": torch.float32}
+
+    def variant():
+        scores, gradient = torch.rand(1024, 2048, dtype=dtype, requires_grad=True), torch.rand(1024, 2048)
+
+        def step():
+            with torch.autocast("cuda", dtype, enabled=in_autocast):
+                made = function(scores, dim=-1, **asked)
+            made.backward(gradient)
+            scores.grad = None
+
+        return step
+
+    kept = (2 + 4 + 4) * elements  # scores, what they become, and its gradient
+    assert predict(variant, "A100").allocated == pytest.approx(kept + (4 + 2 if copies else 2) * elements, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "function, passes, made",
+    [
+        (lambda x: x.logsumexp(-1), 2 + 3 + 1, 1),  # the largest, less it, its powers, their sum
+        (lambda x: nn.functional.binary_cross_entropy_with_logits(x, x), 13, 2),
+        (lambda x: torch.dist(x, x), 4, 1),
+    ],
+)
+def test_an_operation_of_several_kernels_is_these_with_what_lies_between_them(function, passes, made):
+    """ReduceOps.cpp, logsumexp_out_impl; Loss.cpp; LinearAlgebra.cpp, dist: each is made of other operations."""
+    size = 4 * 4096 * 1024
+    predicted = predict(lambda: partial(function, torch.rand(4096, 1024)), "T4")
+    moved = sum(kernel.bytes for event in predicted.events for kernel in event.kernels)
+    assert predicted.allocated == pytest.approx((1 + made) * size, rel=0.01)
+    assert moved == pytest.approx(passes * size, rel=0.1)
+
+
 def test_what_a_mask_scatters_is_counted_up_to_each_place():
     """IndexKernel.cpp, masked_scatter__cuda: eight bytes for each element, and the mask as a whole."""
 

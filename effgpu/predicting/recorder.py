@@ -21,6 +21,7 @@ from effgpu.measuring.ops import lists_of, runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
     DispatchKey,
+    DispatchKeySet,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -39,7 +40,7 @@ from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
-from effgpu.predicting.rules import STORED, TEMPORARY, attention, batch_norm, dropout, recurrent_layers
+from effgpu.predicting.rules import IN_PARTS, STORED, TEMPORARY, made_of_others
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.uses import find_reader, makes_a_statistic
@@ -212,7 +213,7 @@ class Recorder(TorchDispatchMode):
             return result
         if func.namespace != "aten":
             self.reading.chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
-        if _is_composite(func):
+        if _is_composite(func) or (self.capability and func in IN_PARTS):
             return self._take_apart(func, args, kwargs)
         if (in_place := _IN_PLACE.get(func)) and _name_node() == in_place[0]:
             return self._dispatch(in_place[1], args, kwargs)
@@ -290,14 +291,10 @@ class Recorder(TorchDispatchMode):
         place of an operation. So does torch/utils/flop_counter.py.
         """
         with self:
-            if self.capability and func is aten.scaled_dot_product_attention.default:
-                return attention(self, *args, **kwargs)
-            if self.capability and func is aten.dropout.default:
-                return dropout(*args, **kwargs)
-            if self.capability and func is aten.batch_norm.default:
-                return batch_norm(*args, **kwargs)
-            if self.capability and (layers := recurrent_layers(self).get(func)):
-                return layers(*args, **kwargs)
+            if self.capability and (made := made_of_others(self).get(func)):
+                return made(*args, **kwargs)
+            if func in IN_PARTS:
+                return func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
             return func.decompose(*args, **kwargs)
 
     def see(self, value: object) -> None:

@@ -45,6 +45,11 @@ _LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sa
 cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 replication_pad3d"""
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+# Of several kernels, which fake tensors take for one: ReduceOps.cpp, Loss.cpp, SoftMax.cpp, LinearAlgebra.cpp.
+IN_PARTS = {
+    *(aten.logsumexp.default, aten.logsumexp.out, aten.binary_cross_entropy_with_logits.default),
+    *(aten._safe_softmax.default, aten.dist.default),
+}
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # pytorch/pytorch#191085: before, memory-efficient attention took as many heads of keys as of queries only.
 _EFFICIENT_SHARES = torch.__version__ >= (2, 14)
@@ -62,18 +67,26 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
         kernels[name, "AutocastCPU"] = functools.partial(_promote, _find(name))
     for name in _LEFT.split():
         kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
-    for name in ("softmax", "log_softmax"):
-        kernels[f"{name}.int", "AutocastCPU"] = functools.partial(_softmax, name)
+    for func in (aten.softmax.int, aten.log_softmax.int):
+        kernels[_name(func), "AutocastCPU"] = functools.partial(_widen_softmax, func)
     kernels["binary_cross_entropy", "AutocastCPU"] = _refuse_in_autocast
-    kernels["dropout", "AutogradCPU"] = dropout
-    kernels["batch_norm", "AutogradCPU"] = batch_norm
-    kernels["scaled_dot_product_attention", "AutogradCPU"] = functools.partial(attention, recorder)
-    for func, layers in recurrent_layers(recorder).items():
-        kernels[str(func).removeprefix("aten.").removesuffix(".default"), "AutogradCPU"] = layers
+    kernels |= {(_name(func), "AutogradCPU"): made for func, made in made_of_others(recorder).items()}
     return kernels
 
 
-def recurrent_layers(recorder: "Recorder") -> dict:
+def made_of_others(recorder: "Recorder") -> dict:
+    """What stands for operations that are made of others: on a GPU, of other ones than on a CPU."""
+    return {
+        aten.dropout.default: dropout,
+        aten.batch_norm.default: batch_norm,
+        aten.softmax.int: functools.partial(_softmax, aten._softmax.default),
+        aten.log_softmax.int: functools.partial(_softmax, aten._log_softmax.default),
+        aten.scaled_dot_product_attention.default: functools.partial(attention, recorder),
+        **_recurrent_layers(recorder),
+    }
+
+
+def _recurrent_layers(recorder: "Recorder") -> dict:
     """aten/src/ATen/native/RNN.cpp: which layers over time are one call of cuDNN, and which cells are one."""
     cells = {
         getattr(aten, f"{kind}_cell").default: functools.partial(recurrent.run_cell, recorder.work.note_cell, kind)
@@ -87,6 +100,10 @@ def recurrent_layers(recorder: "Recorder") -> dict:
         for kind in recurrent.GATES
         for overload, run in runs
     }
+
+
+def _name(func) -> str:
+    return str(func).removeprefix("aten.").removesuffix(".default")
 
 
 def _find(name: str):
@@ -130,15 +147,18 @@ def _refuse_in_autocast(*_: object, **__: object) -> None:
     )
 
 
-def _softmax(name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
-    """aten/src/ATen/native/SoftMax.cpp: on a GPU, 16 bits in and fp32 out is one kernel (half_to_float)."""
-    to_float = dtype in (None, torch.float32) and tensor.dtype in _HALF
+def _widen_softmax(func, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
+    """CastPolicy::fp32_set_opt_dtype, where no type is asked for."""
+    if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+        dtype = torch.float32
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
-        if to_float:
-            return getattr(aten, f"_{name}").default(tensor, dim, True)
-        if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
-            dtype = torch.float32
-        return getattr(aten, name).int(tensor, dim, dtype)
+        return func(tensor, dim, dtype)
+
+
+def _softmax(func, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
+    """aten/src/ATen/native/SoftMax.cpp: on a GPU, fp16 in and fp32 out is one kernel. All else is copied first."""
+    to_float = tensor.dtype is torch.float16 and dtype is torch.float32
+    return func(tensor if dtype is None or to_float else tensor.to(dtype), dim, to_float)
 
 
 def dropout(tensor: torch.Tensor, p: float, train: bool):
