@@ -1556,6 +1556,37 @@ def test_a_softmax_that_widens_copies_all_but_fp16_first(function, in_autocast, 
 
 
 @pytest.mark.parametrize(
+    "measure",
+    [
+        lambda x: torch.linalg.vector_norm(x, dim=1),
+        lambda x: nn.functional.normalize(x, dim=1)[:, :1].clone(),
+        lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [1]),
+        lambda x: torch.ops.aten.norm.Scalar(x, 2),
+    ],
+)
+def test_autocast_asks_norms_for_fp32_and_copies_nothing(measure):
+    """autocast_mode.h, fp32_set_opt_dtype and fp32_append_dtype: what is kept is in 16 bits, but for the ratio."""
+    size = 2 * 1024 * 4096
+
+    def variant():
+        texts = torch.rand(1024, 4096, dtype=torch.float16, requires_grad=True)
+
+        def step():
+            with torch.autocast("cuda", torch.float16):
+                kept.append(torch.cuda.memory_allocated())
+                made = measure(texts.to("cuda"))
+                kept.append(torch.cuda.memory_allocated())
+            return made
+
+        return step
+
+    kept = []
+    predict(variant, "A100")
+    before, after = kept[-2:]
+    assert after - before < 1.01 * size, "a copy in fp32 would take twice as much"
+
+
+@pytest.mark.parametrize(
     "function, passes, made",
     [
         (lambda x: x.logsumexp(-1), 2 + 3 + 1, 1),  # the largest, less it, its powers, their sum

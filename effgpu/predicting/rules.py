@@ -34,8 +34,10 @@ pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm grou
 nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
 upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
 upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim"""
-_WITH_DTYPE = ("sum", "sum.dim_IntList", "prod", "prod.dim_int")  # fp32 by their own argument: no copy of the input
+cumprod cumsum"""
+# fp32 by their own argument: no copy of the input
+_WITH_DTYPE = "sum sum.dim_IntList prod prod.dim_int linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord"
+_APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 # AT_FORALL_LOWER_PRECISION_FP, where the CPU's list lacks them
 _HALVED = "_convolution convolution addmv addr chain_matmul einsum linalg_multi_dot mv"
 # AT_FORALL_PROMOTE: to the widest of their arguments' types, which the CPU's list leaves out
@@ -61,7 +63,9 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
     for names, dtype in ((_FP32, torch.float32), (_HALVED, None)):
         for name in names.split():
             kernels[name, "AutocastCPU"] = functools.partial(_cast_call, _find(name), dtype)
-    for name in _WITH_DTYPE:
+    for name, with_dtype in _APPENDED.items():
+        kernels[name, "AutocastCPU"] = functools.partial(_append_dtype, _find(name), _find(with_dtype))
+    for name in _WITH_DTYPE.split():
         kernels[name, "AutocastCPU"] = functools.partial(_with_dtype, _find(name))
     for name in _PROMOTED.split():
         kernels[name, "AutocastCPU"] = functools.partial(_promote, _find(name))
@@ -137,6 +141,14 @@ def _with_dtype(func, *args, dtype=None, **kwargs):
         dtype = torch.float32
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return func(*args, dtype=dtype, **kwargs)
+
+
+def _append_dtype(func, with_dtype, tensor: torch.Tensor, p: object = 2, *over: object):
+    """CastPolicy::fp32_append_dtype: the same of a norm, which has another name with a type."""
+    with _ExcludeDispatchKeyGuard(_AUTOCAST):
+        if tensor.dtype not in _HALF:
+            return func(tensor, p, *over)
+        return with_dtype(tensor, p, *over, *[False] * (len(over) == 1), dtype=torch.float32)
 
 
 def _refuse_in_autocast(*_: object, **__: object) -> None:
