@@ -1399,6 +1399,21 @@ def test_cudnns_batch_norm_copies_what_is_not_in_the_order_of_its_channels(dtype
     assert predict(variant, "A100").allocated == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_convolution_copies_texts_whose_channels_are_last(turned):
+    """Convolution.cpp: input.contiguous(), also for its weight's gradient. Conv1d knows no channels_last."""
+    size = 4 * 16 * 256 * 2048
+
+    def variant():
+        net, texts = nn.Conv1d(256, 8, 3, padding=1), torch.rand(16, 2048, 256) if turned else torch.rand(16, 256, 2048)
+        return lambda: (net(texts.transpose(1, 2) if turned else texts).sum().backward(), net.zero_grad())
+
+    predicted = predict(variant, "T4")
+    copies = [k.bytes for event in predicted.events for k in event.kernels if k.name == "clone" and k.bytes > size]
+    assert copies == [2 * size, 2 * size] * turned
+    assert predicted.allocated == pytest.approx((1 + turned) * size, rel=0.08)  # what comes out is small
+
+
 FLASH, EFFICIENT, MATH = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "bmm"
 
 

@@ -313,6 +313,17 @@ def _attend(name: str, func, args: tuple, named: dict, result, moved: int) -> Ke
     return Kernel(name, ATTENTION, _name(query.dtype), flops, moved, _LAUNCHES.get(name, 1), None, True, layout)
 
 
+def copied_to_convolve(name: str, args: tuple) -> list[torch.Tensor]:
+    """What a convolution makes contiguous first: aten/src/ATen/native/Convolution.cpp. Images' channels may be last."""
+    given = args[:2] if name == "convolution_backward" and args[10][1] else args[:1]
+    return [tensor for tensor in given if not any(tensor.is_contiguous(memory_format=each) for each in _orders(tensor))]
+
+
+def _orders(images: torch.Tensor) -> tuple[torch.memory_format, ...]:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(images.dim())
+    return (torch.contiguous_format, last) if last else (torch.contiguous_format,)
+
+
 def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kernel]:
     """A convolution as the matrix products that it comes to: forward, for its input's and for its weight's gradient."""
     backward = name == "convolution_backward"
@@ -339,4 +350,5 @@ def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kerne
     bias = args[10][2] if backward else args[2] is not None
     if bias:  # a kernel of its own: added in place, or summed
         kernels.append(Kernel(name + " (bias)", OTHER, dtype, 0, _size(made) * (1 if backward else 2)))
-    return kernels
+    copied = (Kernel("clone", OTHER, dtype, 0, 2 * _size(each), even=False) for each in copied_to_convolve(name, args))
+    return [*copied, *kernels]

@@ -18,7 +18,7 @@ from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
 from effgpu.predicting.facts import ASSUMED
-from effgpu.predicting.kernels import SHORT_SORT, length_of_sorted
+from effgpu.predicting.kernels import SHORT_SORT, copied_to_convolve, length_of_sorted
 from effgpu.units import GiB
 
 if TYPE_CHECKING:
@@ -319,6 +319,10 @@ def _sort(tensor: torch.Tensor, *how: object) -> int:
     return 4 * places if row < tensor.numel() else 2 * places + tensor.numel() * tensor.element_size()
 
 
+def _convolve(name: str, *args: object) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in copied_to_convolve(name, args))
+
+
 def _deform(images: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor, *_: object) -> int:
     """torchvision/csrc/ops/cuda/deform_conv2d_kernel.cu: what a kernel's taps see, of up to 32 images at a time."""
     at_once = max(number for number in range(1, 33) if images.shape[0] % number == 0)
@@ -372,6 +376,7 @@ STORED |= {f"aten::{name}": lambda given, *_: given.numel() for name in ("binary
 TEMPORARY = {  # bytes that a kernel takes while it runs
     "aten::mse_loss": _reduced,
     "aten::smooth_l1_loss": _reduced,
+    **{f"aten::{name}": functools.partial(_convolve, name) for name in ("convolution", "convolution_backward")},
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::_embedding_bag_backward": _bag_backward,
     "aten::masked_scatter": _masked_scatter,
