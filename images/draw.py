@@ -4,6 +4,7 @@
 wide, and y runs down. A drawing's docstring is its alternative text; the SVG carries it as its title.
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -17,6 +18,8 @@ INK, GREY, PALE, WHITE = "#222222", "#6B7280", "#E4E7EB", "#FFFFFF"
 COLORS = {"A": BLUE, "B": ORANGE}
 WIDTH, UNITS_PER_INCH = 360, 80
 TICK = 6.6  # width of one layer's forward
+LESSONS = Path(__file__).parent.parent / "notebooks"
+STORED = "application/vnd.effgpu.comparison+json"  # what a lesson stores of a comparison
 SETTINGS = {"svg.fonttype": "path", "svg.hashsalt": "effgpu", "font.family": "DejaVu Sans", "hatch.linewidth": 1.2}
 
 
@@ -817,12 +820,23 @@ def ladder():
     as long as the one below it. TF32, 16 bits and attention bring most."""
     ax = card(320, "One technique more at each rung")
     names = ("naive", "+ TF32", "+ AdamW", "+ 16 bits", "+ attention", "+ vocabulary", "+ compile")
-    for k, (name, width) in enumerate(zip(names, (23, 62, 64, 98, 174, 196, 232), strict=True)):
+    seconds = predicted_seconds("16_ladder", "A100 80 GB")
+    for k, (name, took) in enumerate(zip(names, seconds, strict=True)):
         y = 254 - 32 * k
         text(ax, 18, y + 12, name, ha="left")
-        box(ax, 108, y, width, 24, BLUE if k else GREY)
+        box(ax, 108, y, 232 * seconds[-1] / took, 24, BLUE if k else GREY)
     text(ax, 108, 296, "speed on an A100 (predicted)", ha="left", color=GREY)
     return ax.figure
+
+
+def predicted_seconds(lesson, gpu):
+    """The predicted time of a step on a GPU, for each variant of a lesson's comparison in its order, as stored."""
+    cells = json.loads((LESSONS / f"{lesson}.ipynb").read_text())["cells"]
+    shown = (output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
+    stored = next(data[STORED] for data in shown if STORED in data)
+    labels = [measurement["label"] for measurement in stored["measurements"]]
+    sizes = ({each["gpu"]: each["seconds"] for each in stored["full_size"][label]} for label in labels)
+    return [seconds[gpu][0] for seconds in sizes]
 
 
 def under_limit(ax, floor, levels, words, goes_on=False):

@@ -96,9 +96,7 @@ class Aside:
     def __init__(self, act: Callable[..., object]):
         self._ours, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of a fork beside threads, as a loader's own workers are
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, as loaders make them
             self._process = os.fork()
         if not self._process:
             self._ours.close()
