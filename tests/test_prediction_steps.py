@@ -2069,9 +2069,15 @@ def test_what_transformers_switches_on_is_on_in_the_second_prediction_too():
         enable_tf32(True)
         return on_gpu(nn.Linear(64, 64), lambda: torch.randn(64, 64, device="cuda"))
 
-    for _ in range(2):
-        assert {kernel.format for kernel in kernels(variant) if kernel.product} == {"tf32"}
-    enable_tf32(False)
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    switches = torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn  # it sets them all
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for _ in range(2):
+            assert {kernel.format for kernel in kernels(variant) if kernel.product} == {"tf32"}
+    finally:
+        for switch, precision in zip(switches, before):
+            switch.fp32_precision = precision
 
 
 def rarely(kind):
