@@ -446,7 +446,7 @@ def test_workers_of_a_data_set_with_threads_are_measured_as_the_script_would_sta
 
 
 def test_workers_that_wait_for_ever_are_given_up(run):
-    used = "data[0]; sys.modules['effgpu.diagnosing.scripts']._HANGS = 1.0  # whose threads no worker has"
+    used = "data[0]; sys.modules['effgpu.diagnosing.loaders']._HANGS = 1.0  # whose threads no worker has"
     code, told, errors = run(POOL.replace("USED", used))
     assert code == 0 and LOADING not in [each["name"] for each in told["examined"]], errors
     assert any("its workers gave no batch in 1 s" in note for note in told["notes"]), told["notes"]

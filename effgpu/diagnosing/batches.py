@@ -3,14 +3,10 @@
 import contextlib
 import copy
 import multiprocessing.connection
-import os
-import signal
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
-from typing import NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -84,59 +80,6 @@ def time_loading(take: Callable[[], object], loader: object) -> Range:
             return statistics.median(seconds), min(seconds), max(seconds)
     middle, low, high = interval_of_blocks(seconds)
     return middle, max(0.0, low), high
-
-
-class Aside:
-    """A fork of this process as it is now, which waits until it is asked what `act` gives there.
-
-    So a loader's workers are what they would be for the script: none of the threads that loading starts was there when
-    they were forked.
-    """
-
-    def __init__(self, act: Callable[..., object]):
-        self._ours, theirs = multiprocessing.Pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, as loaders make them
-            self._process = os.fork()
-        if not self._process:
-            self._ours.close()
-            self._wait(theirs, act)
-        theirs.close()
-
-    def _wait(self, asked: multiprocessing.connection.Connection, act: Callable[..., object]) -> NoReturn:
-        try:
-            given = asked.recv()
-            torch.set_num_threads(1)  # the threads of the process that was forked are not here
-            try:
-                answer = act(*given), ""
-            except Exception as error:
-                answer = None, str(error) or type(error).__name__
-            asked.send(answer)
-        finally:
-            os._exit(0)
-
-    def ask(self, *given: object) -> object:
-        """What `act` gives of this. Raises RuntimeError for its error, and where the process was killed."""
-        answer, error = None, "the process that loads was killed"
-        with contextlib.suppress(EOFError, OSError):
-            self._ours.send(given)
-            answer, error = self._ours.recv()
-        if error:
-            raise RuntimeError(error)
-        return answer
-
-    def end(self) -> None:
-        """End it, whatever it does."""
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # as a script may wait for all of its own
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
-
-
-def forks_workers(loader: DataLoader) -> bool:
-    """Whether a loader's workers are forks of this process."""
-    how = loader.multiprocessing_context or multiprocessing
-    method = how.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]  # the default
-    return loader.num_workers > 0 and method == "fork"
 
 
 def time_handing(batches: Iterable[object], loading: Range) -> float:

@@ -4,48 +4,36 @@ import contextlib
 import functools
 import itertools
 import math
-import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
-from effgpu.diagnosing.batches import (
-    Aside,
-    change_tensors,
-    count_ahead,
-    forks_workers,
-    padding_share,
-    time_handing,
-    time_loading,
-)
+from effgpu.diagnosing.batches import count_ahead, padding_share
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis
+from effgpu.diagnosing.loaders import Loading, on_this_machine
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
-from effgpu.measuring.ops import tensors_in
-from effgpu.measuring.torch_internals import FakeTensor, _BaseDataLoaderIter, _current_graph_task_id
+from effgpu.measuring.torch_internals import _current_graph_task_id
 from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import WORKERS_IDLE
 from effgpu.predicting.files import Files
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import find_work, recording, walk
-from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Range, Timeline
-from effgpu.predicting.translator import on_real_tensors
+from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Timeline
 from effgpu.predicting.weights import weights_set_aside
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
@@ -54,10 +42,6 @@ _OPEN = "autocast is on where the optimizer steps: what precision saves was not 
 _NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
 _ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only what takes long was looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
-_HANGING = "its workers gave no batch in {:.0f} s, as where they wait for a thread or a lock from before their start"
-_HANGS = 60.0  # seconds for a batch, after which workers are given up; ten times the longest here, if that is more
-_ASIDES = 8  # processes that are kept, of as many loaders
-_start_thread = threading.Thread.start  # which a walk replaces
 WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
 
 
@@ -113,7 +97,7 @@ def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Pla
         yield make_plan
 
 
-def _measure(marks: Marks, gpu: Gpu, loading: "Loading", moving: "Moving", disturbances: "Disturbances") -> Plan:
+def _measure(marks: Marks, gpu: Gpu, loading: Loading, moving: "Moving", disturbances: "Disturbances") -> Plan:
     yield 1  # then the loop is known
     loader = loading.taken[0] if loading.taken else None
     batches = max(1, len(loading.taken))
@@ -231,7 +215,7 @@ def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable
         yield functools.partial(_predict, marks, asked.gpu, recorder, loading)
 
 
-def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading") -> Plan:
+def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading) -> Plan:
     recorder.own.counts = True
     predicted: Prediction = yield from walk(marks, recorder)
     worked = dict(recorder.worked)
@@ -249,7 +233,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: "Loading
             halved = yield from _repeat(recorder, _count_products(predicted.events))
         notes += (_OTHER_WORK,) * (not halved)
     marks.doing = "now its loader is measured"
-    with _on_this_machine():
+    with on_this_machine():
         try:
             if any(map(loading.gives_fakes, taken)):
                 raise RuntimeError("its tensors are on the GPU, or came from there")
@@ -299,13 +283,6 @@ def _tell_evaluations(recorder: ScriptRecorder, step: Timeline, usual: int) -> I
         yield f"{ran}, and {took}: evaluate less often"
 
 
-@contextlib.contextmanager
-def _on_this_machine() -> Iterator[None]:
-    """Inside, tensors are real, also in threads that start, and PyTorch says what is true of this machine."""
-    with on_real_tensors(), as_it_is(), replaced([(threading.Thread, "start", _start_thread)]):
-        yield
-
-
 def _repeat(recorder: ScriptRecorder, products: int) -> Plan:
     """A plan: the events of a step with so many products; none where, as in every tenth alone, a step does other work.
 
@@ -323,148 +300,3 @@ def _repeat(recorder: ScriptRecorder, products: int) -> Plan:
 def _count_products(events: Iterable[Event]) -> int:
     """By which to tell whether two steps do the same, whether attention runs in one kernel in both or not."""
     return sum(kernel.name in OUTSIDE_ATTENTION for event in events for kernel in event.kernels)
-
-
-# --- both ---
-
-
-class Loading:
-    """Which DataLoaders give the script's batches, and how many in a step."""
-
-    def __init__(self):
-        self._loaders: dict[int, DataLoader] = {}  # by iterator
-        self._batches: dict[DataLoader, object] = {}  # the last one of each
-        self._same = False
-        self._taking: list[tuple[DataLoader, int]] = []  # with the events before, in the step
-        self.taken: list[DataLoader] = []  # in the last step, one for each batch
-        self.evaluated: list[DataLoader] = []  # the same, of those that an evaluation takes
-        self.recorder: ScriptRecorder | None = None  # of a step that is walked
-        self._longest: dict[DataLoader, float] = {}  # seconds of a batch
-        self._asides: dict[DataLoader, Aside] = {}
-        self._took: dict[DataLoader, Range] = {}  # seconds for a batch
-        self._make = DataLoader._get_iterator
-
-    @property
-    def _events(self) -> Sequence[Event]:
-        return self.recorder.work.events if self.recorder else ()
-
-    def _apart(self) -> AbstractContextManager:
-        """Inside, nothing is work of the loop's own."""
-        return self.recorder.own.apart() if self.recorder else contextlib.nullcontext()
-
-    def next_step(self) -> None:
-        """A step is over."""
-        events = self._events
-        self.evaluated = [loader for loader, at in self._taking if at < len(events) and events[at].evaluating]
-        self.taken, self._taking = [loader for loader, _ in self._taking], []
-
-    def same(self) -> AbstractContextManager:
-        """Inside, loaders give their last batch again, and load nothing."""
-        return replaced([(self, "_same", True)])
-
-    def replacing(self, started: Callable[[], None] = lambda: None) -> Iterator[tuple[type, str, Callable]]:
-        """(class, name, what stands there), to see which loader gives a batch. Each iterator calls `started`."""
-        give, prepare = _BaseDataLoaderIter.__next__, _BaseDataLoaderIter.__init__
-
-        @functools.wraps(prepare)
-        def prepare_noted(iterator, loader):
-            prepare(iterator, loader)
-            self._loaders[id(iterator)] = loader
-            started()
-
-        @functools.wraps(give)
-        def give_noted(iterator):
-            loader = self._loaders[id(iterator)]
-            if not (self._same and loader in self._batches):
-                began = time.perf_counter()
-                with self._apart():
-                    self._batches[loader] = give(iterator)
-                self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
-            self._taking.append((loader, len(self._events)))
-            return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
-
-        yield _BaseDataLoaderIter, "__init__", prepare_noted
-        yield _BaseDataLoaderIter, "__next__", give_noted
-
-    def keeping_aside(self) -> Iterator[tuple[type, str, Callable]]:
-        """(class, name, what stands there), to keep a fork of this process, from before it loads batches itself.
-
-        There, a loader's workers are what they would be for the script.
-        """
-        begin = DataLoader.__iter__
-
-        @functools.wraps(begin)
-        def begin_aside(loader):
-            with self._apart():
-                if loader not in self._asides and forks_workers(loader):
-                    if len(self._asides) == _ASIDES:
-                        self._asides.pop(next(iter(self._asides))).end()
-                    with contextlib.suppress(OSError):  # of a system that forks no more
-                        self._asides[loader] = Aside(functools.partial(self._time_alone, loader))
-                return begin(loader)
-
-        yield DataLoader, "__iter__", begin_aside
-
-    def end(self) -> None:
-        """End the processes that were kept."""
-        for aside in self._asides.values():
-            aside.end()
-
-    def time(self, taken: list[DataLoader]) -> tuple[Range, DataLoader | None]:
-        """Seconds that loading takes for a step's batches, by the loaders' own workers, and the loader of most.
-
-        The workers of several loaders work at once, if there is a core for each.
-        """
-        total, beside, longest, slowest = NOTHING, NOTHING, -1.0, None
-        at_once = sum(loader.num_workers for loader in set(taken)) <= (os.cpu_count() or 1)
-        for loader in dict.fromkeys(taken):
-            aside, limit = self._asides.get(loader), max(_HANGS, 10 * self._longest[loader])
-            if loader not in self._took:
-                self._took[loader] = aside.ask(limit) if aside else self._time(loader, limit)
-            one = [taken.count(loader) * seconds for seconds in self._took[loader]]
-            if loader.num_workers and at_once:
-                beside = tuple(map(max, beside, one))
-            else:
-                total = tuple(map(sum, zip(total, one)))
-            if one[0] > longest:
-                longest, slowest = one[0], loader
-        return tuple(map(sum, zip(total, beside))), slowest
-
-    def is_remade(self, loader: DataLoader | None) -> bool:
-        """Whether a loader with workers is one of several that were made of one data set, as one for each epoch."""
-        like = [(each.dataset, type(each.sampler)) for each in self._batches if each.num_workers]
-        return loader is not None and like.count((loader.dataset, type(loader.sampler))) > 1
-
-    def _time_alone(self, loader: DataLoader, limit: float) -> Range:
-        self._asides = dict.fromkeys(self._asides)  # which are not this process's
-        with _on_this_machine():
-            return self._time(loader, limit)
-
-    def _time(self, loader: DataLoader, limit: float) -> Range:
-        """Seconds that a loader takes for a batch. Raises RuntimeError where its workers take longer than the limit."""
-        batches = iter(())
-
-        def take():
-            nonlocal batches
-            for _ in range(2):
-                for batch in batches:
-                    return batch
-                batches = self._make(loader)
-            raise RuntimeError("loader: expected batches, got none")
-
-        waits = [(loader, "timeout", loader.timeout or limit)] if loader.num_workers else []
-        with replaced(waits):
-            try:
-                return time_loading(take, loader)
-            except RuntimeError as error:
-                if "timed out after" not in str(error):
-                    raise
-                raise RuntimeError(_HANGING.format(loader.timeout)) from error
-
-    def gives_fakes(self, loader: DataLoader) -> bool:
-        """Whether a loader's batches have no values: what their making takes is not what a script's takes."""
-        return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(self._batches[loader]))
-
-    def time_handing(self, taken: list[DataLoader], took: Range) -> float:
-        """What `time_handing` tells of a step's batches, which take so long to load."""
-        return time_handing((self._batches[loader] for loader in taken), took)
