@@ -195,13 +195,13 @@ def _compare_sizes(recorder: Recorder, peak: int) -> None:
         return
     sizes = " and ".join(map(format_bytes, made))
     if made[0] > _VARIES * made[1] + MiB and recorder.ran_more_before():
-        text = f"what ran in the step before the one that was counted took more: {sizes} in their forward passes"
+        text, larger = "what ran in the step before the one that was counted took more: {} in their forward passes", ""
     elif made[1] > _GROWS * made[0] or made[0] > _VARIES * made[1] + MiB:
-        text = f"steps differ in size, as two that were looked at make {sizes} in their forward pass"
+        text = "steps differ in size, as two that were looked at make {} in their forward pass"
+        larger = "; a later step may be larger still"
     else:
         return
-    larger = "larger; a later step may be larger still" if made[1] > made[0] else "larger"
-    recorder.say(ASSUMED, f"{text}: the time is the last one's, and the peak that of the {larger}")
+    recorder.say(ASSUMED, f"{text.format(sizes)}: the time is the last one's, and the peak that of the larger{larger}")
 
 
 def _divide(blocks: Iterable[Block]) -> dict[str, int]:
