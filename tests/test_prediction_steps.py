@@ -1789,6 +1789,42 @@ fine = values.any()
 # --- where tensors lie that a function's step makes, moves and trains ---
 
 
+def wider(layer, **where):
+    """A layer with more outputs, in place of one that is on the GPU."""
+    wide = nn.Linear(1024, 4096, bias=False, **where)
+    with torch.no_grad():
+        wide.weight[:1000] = layer.weight
+    return lambda x: wide(x), wide.weight
+
+
+def scaled(layer, **where):
+    """A layer whose weight is made anew in each step."""
+    weight, gain = (nn.Parameter(torch.ones(size, 1024, **where)) for size in (4096, 1))
+    return lambda x: layer(x).sum() + nn.functional.linear(x, weight * gain), weight
+
+
+@pytest.mark.parametrize("make", [wider, scaled])
+@pytest.mark.parametrize("in_16_bits", [True, False])
+def test_a_weight_lies_where_what_is_made_of_it_meets_the_gpus(make, in_16_bits):
+    def variant(**where):
+        layer = nn.Linear(1024, 1000, bias=False).to("cuda")
+        apply, weight = make(layer, **where)
+        optimizer = torch.optim.AdamW([weight])
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16, enabled=in_16_bits):
+                loss = apply(torch.randn(64, 1024, device="cuda")).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    said, not_said = predict(partial(variant, device="cuda"), "A100"), predict(variant, "A100")
+    assert not_said.allocated == said.allocated > 3 * 4 * 4096 * 1024 and not not_said.unknown
+    assert not_said.owners == said.owners and not_said.time().expected == said.time().expected
+
+
 def on_gpu(model, *inputs_of, lr=0.1):
     """A step on the GPU that trains a model of what each of `inputs_of` makes there."""
     model = model.to("cuda")

@@ -229,6 +229,8 @@ class Recorder(TorchDispatchMode):
             whole = torch.empty(max(result.numel(), STORED[name](*args)), dtype=result.dtype, device=CPU)
             result = whole.as_strided(result.shape, result.stride())
         self._see_placed(place, args, result)
+        if self.storages.names_gpu and not (place or self._moving or "device" in kwargs):
+            self.storages.link(tensors_of(result), tensors_of((args, kwargs)))
         if func is aten.add.Tensor:
             self.storages.note_sum(args[0], result)
         if name in TEMPORARY and self.capability:
@@ -380,7 +382,10 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default and GPU in places and len(places) == 2:
             block = blocks[id(args[0])]
             inside = block.born > self._called  # by PyTorch in C++, for what it is given: pad_sequence
-            block.place = block.place or (GPU if inside else HOST)
+            if not block.place and inside:
+                block.place = GPU
+            elif not block.place:
+                self.storages.suppose_on_host(block)
             if HOST in (block.place, blocks[id(args[1])].place):  # what is loaded has no place
                 self.work.note_bus(args[0])
             return True

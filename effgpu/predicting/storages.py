@@ -32,6 +32,8 @@ class Storages:
         self._rounded = rounded
         self._most_from = 0  # the event from which on the most in use is asked for
         self._alive_now: dict[int, Block] = {}  # by storage
+        self._sources: dict[int, list[Block]] = {}  # of what lies where they lie, which is not said; by its block
+        self._supposed: set[int] = set()  # blocks that nothing says are on the host, but that the GPU's are copied to
         self._summed: tuple = _NO_SUM  # a gradient, the sum that was just made of it, and the sum's storage
         self._continued: dict[int, Block] = {}  # the block that a sum's goes on in, by the sum's
         self._ends: list[int] = []  # of steps
@@ -78,12 +80,38 @@ class Storages:
         self.blocks.append(Block(round_size(size), self.now + 1, died=self.now + 2, place=GPU))
         self.now += 2
 
+    def link(self, made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+        """Note what results were made of, as a cast weight is of its weight: they lie in one place, also if none says.
+
+        A number may lie elsewhere.
+        """
+        sources = [block for tensor in given if tensor.dim() and (block := self.of(tensor)) and self._is_open(block)]
+        for block in filter(None, map(self.of, made)):
+            if not block.place and not any(block is source for source in sources):  # not: a view
+                self._sources.setdefault(id(block), sources)
+
+    def _is_open(self, block: Block) -> bool:
+        return not block.place or id(block) in self._supposed
+
+    def suppose_on_host(self, block: Block) -> None:
+        """What lies on the GPU is copied to a block of which nothing says where it lies."""
+        block.place = HOST
+        self._supposed.add(id(block))
+
     def bring(self, block: Block) -> None:
-        """A block has met the GPU's: it lies there. One of the host's was copied by a name that is not seen."""
-        if block.place == HOST:  # tensor.to(other.device)
+        """A block has met the GPU's: it lies there, and so did what it was made of.
+
+        One that the step has put on the host was copied by a name that is not seen.
+        """
+        if not self._is_open(block):  # tensor.to(other.device)
             self.now += 1
             block.born = self.now
-        block.place = GPU
+        met = [block]
+        while met:
+            block = met.pop()
+            block.place = GPU
+            self._supposed.discard(id(block))
+            met += filter(self._is_open, self._sources.pop(id(block), ()))
 
     def drop(self, key: int, block: Block) -> bool:
         """A storage is let go of. Returns whether nothing else lies under its key."""
