@@ -449,7 +449,7 @@ def found():
 def test_each_finding_says_its_ceiling_its_range_where_it_is_and_what_to_change(found):
     lines, first = str(found).splitlines(), found.findings[0]
     assert lines[0].startswith(f"T4: {format_seconds(found.seconds)} per step [") and lines[0].endswith("(predicted)")
-    saves = f"saves at most {format_seconds(first.seconds)} [{format_seconds(first.low)}, {format_seconds(first.high)}]"
+    saves = f"could save {format_seconds(first.seconds)} [{format_seconds(first.low)}, {format_seconds(first.high)}]"
     assert lines[2] == f"1. {first.name}: {saves}, {first.seconds / found.seconds:.0%} of the step"
     assert re.search(rf"^   change  {re.escape(first.advice)} \(lessons? {first.lesson}\)$", str(found), re.MULTILINE)
     assert "memory, predicted: " in str(found)
@@ -460,13 +460,13 @@ def test_two_that_were_tried_together_save_less_than_their_sum():
     found = effgpu.doctor(training(optimizer=partial(torch.optim.Adam, foreach=False)), [ROWS])
     first, second = found.findings[:2]
     assert max(first.seconds, second.seconds) <= found.together.seconds < first.seconds + second.seconds
-    assert f"{first.name} and {second.name} together: at most " in str(found)
+    assert f"{first.name} and {second.name}, together: could save " in str(found)
 
 
 def test_what_may_be_large_or_nothing_is_no_finding():
     maybe = Finding(LAUNCHING, 0.03, 0.0, 0.05, lesson="05 and 14", advice="a larger batch")
     found = Diagnosis("T4", 0.1, 0.1, 0.1, False, (maybe,))
-    told = "launching, perhaps: at most 30.0 ms [0 s, 50.0 ms], 30% of the step; to try: a larger batch (lessons 05"
+    told = "launching, perhaps: could save 30.0 ms [0 s, 50.0 ms], 30% of the step; to try: a larger batch (lessons 05"
     assert not found.findings and told in str(found)
 
 
@@ -570,7 +570,7 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     found = effgpu.doctor(variant, loader)
     assert found.measured
     assert (found.seconds, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert re.search(r"^1\. data loading: saves at most .* 40% of the step \(measured\)$", str(found), re.MULTILINE)
+    assert re.search(r"^1\. data loading: could save .* 40% of the step \(measured\)$", str(found), re.MULTILINE)
     assert measured(found) == pytest.approx({LOADING: 0.04, OPTIMIZER: 0.03, COPYING: 0.02, PRECISION: 0.006})
     assert [one.name for one in found.findings if one.measured] == [LOADING, OPTIMIZER, COPYING, PRECISION]
     assert (found.together.name, found.together.measured) == ("data loading and optimizer", True)

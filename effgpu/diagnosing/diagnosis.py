@@ -37,9 +37,9 @@ class Finding:
     advice: str = ""
 
     def in_words(self, step: float) -> str:
-        """What it saves, with its interval or range, and the share of a step of so many seconds."""
+        """What it could save, with its interval or range, and the share of a step of so many seconds."""
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
-        return f"at most {seconds} [{low}, {high}], {self.seconds / step:.0%} of the step"
+        return f"could save {seconds} [{low}, {high}], {self.seconds / step:.0%} of the step"
 
     @property
     def what_to_change(self) -> str:
@@ -118,7 +118,7 @@ class Diagnosis:
             details = [("seen", seen)] if seen else []
             details += [("line", str(line)) for line in one.lines[:3]]
             details.append(("change", one.what_to_change))
-            told.append((f"{one.name}: saves {one.in_words(self.seconds)}{how}", details))
+            told.append((f"{one.name}: {one.in_words(self.seconds)}{how}", details))
         return told
 
     def _heading(self) -> str:
@@ -133,7 +133,7 @@ class Diagnosis:
         """What stands below the findings."""
         lines = []
         if self.together:
-            lines.append(f"{self.together.name} together: {self.together.in_words(self.seconds)}")
+            lines.append(f"{self.together.name}, together: {self.together.in_words(self.seconds)}")
         for one in self.perhaps:
             lines.append(f"{one.name}, perhaps: {one.in_words(self.seconds)}; to try: {one.what_to_change}")
         if small := ", ".join(one.name for one in self.examined if one not in self._large):
