@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import patients
@@ -399,19 +400,25 @@ for epoch in range(9):
 """
 
 
-@pytest.mark.parametrize(
-    ("loader", "advice"),
-    [
-        ("DataLoader(data, 64, num_workers=1)", "one DataLoader for all epochs, with persistent_workers=True"),
-        ("DataLoader(Stream(), 64, num_workers=1)", "batch_size=None"),
-        ("DataLoader(Stream(), 64)", "batch_size=None"),
-    ],
-    ids=["made anew", "stream with a worker", "stream"],
-)
-def test_what_is_known_of_a_loader_decides_the_advice(loader, advice, run):
-    _, told, errors = run(OF_TWO.replace("LOADER", loader))
+def test_a_loader_that_is_made_anew_is_told_to_stay(run):
+    _, told, errors = run(OF_TWO.replace("LOADER", "DataLoader(data, 64, num_workers=1)"))
     (loading,) = (each for each in told["examined"] if each["name"] == LOADING)
-    assert advice in loading["advice"] and "tensors[rows]" not in loading["advice"], errors
+    assert loading["advice"].startswith("one DataLoader for all epochs, with persistent_workers=True"), errors
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_told_to_give_whole_batches(workers):
+    seen = causes.Observed(has_loader=True, handing=0.01, workers=workers)
+    advice = [causes.CAUSES[LOADING].advice(replace(seen, streams=streams)) for streams in (True, False)]
+    assert ["batch_size=None" in each for each in advice] == [True, False]
+    assert ["tensors[rows]" in each for each in advice] == [False, True]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_of_a_scripts_is_seen_as_one(workers, run):
+    _, told, errors = run(OF_TWO.replace("LOADER", f"DataLoader(Stream(), 64, num_workers={workers})"))
+    (loading,) = (each for each in told["examined"] if each["name"] == LOADING)
+    assert "tensors[rows]" not in loading["advice"], errors
 
 
 def test_workers_of_two_loaders_load_at_once(run):
