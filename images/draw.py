@@ -12,6 +12,8 @@ import matplotlib.style
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
+from effgpu.comparison import MIME_TYPE
+
 # Okabe and Ito's palette, which colour-blind readers can tell apart
 ORANGE, SKY, GREEN, BLUE, RED, PINK = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
 INK, GREY, PALE, WHITE = "#222222", "#6B7280", "#E4E7EB", "#FFFFFF"
@@ -19,7 +21,6 @@ COLORS = {"A": BLUE, "B": ORANGE}
 WIDTH, UNITS_PER_INCH = 360, 80
 TICK = 6.6  # width of one layer's forward
 LESSONS = Path(__file__).parent.parent / "notebooks"
-STORED = "application/vnd.effgpu.comparison+json"  # what a lesson stores of a comparison
 SETTINGS = {"svg.fonttype": "path", "svg.hashsalt": "effgpu", "font.family": "DejaVu Sans", "hatch.linewidth": 1.2}
 
 
@@ -833,7 +834,7 @@ def predicted_seconds(lesson, gpu):
     """The predicted time of a step on a GPU, for each variant of a lesson's comparison in its order, as stored."""
     cells = json.loads((LESSONS / f"{lesson}.ipynb").read_text())["cells"]
     shown = (output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
-    stored = next(data[STORED] for data in shown if STORED in data)
+    stored = next(data[MIME_TYPE] for data in shown if MIME_TYPE in data)
     labels = [measurement["label"] for measurement in stored["measurements"]]
     sizes = ({each["gpu"]: each["seconds"] for each in stored["full_size"][label]} for label in labels)
     return [seconds[gpu][0] for seconds in sizes]

@@ -30,9 +30,8 @@ def find_loop(events: Iterable[Event]) -> Loop | None:
     forward = [event for event in events if event.kernels and event.phase == FORWARD and not event.evaluating]
     inside: dict[tuple[str, range], list[tuple[Site, Event]]] = {}
     for event in forward:
-        for site in filter(
-            None, dict.fromkeys(each and each._replace(inside="") for each in (event.site, event.inner))
-        ):
+        sites = dict.fromkeys(each._replace(inside="") for each in (event.site, event.inner) if each)
+        for site in sites:
             for lines in _loops(site.file):
                 if site.line in lines:
                     inside.setdefault((site.file, lines), []).append((site, event))

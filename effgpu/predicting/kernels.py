@@ -69,6 +69,7 @@ _SECOND_READ = {  # the arguments that are read twice
 _SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 _NORMS = (*_SECOND_READ, *_SOFTMAX, "native_layer_norm", "_fused_rms_norm")
 _SORTS = ("sort", "argsort", "_unique", "_unique2", "unique_dim")
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 SHORT_SORT = 4096  # elements of a row that one block of threads sorts: aten/src/ATen/native/cuda/Sort.cpp
 _SHORT_ROW = 1024  # elements of a softmax's row that registers hold: PersistentSoftmax.cuh reads them once
 _LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu reads them three times
@@ -320,7 +321,7 @@ def copied_to_convolve(name: str, args: tuple) -> list[torch.Tensor]:
 
 
 def _orders(images: torch.Tensor) -> tuple[torch.memory_format, ...]:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(images.dim())
+    last = CHANNELS_LAST.get(images.dim())
     return (torch.contiguous_format, last) if last else (torch.contiguous_format,)
 
 

@@ -76,9 +76,7 @@ class ScriptRecorder(Recorder):
         self._passes = [0]  # of them in each step, and in the one that has begun
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self.noted = 0  # steps whose events were noted
-        self._evaluating: dict[
-            torch.nn.Module, int
-        ] = {}  # of modules that evaluate now: the events before, in the step
+        self._evaluating: dict[torch.nn.Module, int] = {}  # that evaluate now: the events before, in the step
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs

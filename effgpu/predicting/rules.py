@@ -18,7 +18,7 @@ from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
 from effgpu.predicting.facts import ASSUMED
-from effgpu.predicting.kernels import SHORT_SORT, copied_to_convolve, length_of_sorted
+from effgpu.predicting.kernels import CHANNELS_LAST, SHORT_SORT, copied_to_convolve, length_of_sorted
 from effgpu.units import GiB
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ IN_PARTS = {
     *(aten.logsumexp.default, aten.logsumexp.out, aten.binary_cross_entropy_with_logits.default),
     *(aten._safe_softmax.default, aten.dist.default),
 }
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # pytorch/pytorch#191085: before, memory-efficient attention took as many heads of keys as of queries only.
 _EFFICIENT_SHARES = torch.__version__ >= (2, 14)
 
@@ -191,8 +190,8 @@ def batch_norm(tensor, weight, bias, mean, variance, training, momentum, epsilon
     if not (cudnn_enabled and tensor.dim() > 2 and tensor.numel() < 2**31 and statistics and affine and exact):
         given = tensor, weight, bias, mean, variance, training, momentum, epsilon, cudnn_enabled
         return aten._batch_norm_impl_index.default(*given)[0]
-    last = tensor.dim() in _LAST and tensor.stride(1) == 1 and not tensor.is_contiguous()
-    ordered = tensor.contiguous(memory_format=_LAST[tensor.dim()] if last else torch.contiguous_format)
+    last = tensor.dim() in CHANNELS_LAST and tensor.stride(1) == 1 and not tensor.is_contiguous()
+    ordered = tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()] if last else torch.contiguous_format)
     return aten.cudnn_batch_norm.default(ordered, weight, bias, mean, variance, training, momentum, epsilon)[0]
 
 
