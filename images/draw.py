@@ -811,7 +811,7 @@ def distilbert_150k():
     epoch_area(ax, 36, 284, 157, 20, 0.23)
     text(ax, 36, 302, "16 bits, a bit less padding", ha="left")
     heading(ax, 240, 252, "efficient")
-    epoch_area(ax, 240, 284, 41, 20, 0.88)
+    epoch_area(ax, 240, 284, 41, 22, 0.88)
     text(ax, 240, 302, "hardly any", ha="left")
     return ax.figure
 
