@@ -955,7 +955,7 @@ def table_of_2022():
         text(ax, x, 78, words[1], weight="bold")
     rows = (
         ("peak memory", "of a training step", True, False),
-        ("time lost", "by checkpointing", True, True),
+        ("time lost", "by less memory", True, True),
         ("time won", "by 16 bits", False, False),
     )
     for k, (name, example, *answers) in enumerate(rows):
