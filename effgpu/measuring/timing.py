@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from itertools import pairwise
 from numbers import Integral
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from effgpu.measuring.device import check_accelerator, check_gpus, find_device
 from effgpu.measuring.variants import check_worked, is_function
 from effgpu.units import check_positive
 
+Result = TypeVar("Result")
 _LATE = 0.1  # of a turn: work of other streams that is still running so long after it is worth a warning
 OTHER_STREAM = (
     "the step leaves work on another CUDA stream than the current one, and that work is not timed: let the current "
@@ -33,8 +35,7 @@ def time_steps(step: Callable[[], object], count: int) -> list[float]:
     `time.perf_counter`. Raises TypeError for what is no step, as a variant in its place, and ValueError for a count
     that is no positive whole number or a step that works on another GPU than the current one, or on several.
     """
-    on_gpu = find_device().type == "cuda"
-    marks = _mark(step, count, every=1, lead=1 if on_gpu else 0)
+    marks = _drive(step, count, _mark(count, every=1, lead=1 if find_device().type == "cuda" else 0))
     return [after - before for before, after in pairwise(marks)]
 
 
@@ -46,34 +47,71 @@ def time_turn(
     As `time_steps`, but with two events for all of the turn: an event for each step would cost short steps some per
     cent. `meanwhile` is called before the wait, while a GPU works. Raises what `time_steps` raises.
     """
-    began, ended = _mark(step, count, every=count, lead=lead, meanwhile=meanwhile)
+    return _drive(step, count, window(count, lead=lead, meanwhile=meanwhile))
+
+
+def window(count: int, *, lead: int = 1, meanwhile: Callable[[], object] | None = None) -> Generator[int, None, float]:
+    """`time_turn` as a plan, for a loop that is not ours: yields how many steps may pass; gives the mean seconds."""
+    began, ended = yield from _mark(count, every=count, lead=lead, meanwhile=meanwhile)
     return (ended - began) / count
 
 
-def window(count: int, *, lead: int = 1) -> Generator[int, None, float]:
-    """A plan that times steps: yields how many may pass, first `lead` that do not count; mean seconds of the others.
+def _drive(step: Callable[[], object], count: int, plan: Generator[int, None, Result]) -> Result:
+    """What a plan gives that times `count` steps, where each is a call of `step`."""
+    check_step(step=step)
+    check_positive(Integral, count=count)
+    called = False
+    while True:
+        try:
+            steps = next(plan)
+        except StopIteration as end:
+            check_accelerator()
+            return end.value
+        for _ in range(steps):
+            result = step()
+            if not called:
+                check_worked(result)
+                called = True
 
-    As `time_turn`: on a GPU two events, and one wait when all is over.
+
+def _mark(
+    count: int, *, every: int, lead: int, meanwhile: Callable[[], object] | None = None
+) -> Generator[int, None, list[float]]:
+    """A plan: the seconds on the clock before the first of `count` steps, and after every so many of them.
+
+    On a GPU by CUDA events, with one wait when all is over. The first `lead` steps go before the clock starts.
     """
-    if find_device().type != "cuda":
-        yield lead
-        began = time.perf_counter()
-        yield count
-        return (time.perf_counter() - began) / count
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for mark in (began, ended):
+    marks = _mark_on_gpu if find_device().type == "cuda" else _mark_on_cpu
+    return marks(count, every, lead, meanwhile)
+
+
+def _mark_on_cpu(count: int, every: int, lead: int, _meanwhile) -> Generator[int, None, list[float]]:
+    yield lead
+    marks = [time.perf_counter()]
+    for _ in range(count // every):
+        yield every
+        marks.append(time.perf_counter())
+    return marks
+
+
+def _mark_on_gpu(count: int, every: int, lead: int, meanwhile) -> Generator[int, None, list[float]]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(1 + count // every)]
+    for mark in marks:
         mark.record()  # the first time, CUDA makes the event: not while steps are timed
     torch.cuda.synchronize()
     with on_current_gpu():
         yield lead
-    began.record()
-    yield count
-    ended.record()
-    late = _wait(ended)
-    seconds = began.elapsed_time(ended) / 1000
-    if is_late(late, seconds):
+    marks[0].record()
+    for mark in marks[1:]:
+        yield every
+        mark.record()
+    if meanwhile:
+        meanwhile()
+    late = _wait(marks[-1])
+    seconds = [marks[0].elapsed_time(mark) / 1000 for mark in marks]
+    if is_late(late, seconds[-1]):
         warnings.warn(OTHER_STREAM, stacklevel=2)
-    return seconds / count
+    return seconds
 
 
 def _wait(mark: "torch.cuda.Event") -> float:
@@ -122,53 +160,6 @@ def cap_seconds(seconds: float) -> float:
         if float(cap) > 0:
             return min(seconds, float(cap))
     raise BadArgument(f"{CAP}: expected a positive number of seconds, got {cap!r}")
-
-
-def _mark(
-    step: Callable[[], object], count: int, *, every: int, lead: int, meanwhile: Callable[[], object] | None = None
-) -> list[float]:
-    """The seconds on the clock before the first of `count` steps, and after every so many of them."""
-    check_step(step=step)
-    check_positive(Integral, count=count)
-    mark = _mark_on_gpu if find_device().type == "cuda" else _mark_on_cpu
-    seconds = mark(step, count, every, lead, meanwhile)
-    check_accelerator()
-    return seconds
-
-
-def _mark_on_cpu(step, count: int, every: int, lead: int, meanwhile) -> list[float]:
-    for _ in range(lead):
-        check_worked(step())
-    marks = [time.perf_counter()]
-    for number in range(1, count + 1):
-        result = step()
-        if number % every == 0:
-            marks.append(time.perf_counter())
-        if number == 1 and not lead:
-            check_worked(result)
-    return marks
-
-
-def _mark_on_gpu(step, count: int, every: int, lead: int, meanwhile) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(1 + count // every)]
-    for mark in marks:
-        mark.record()  # the first time, CUDA makes the event: not while steps are timed
-    torch.cuda.synchronize()
-    with on_current_gpu():
-        for _ in range(lead):
-            check_worked(step())
-    marks[0].record()
-    for number in range(1, count + 1):
-        step()
-        if number % every == 0:
-            marks[number // every].record()
-    if meanwhile:
-        meanwhile()
-    late = _wait(marks[-1])
-    seconds = [marks[0].elapsed_time(mark) / 1000 for mark in marks]
-    if is_late(late, seconds[-1]):
-        warnings.warn(OTHER_STREAM, stacklevel=2)
-    return seconds
 
 
 def is_late(late: float, seconds: float) -> bool:
