@@ -12,9 +12,9 @@ from effgpu.measuring.device import Device, describe, find_device
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence, one_sided
 from effgpu.measuring.measurement import Measurement, find_interval, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
+from effgpu.predicting.audited import list_unchecked
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
 from effgpu.predicting.gpus import GpuLike, find_gpu
-from effgpu.predicting.time import list_unchecked
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"

@@ -26,19 +26,9 @@ from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import TABLE, Gpu, find_gpu, known_gpus, own_table, read_table
 from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
 from effgpu.predicting.predict import predict
-from effgpu.predicting.time import (
-    EXTRAPOLATED,
-    LAUNCH_BOUND,
-    LEAST_OF_RATIOS,
-    MEMORY_BOUND,
-    NINE_OF_TEN,
-    PRODUCTS_BOUND,
-    SPREAD_OF_RATIOS,
-    SPREAD_OF_SOURCES,
-    kernel_seconds,
-    step_time,
-    time_ratio,
-)
+from effgpu.predicting.rates import kernel_seconds
+from effgpu.predicting.spreads import EXTRAPOLATED, LEAST_OF_RATIOS, NINE_OF_TEN, SPREAD_OF_RATIOS, SPREAD_OF_SOURCES
+from effgpu.predicting.time import LAUNCH_BOUND, MEMORY_BOUND, PRODUCTS_BOUND, step_time, time_ratio
 from effgpu.predicting.timeline import COPY, Event, Timeline
 from effgpu.units import GiB, MiB, format_seconds
 

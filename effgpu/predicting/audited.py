@@ -5,6 +5,7 @@
 
 import csv
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -27,3 +28,12 @@ def _counted() -> dict[tuple[str, str, str], int]:
 def audited_runs(gpu: str, kind: str, format: str) -> int:
     """How many runs of such networks in this format were compared on such a GPU."""
     return _counted().get((family(gpu), kind, format), 0)
+
+
+def list_unchecked(found: Iterable[tuple[str, str]]) -> list[str]:
+    """Of GPUs' names and what `Time.tell_unchecked` says there: "transformers in fp16 on T4, L4"."""
+    names: dict[str, dict[str, None]] = {}
+    for gpu, missing in found:
+        if missing:
+            names.setdefault(missing, {})[gpu] = None
+    return [f"{missing} on {', '.join(those)}" for missing, those in names.items()]

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from effgpu.attaching.sites import Site
 from effgpu.errors import BadArgument
+from effgpu.predicting.audited import list_unchecked
 from effgpu.predicting.facts import (
     ASSUMPTIONS,
     COMPILED,
@@ -22,7 +23,7 @@ from effgpu.predicting.facts import (
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu
 from effgpu.predicting.kernels import Segment
-from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, list_unchecked, step_time
+from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
     NOT_MEASURED,

@@ -13,7 +13,9 @@ from typing import NamedTuple
 from effgpu.attaching.sites import Site
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kernels import Kernel, Segment
-from effgpu.predicting.time import FUSES, LAUNCH_RANGE, bus_rate, kernel_seconds
+from effgpu.predicting.rates import bus_rate, kernel_seconds
+from effgpu.predicting.spreads import LAUNCH_RANGE
+from effgpu.predicting.time import FUSES
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's

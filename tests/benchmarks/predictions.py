@@ -15,7 +15,7 @@ import torch
 from benchmarks import measured, published_memory, published_peaks, published_times, ranges
 
 from effgpu import results
-from effgpu.predicting import audited, time
+from effgpu.predicting import audited, spreads
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "predict.md"
 EVERY = PAGE.with_name("audit.md")
@@ -56,8 +56,8 @@ def main() -> int:
     times = judge_all()
     chosen = [o for o in times if not o.case.calibrates]
     fitted = ranges.fit([o for o in chosen if not o.time.compiled])
-    print(f"{time.__name__}: asked for are {fitted}, set are {time.SPREAD_OF_SOURCES}, {time.EXTRAPOLATED}")
-    print(f"ratios: asked for are {ranges.fit_ratios(times)}, set are {time.SPREAD_OF_RATIOS}")
+    print(f"{spreads.__name__}: asked for are {fitted}, set are {spreads.SPREAD_OF_SOURCES}, {spreads.EXTRAPOLATED}")
+    print(f"ratios: asked for are {ranges.fit_ratios(times)}, set are {spreads.SPREAD_OF_RATIOS}")
 
     about_time, title, about_memory = PAGE.read_text(encoding="utf-8").partition("\n## Memory\n")
     version = {r"with PyTorch \S+\. ": f"with PyTorch {torch.__version__.partition('+')[0]}. "}

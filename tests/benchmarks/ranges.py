@@ -14,9 +14,10 @@ from unittest.mock import patch
 
 from benchmarks.published_times import Outcome, find_pairs
 
-from effgpu.predicting import time
+from effgpu.predicting import spreads
 from effgpu.predicting.audited import COLUMNS, CONVOLUTIONAL, TRANSFORMERS, family
 from effgpu.predicting.gpus import known_gpus
+from effgpu.predicting.time import range_of
 
 WIDTHS = [number / 100 for number in range(41)]  # standard deviations that are tried
 WANTED = 0.9
@@ -48,8 +49,8 @@ def is_inside(outcome: Outcome, source: float, unseen: float = 0.0) -> bool:
     if outcome.time.compiled:
         return outcome.is_inside
     known, gpu = outcome.time, outcome.time.gpu
-    spread = math.hypot(source, unseen, *time._spreads(known.sources, gpu))
-    expected, low, high = time._ends(known.between_waits, gpu, spread)
+    spread = math.hypot(source, unseen, *spreads.spreads_of_kinds(known.sources, gpu))
+    expected, low, high = range_of(known.between_waits, gpu, spread)
     step, scale = outcome.published - outcome.case.idle[0], outcome.expected - outcome.case.idle[0]
     return low / expected <= step / scale <= high / expected
 
@@ -73,7 +74,7 @@ def fit_ratios(outcomes: Sequence[Outcome]) -> dict[str, float]:
 def _least_of_ratios(outcomes: Sequence[Outcome], kind: str) -> float:
     compiled = {id(o.case) for o in outcomes if o.time.compiled}
     for width in WIDTHS:
-        with patch.dict(time.SPREAD_OF_RATIOS, {kind: width}):
+        with patch.dict(spreads.SPREAD_OF_RATIOS, {kind: width}):
             pairs = [pair for pair in find_pairs(outcomes) if pair.ours.convolutional == (kind == CONVOLUTIONAL)]
         by_source = defaultdict(list)
         for pair in pairs:

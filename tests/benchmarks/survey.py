@@ -1,4 +1,4 @@
-"""Time single operations on a GPU, and hold the rules of effgpu/predicting/time.py against them.
+"""Time single operations on a GPU, and hold the rules of effgpu/predicting/rates.py against them.
 
 python tests/benchmarks/survey.py measure SURVEY.json        on a GPU, a minute; on a CPU a rehearsal with small shapes
 python tests/benchmarks/survey.py compare SURVEY.json        anywhere: measured over predicted time
@@ -30,10 +30,11 @@ from torch.nn import functional as F
 
 from effgpu import units
 from effgpu.measuring.device import describe, find_device, multiplying_as
-from effgpu.predicting import time
+from effgpu.predicting import rates
 from effgpu.predicting.gpus import RATE_COLUMNS, Gpu, find_gpu
 from effgpu.predicting.kernels import Segment
 from effgpu.predicting.predict import predict
+from effgpu.predicting.time import step_time
 
 LIMIT = 90  # seconds of a survey: what is left then is left out
 GROUPS, GROUP_SECONDS, MOST_CALLS = 5, 0.01, 200
@@ -304,7 +305,7 @@ class Row:
 
     def predict(self, gpu: Gpu) -> float:
         """Seconds that the GPU is predicted to work."""
-        return sum(row.seconds for row in time.step_time([self.segment], gpu).table.values())
+        return sum(row.seconds for row in step_time([self.segment], gpu).table.values())
 
     def error(self, gpu: Gpu) -> float:
         """The logarithm of measured over predicted seconds."""
@@ -330,7 +331,7 @@ def read(survey: dict, gpu: Gpu) -> list[Row]:
         key = row["op"], row["format"]
         numbers[key] = numbers.get(key, -1) + 1
         segment = walk(*key, row["shape"], gpu)
-        longest = max(segment.kernels, key=lambda kernel: max(time.kernel_seconds(kernel, gpu)))
+        longest = max(segment.kernels, key=lambda kernel: max(rates.kernel_seconds(kernel, gpu)))
         told = Row(*key, tuple(row["shape"]), row["us"] * 1e-6, numbers[key], segment, longest.kind)
         cpu = segment.calls * (costs[0] if costs else gpu.launch)
         is_short = min(told.seconds, told.predict(gpu)) < CPU_DECIDES * cpu
@@ -379,14 +380,14 @@ def _tell_rates(rows: list[Row]) -> str:
     """The lowest and the highest rate of some rows: of FLOPs, or of bytes where there are none."""
     unit = "FLOP/s" if rows[0].flops else "B/s"
     moved = lambda row: sum(number * kernel.bytes for kernel, number in row.segment.kernels.items())
-    rates = [(row.flops or moved(row)) / row.seconds for row in rows]
-    return " to ".join(dict.fromkeys(units.format_count(rate, unit) for rate in (min(rates), max(rates))))
+    reached = [(row.flops or moved(row)) / row.seconds for row in rows]
+    return " to ".join(dict.fromkeys(units.format_count(rate, unit) for rate in (min(reached), max(reached))))
 
 
 # --- fit ---
 
-SCALARS = "FILL_SECONDS", "MISALIGNED", "HUNGER"  # of time.py, for all GPUs
-OF_GENERATION = "even", "uneven", "norms", "softmax", "lists", "odd_channels"  # of SHARES in time.py
+SCALARS = "FILL_SECONDS", "MISALIGNED", "HUNGER"  # of rates.py, for all GPUs
+OF_GENERATION = "even", "uneven", "norms", "softmax", "lists", "odd_channels"  # of SHARES in rates.py
 BANDWIDTH, SHARE = "bandwidth_GBps", "attention "
 DECIDES = 0.2  # the power of a constant in a row's time, from which on the row is asked
 ROUNDS, TRIALS, FARTHEST = 6, 18, 1.1  # of the search; the farthest is e^1.1, three times as much
@@ -394,28 +395,28 @@ OUTLIER = 0.2  # a logarithm: what is farther off counts by its distance, and no
 
 
 def constants(gpu: Gpu) -> dict[str, float]:
-    """What may be fitted: columns of the GPU's line in gpus.csv, shares of its generation and constants of time.py."""
+    """What may be fitted: columns of the GPU's line in gpus.csv, shares of its generation and constants of rates.py."""
     values = {RATE_COLUMNS[format]: rate / 1e12 for format, rate in gpu.rates} | {BANDWIDTH: gpu.bandwidth / 1e9}
-    shares = time.SHARES.get(gpu.capability, time.USUAL)
+    shares = rates.SHARES.get(gpu.capability, rates.USUAL)
     values |= {SHARE + name: share for name, share in shares.attention.items()}
     values |= {name: getattr(shares, name) for name in OF_GENERATION}
-    return values | {name: getattr(time, name) for name in SCALARS}
+    return values | {name: getattr(rates, name) for name in SCALARS}
 
 
 @contextlib.contextmanager
 def applied(values: dict[str, float], gpu: Gpu) -> Iterator[Gpu]:
     """Inside, the rules have these constants. Gives the GPU with them."""
     attention = {name.removeprefix(SHARE): value for name, value in values.items() if name.startswith(SHARE)}
-    shares = time.SHARES.get(gpu.capability, time.USUAL)
+    shares = rates.SHARES.get(gpu.capability, rates.USUAL)
     shares = shares._replace(attention=attention, **{name: values[name] for name in OF_GENERATION})
-    rates = tuple((format, values[RATE_COLUMNS[format]] * 1e12) for format, _ in gpu.rates)
-    changed = {name: values[name] for name in SCALARS} | {"SHARES": time.SHARES | {gpu.capability: shares}}
-    time.kernel_seconds.cache_clear()
+    of_formats = tuple((format, values[RATE_COLUMNS[format]] * 1e12) for format, _ in gpu.rates)
+    changed = {name: values[name] for name in SCALARS} | {"SHARES": rates.SHARES | {gpu.capability: shares}}
+    rates.kernel_seconds.cache_clear()
     try:
-        with patch.multiple(time, **changed):
-            yield replace(gpu, rates=rates, bandwidth=values[BANDWIDTH] * 1e9)
+        with patch.multiple(rates, **changed):
+            yield replace(gpu, rates=of_formats, bandwidth=values[BANDWIDTH] * 1e9)
     finally:
-        time.kernel_seconds.cache_clear()
+        rates.kernel_seconds.cache_clear()
 
 
 def errors(rows: Sequence[Row], values: dict[str, float], gpu: Gpu) -> list[float]:
@@ -500,7 +501,7 @@ def tell_fit(rows: Iterable[Row], gpu: Gpu) -> list[str]:
     with applied(after, gpu) as changed:
         told = compare(rows, changed)
     notes = [
-        "error: the median, as a logarithm; spread: the standard deviation, beside SPREAD of time.py",
+        "error: the median, as a logarithm; spread: the standard deviation, beside SPREAD of spreads.py",
         "rates are those of large products, bandwidth that of a large copy; launch_us and kernel_us are not fitted",
     ]
     return [*units.align(table), "", *units.align(errors_table), "", *notes, "", "With the proposed constants:", *told]
