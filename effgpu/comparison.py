@@ -4,7 +4,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from effgpu import units
@@ -15,6 +15,7 @@ from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.audited import list_unchecked
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
 from effgpu.predicting.gpus import GpuLike, find_gpu
+from effgpu.storing import read_fields
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
@@ -496,15 +497,6 @@ def check_predicted(given: Mapping | None, labels: Sequence[str]) -> dict[str, d
         label: {quantity: units.read_ratio(f"predicted[{label!r}][{quantity!r}]", r) for quantity, r in ratios.items()}
         for label, ratios in given.items()
     }
-
-
-def read_fields(kind: type, stored: Mapping) -> dict:
-    """The stored fields of a dataclass, with tuples for JSON's lists. Those of another edition are left out."""
-    return {own.name: _tuples(stored[own.name]) for own in fields(kind) if own.name in stored}
-
-
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def check_name(name: str) -> str:

@@ -1,8 +1,6 @@
 """Results as files: save and load comparisons as JSON, and look up the stored results of GPUs."""
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 from effgpu.benching.result import Bench
 from effgpu.benching.seeds import SeedBench
 from effgpu.comparison import Comparison
+from effgpu.storing import write_atomic
 
 FORMAT = {"format": "effgpu results", "version": 4}
 STORED = Path(__file__).parent / "reference"
@@ -52,25 +51,6 @@ def stored(name: str) -> list[Comparison]:
     """The comparisons of this name that GPUs stored in effgpu/reference/, one for each GPU."""
     found = [c for path in sorted(STORED.glob("*.json")) for c in _load_once(path) if c.name == name]
     return [comparison for comparison in found if comparison.device.kind == "cuda"]
-
-
-def write_atomic(path: str | Path, text: str) -> Path:
-    """Write a text file through a temporary one beside it, so that nobody ever finds half of it.
-
-    Raises OSError, naming the file, if it cannot be written.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(f"{path}: expected a file that can be written ({error})") from error
-    finally:
-        with contextlib.suppress(OSError):  # it is gone where all went well
-            temporary.unlink()
-    return path
 
 
 def _of_one_machine(comparisons: Iterable[Comparison]) -> list[Comparison]:

@@ -22,8 +22,8 @@ import effgpu
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
 # Each room may import those above it, and itself.
-ROOMS = ["errors", "units", "measuring", "attaching", "predicting", "diagnosing", "comparison", "benching", "ablation"]
-ROOMS += ["results", "figures", "course", "__main__"]
+ROOMS = ["errors", "units", "storing", "measuring", "attaching", "predicting", "diagnosing"]
+ROOMS += ["comparison", "benching", "ablation", "results", "figures", "course", "__main__"]
 PATHS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -20,9 +20,9 @@ from effgpu.attaching import startup
 from effgpu.attaching.commands import Command, read_command
 from effgpu.attaching.terminal import empty_input
 from effgpu.attaching.ticking import ADDRESS, Connection
-from effgpu.comparison import read_fields
 from effgpu.measuring import device
 from effgpu.measuring.measurement import OUT_OF_MEMORY
+from effgpu.storing import read_fields
 
 _LAST_LINES = 12  # of a script's output, shown with a fault
 _GRACE = 3.0  # seconds that a process has to end after SIGTERM

@@ -7,9 +7,10 @@ from functools import partial
 
 from effgpu import units
 from effgpu.attaching.ticking import BACKWARD, TICKS
-from effgpu.comparison import Column, Comparison, read_fields
+from effgpu.comparison import Column, Comparison
 from effgpu.measuring.intervals import BUILDS
 from effgpu.measuring.measurement import Measurement
+from effgpu.storing import read_fields
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-from effgpu import results, units
+from effgpu import units
 from effgpu.comparison import Comparison
 from effgpu.course import runner
 from effgpu.course.runner import Outcome, Picture
 from effgpu.measuring.device import Device
+from effgpu.storing import write_atomic
 
 STYLE = Path(__file__).with_name("report.css")
 OVERVIEW = ("lesson", "variant against baseline", "time", "peak memory", "at full size")
@@ -41,7 +42,7 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
 
 def write(path: str | Path, sections: Iterable[Section]) -> Path:
     """Write the page and return its path. Raises OSError if it cannot be written; then nothing is written."""
-    return results.write_atomic(path, _page(sections))
+    return write_atomic(path, _page(sections))
 
 
 def _page(sections: Iterable[Section]) -> str:

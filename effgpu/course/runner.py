@@ -26,6 +26,7 @@ from effgpu.measuring import gpu_lock, timing
 from effgpu.measuring.device import AT_ONCE, Device, describe
 from effgpu.predicting.full_size import tell_range
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
+from effgpu.storing import write_atomic
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds
@@ -338,12 +339,12 @@ def _write(notebook, path: Path, folder: Path, *, inplace: bool) -> None:
     import nbformat
 
     if inplace:
-        results.write_atomic(path, nbformat.writes(notebook) + "\n")
+        write_atomic(path, nbformat.writes(notebook) + "\n")
     beside = quote(Path(os.path.relpath(path.resolve().parent.parent, folder.resolve())).as_posix())
     for cell in notebook.cells:
         if cell.cell_type == "markdown":  # the images are not copied
             cell.source = cell.source.replace("](../", f"]({beside}/")
-    results.write_atomic(folder / path.name, nbformat.writes(notebook) + "\n")
+    write_atomic(folder / path.name, nbformat.writes(notebook) + "\n")
 
 
 def tell(outcome: Outcome) -> str:

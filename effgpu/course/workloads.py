@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from effgpu import results
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
 from effgpu.measuring import gpu_lock
@@ -35,6 +34,7 @@ from effgpu.measuring.device import choose_16_bits as choose_16_bits  # lessons 
 from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
 from effgpu.measuring.timing import cap_seconds, time_for, time_steps
 from effgpu.predicting.hardware import as_it_is
+from effgpu.storing import write_atomic
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds
     from transformers import DistilBertForSequenceClassification, Qwen3ForCausalLM
@@ -390,7 +390,7 @@ def _measure_batch(name: str) -> int:
         finally:
             release_memory()
         with contextlib.suppress(OSError):  # no home, or a full disk: then the next process measures, too
-            results.write_atomic(kept_batches(), json.dumps(kept | {key: chosen}, indent=0))
+            write_atomic(kept_batches(), json.dumps(kept | {key: chosen}, indent=0))
         return chosen
 
 

@@ -1,6 +1,7 @@
 """The line of the table of GPUs for the GPU that is here: what it reaches, measured in under a minute."""
 
 import csv
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -12,6 +13,7 @@ from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.measuring.timing import time_for
 from effgpu.predicting.gpus import RATE_COLUMNS, TABLE, Gpu, gpu_here, own_table, read_table
 from effgpu.predicting.predict import predict
+from effgpu.storing import write_atomic
 from effgpu.units import GiB, MiB
 
 SECONDS = 4.0  # of each measurement: a GPU that gets hot slows down
@@ -51,17 +53,14 @@ def calibrate() -> Gpu:
 def store(gpu: Gpu) -> str:
     """Keep a measured GPU in the reader's own table, in place of an earlier line. Returns the file's path."""
     path = own_table()
-    path.parent.mkdir(parents=True, exist_ok=True)
     gpus = (read_table(path) if path.is_file() else {}) | {gpu.name: gpu}
     with TABLE.open(encoding="utf-8", newline="") as file:
         columns = csv.DictReader(file).fieldnames
-    part = path.with_suffix(".part")  # so that nobody finds half of it
-    with part.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="effgpu calibrate")
-        writer.writeheader()
-        writer.writerows(map(_row, gpus.values()))
-    part.replace(path)
-    return str(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n", restval="effgpu calibrate")
+    writer.writeheader()
+    writer.writerows(map(_row, gpus.values()))
+    return str(write_atomic(path, text.getvalue()))
 
 
 def _row(gpu: Gpu) -> dict[str, object]:
