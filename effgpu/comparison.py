@@ -9,78 +9,23 @@ from functools import partial
 
 from effgpu import units
 from effgpu.measuring.device import Device, describe, find_device
-from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence, one_sided
-from effgpu.measuring.measurement import Measurement, find_interval, measure_all
+from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence
+from effgpu.measuring.measurement import Measurement, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
 from effgpu.predicting.audited import list_unchecked
 from effgpu.predicting.full_size import GPUS, FullSize, predict_full_size, predict_here
 from effgpu.predicting.gpus import GpuLike, find_gpu
 from effgpu.storing import read_fields
+from effgpu.verdicts import INCONCLUSIVE, MIN_EFFECT, Ratio
 
-FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 BASELINE, BASELINE_FAILED = "baseline", "baseline failed"
 CONTROL = "control (the baseline again)"
-MIN_EFFECT = 0.01  # a smaller effect does not matter
 BESIDE_PREDICTION = 0.5  # seconds that a CPU times a variant that is predicted for a GPU
 QUANTITIES = tuple(units.FORMATS)
 MIME_TYPE = "application/vnd.effgpu.comparison+json"
 _STEADY = 1.02  # of a clock: it may change by so much without a word
 Column = tuple[str, Callable[[Measurement], str]]  # a heading, and what gives a variant's cell
 Table = tuple[list[str], list[list[str]]]  # headings and rows
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A variant's value over the baseline's, and its interval; below 1 the variant takes less.
-
-    `within` is the smallest share within which two one-sided tests, each at the interval's confidence, call the two the
-    same (Schuirmann, 1987). It is by default that of the interval's ends, which is a little wider.
-    """
-
-    value: float
-    low: float
-    high: float
-    within: float | None = None
-
-    @classmethod
-    def from_logs(cls, logs: list[float], confidence: float, builds: int = 1) -> "Ratio | None":
-        """The ratio of which blocks, or so many builds or seeds, have these logarithms; None for too few of them."""
-        if (interval := find_interval(logs, builds, confidence)) is None:
-            return None
-        _, low, high = find_interval(logs, builds, one_sided(confidence))
-        return cls(*map(math.exp, interval), within=math.expm1(max(high, -low)))
-
-    def to_dict(self) -> dict[str, float]:
-        """The ratio and its interval, for programs."""
-        return {"ratio": self.value, "low": self.low, "high": self.high}
-
-    def verdict(self, min_effect: float = MIN_EFFECT) -> str:
-        """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond.
-
-        An interval excludes 1 if that is still to be seen in its ends as they are shown, with two digits after the dot.
-        """
-        within = max(self.high, 1 / self.low) - 1 if self.within is None else self.within
-        if 1 + within <= 1 + min_effect:  # rounded alike
-            return SAME
-        if max(self.value, 1 / self.value) > 1 + min_effect:
-            if round(1 / self.high, 2) > 1:
-                return FASTER
-            if round(self.low, 2) > 1:
-                return SLOWER
-        return INCONCLUSIVE
-
-    def tell(self, min_effect: float = MIN_EFFECT) -> str:
-        """In words: "1.86 × faster [1.71, 2.01]", "same (within 1 %)" or "inconclusive (±12 %)"."""
-        verdict = self.verdict(min_effect)
-        if verdict == SAME:
-            return f"{SAME} (within {100 * min_effect:g} %)"
-        if verdict == INCONCLUSIVE:
-            width = 100 * (math.sqrt(self.high / self.low) - 1)
-            return f"{INCONCLUSIVE} (±{width:.{0 if width >= 10 else 1}f} %)"
-        return units.format_speed(self.value, self.low, self.high)
-
-    def __str__(self) -> str:
-        return self.tell()
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,13 +16,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from effgpu import comparison
-from effgpu.comparison import CONTROL, FASTER, INCONCLUSIVE, QUANTITIES, SAME, SLOWER, Comparison, Ratio, compare
+from effgpu.comparison import CONTROL, QUANTITIES, Comparison, compare
 from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.predicting.full_size import tell_range
 from effgpu.predicting.gpus import known_gpus
 from effgpu.units import GiB
+from effgpu.verdicts import FASTER, INCONCLUSIVE, SAME, SLOWER, Ratio
 
 CPU = Device("Test CPU", "cpu", None, 2)
 positive = st.floats(1e-6, 1e6)

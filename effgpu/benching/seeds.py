@@ -8,10 +8,11 @@ from functools import partial
 
 from effgpu import units
 from effgpu.benching.result import Bench
-from effgpu.comparison import INCONCLUSIVE, SAME, Column, Comparison, Ratio
+from effgpu.comparison import Column, Comparison
 from effgpu.measuring.intervals import CONFIDENCE, interval_of_builds, one_sided, quantile_of_student
 from effgpu.measuring.measurement import Measurement
 from effgpu.storing import read_fields
+from effgpu.verdicts import INCONCLUSIVE, SAME, Ratio
 
 LOWER, HIGHER = "lower", "higher"
 MIN_EFFECT = 0.01  # a smaller difference of a loss or a metric counts as none

@@ -14,10 +14,10 @@ from effgpu.benching.processes import Ended, Fault, Process, end_all, keep, read
 from effgpu.benching.progress import Progress
 from effgpu.benching.seeds import Run, SeedBench, at_the_end, reached
 from effgpu.benching.side_by_side import name_logs
-from effgpu.comparison import INCONCLUSIVE
 from effgpu.measuring.intervals import divide_confidence
 from effgpu.measuring.measurement import Measurement
 from effgpu.units import format_seconds
+from effgpu.verdicts import INCONCLUSIVE
 
 SEED = "{seed}"  # what stands for the seed in a command
 _HOPELESS = 2  # seeds with which a command fails before it is given up

@@ -21,12 +21,13 @@ from urllib.parse import quote
 from tqdm import tqdm
 
 from effgpu import results, units
-from effgpu.comparison import FASTER, INCONCLUSIVE, MIME_TYPE, SAME, Comparison
+from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.measuring import gpu_lock, timing
 from effgpu.measuring.device import AT_ONCE, Device, describe
 from effgpu.predicting.full_size import tell_range
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS
 from effgpu.storing import write_atomic
+from effgpu.verdicts import FASTER, INCONCLUSIVE, SAME
 
 LESSONS = Path(__file__).parents[2] / "notebooks"  # in a clone of the repository
 CELL_TIMEOUT = 3600  # seconds

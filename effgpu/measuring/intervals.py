@@ -16,6 +16,13 @@ _DEPENDENCE = 1.25
 Interval = tuple[float, float, float]  # middle, low end, high end
 
 
+def find_interval(logs: list[float], builds: int = 1, confidence: float = CONFIDENCE) -> Interval | None:
+    """Middle, low and high end for the logarithms of blocks, or of so many builds; None for too few of them."""
+    if builds > 1:
+        return interval_of_builds(logs, confidence) if len(logs) >= builds else None
+    return interval_of_blocks(logs, confidence) if len(logs) >= count_fewest(confidence) else None
+
+
 def interval_of_blocks(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Middle, low and high end of an interval that covers the centre of the values in `confidence` of all cases.
 

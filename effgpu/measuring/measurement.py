@@ -24,16 +24,7 @@ from effgpu.measuring.device import (
     is_out_of_memory,
     random_states_kept,
 )
-from effgpu.measuring.intervals import (
-    BUILDS,
-    CONFIDENCE,
-    FEWEST_BLOCKS,
-    MOST_BLOCKS,
-    count_fewest,
-    divide_confidence,
-    interval_of_blocks,
-    interval_of_builds,
-)
+from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, divide_confidence, find_interval
 from effgpu.measuring.turns import log_ratios, take_blocks, take_builds
 from effgpu.measuring.variants import BuiltVariants, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
@@ -104,15 +95,6 @@ class Measurement:
         if self.joules is not None:
             lines.append(f"{units.format_joules(self.joules)} per step")
         return f"{self.label}: {', '.join(lines)} on {self.device.label}"
-
-
-def find_interval(
-    logs: list[float], builds: int = 1, confidence: float = CONFIDENCE
-) -> tuple[float, float, float] | None:
-    """Middle, low and high end for the logarithms of blocks, or of so many builds; None for too few of them."""
-    if builds > 1:
-        return interval_of_builds(logs, confidence) if len(logs) >= builds else None
-    return interval_of_blocks(logs, confidence) if len(logs) >= count_fewest(confidence) else None
 
 
 def measure(variant: Variant, **options) -> Measurement:
