@@ -23,7 +23,7 @@ _MODULES = {  # of each public name; loaded on first use, so that importing effg
     "bench": "benching.bench",
     "tick": "attaching.ticking",
     "TickCallback": "benching.callbacks",
-    "plot": "figures",
+    "plot": "figures.plot",
     **dict.fromkeys(("load", "save"), "results"),
     "GiB": "units",
 }
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from effgpu.benching.callbacks import TickCallback
     from effgpu.comparison import compare
     from effgpu.diagnosing.doctor import doctor
-    from effgpu.figures import plot
+    from effgpu.figures.plot import plot
     from effgpu.measuring.device import describe, find_device, memory_limit
     from effgpu.measuring.flops import count_flops
     from effgpu.measuring.measurement import measure

@@ -658,7 +658,8 @@ def _bench(chosen: argparse.Namespace) -> int:
     if chosen.plot:
         if not find_spec("matplotlib"):
             raise _Exit(REFUSED, "--plot needs more: pip install matplotlib")
-        from effgpu.figures import can_save, plot
+        from effgpu.figures.panels import can_save
+        from effgpu.figures.plot import plot
 
         if not can_save(chosen.plot):
             raise _Exit(REFUSED, f"--plot: expected a name that ends in .png, .svg or .pdf, got {chosen.plot}")

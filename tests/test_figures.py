@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from nbclient import NotebookClient
 
-from effgpu import figures
 from effgpu.comparison import Comparison
-from effgpu.figures import GREEN, RED, plot
+from effgpu.figures.panels import GREEN, RED
+from effgpu.figures.plot import plot
 from effgpu.measuring.measurement import Measurement
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.gpus import find_gpu
@@ -32,7 +32,7 @@ GPU_FIELDS = {"peak_allocated": 64 * MiB, "peak_reserved": 640 * MiB, "joules": 
 @pytest.fixture(autouse=True)
 def _outside_a_notebook_with_nothing_stored(monkeypatch):
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    monkeypatch.setattr(figures, "stored", lambda name: [])
+    monkeypatch.setattr("effgpu.figures.bars.stored", lambda name: [])
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def others(make_measurement, make_gpu, monkeypatch):
 
     two = make("GPU two", {"fp32": 4.0, "new": 1.0, "bf16": 12.0}, "fp8")
     found = {"synthetic": [make("GPU one", {"fp32": 1.0, "bf16": 0.25}), two]}
-    monkeypatch.setattr(figures, "stored", found.__getitem__)
+    monkeypatch.setattr("effgpu.figures.bars.stored", found.__getitem__)
     return found
 
 

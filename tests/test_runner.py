@@ -19,7 +19,8 @@ from PIL import Image, ImageColor
 from effgpu import results
 from effgpu.comparison import MIME_TYPE, Comparison
 from effgpu.course import runner
-from effgpu.figures import plot, to_png
+from effgpu.figures.panels import to_png
+from effgpu.figures.plot import plot
 from effgpu.measuring.device import Device
 from effgpu.measuring.measurement import Measurement
 from effgpu.units import GiB

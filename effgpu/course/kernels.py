@@ -21,7 +21,7 @@ from jupyter_client.provisioning import LocalProvisioner
 
 LAUNCHER = "ipykernel_launcher"
 IMPORTED = ["ipykernel.kernelapp", "datasets", "torch._dynamo", "torchvision", "transformers.trainer"]
-IMPORTED += ["effgpu.comparison", "effgpu.figures", "effgpu.course.hub", "effgpu.course.workloads"]
+IMPORTED += ["effgpu.comparison", "effgpu.figures.plot", "effgpu.course.hub", "effgpu.course.workloads"]
 INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # which matplotlib reads when it is imported
 OPEN_FILES = "/proc/self/fd/*"
 DRIVER = "nvidia-uvm"  # the file that the CUDA driver opens, which does not work in a fork

@@ -126,7 +126,8 @@ def _scrolling(label: str, table: str) -> str:
 
 
 def _draw(comparison: Comparison) -> Picture:
-    from effgpu import figures
+    from effgpu.figures.panels import to_png
+    from effgpu.figures.plot import plot
 
-    png = figures.to_png(figures.plot(comparison))
+    png = to_png(plot(comparison))
     return Picture(base64.b64encode(png).decode(), comparison.alt_text())
