@@ -10,7 +10,9 @@ if isa := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch.compile would reuse co
 import effgpu  # isort: skip  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
 
 import importlib
+import signal
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
@@ -18,7 +20,7 @@ import pynvml
 import pytest
 import torch
 
-from effgpu.measuring import measurement, memory, variants
+from effgpu.measuring import measurement, memory, timing, variants
 from effgpu.measuring.device import Device, gc_frozen
 from effgpu.measuring.intervals import FEWEST_BLOCKS
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
@@ -253,3 +255,30 @@ def tiny_variant(width=8):
 def tiny():
     """The variant `tiny_variant`."""
     return tiny_variant
+
+
+def variant_file(width=8):
+    """The text of a Python file with a function, `variant`, that builds a step of a linear layer of this width."""
+    return f"""
+import torch
+
+def variant():
+    model = torch.nn.Linear({width}, {width})
+
+    def step():
+        model(torch.ones(4, {width})).sum().backward()
+
+    return step
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to run commands in: in this process, or in one of its own with this package and no GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(timing.CAP, "inf")
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "effgpu"
 # Each room may import those above it, and itself.
 ROOMS = ["errors", "units", "storing", "measuring", "attaching", "predicting", "diagnosing"]
-ROOMS += ["verdicts", "comparison", "benching", "ablation", "results", "figures", "course", "__main__"]
+ROOMS += ["verdicts", "comparison", "benching", "ablation", "results", "figures", "course", "cli", "__main__"]
 PATHS = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
