@@ -17,7 +17,7 @@ from benchmarks import measured, predictions, published_peaks, published_times, 
 
 from effgpu import course, results
 from effgpu.comparison import MIME_TYPE, Comparison
-from effgpu.course.runner import LESSONS, find_lessons, find_origin
+from effgpu.course.lessons import LESSONS, find_lessons, find_origin
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs, family
 from effgpu.predicting.full_size import predict_here
 from effgpu.predicting.gpus import TABLE, find_gpu, read_table

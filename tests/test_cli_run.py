@@ -12,13 +12,14 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from test_runner import FAILING, compares, write_lesson
+from tiny_lessons import FAILING, compares, write_lesson
 
 from effgpu import results
 from effgpu.__main__ import main
 from effgpu.comparison import Comparison
 from effgpu.course import runner
-from effgpu.course.runner import OUT_OF_TIME, Outcome, digest
+from effgpu.course.lessons import digest
+from effgpu.course.outcomes import OUT_OF_TIME, Outcome
 from effgpu.measuring import timing
 
 ENDLESS = """\

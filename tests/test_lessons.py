@@ -17,8 +17,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from effgpu.comparison import MIME_TYPE
+from effgpu.course.lessons import is_missing
 from effgpu.course.ranks import torchrun
-from effgpu.course.runner import is_missing
 from effgpu.measuring.device import describe
 
 ROOT = Path(__file__).parent.parent

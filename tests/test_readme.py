@@ -18,7 +18,7 @@ from test_lessons import ADDRESS, ROOT
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
-from effgpu.course.runner import Outcome, read_lessons
+from effgpu.course.outcomes import Outcome, read_lessons
 from effgpu.diagnosing.causes import NOTHING
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.asked import Asked

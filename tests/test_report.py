@@ -10,7 +10,7 @@ from effgpu import units
 from effgpu.__main__ import main
 from effgpu.comparison import Comparison
 from effgpu.course import report
-from effgpu.course.runner import Outcome, Picture
+from effgpu.course.outcomes import Outcome, Picture
 from effgpu.measuring.device import Device
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.results import save
@@ -67,7 +67,7 @@ def write(tmp_path):
 
 def test_a_page_of_two_machines_is_one_file_that_loads_nothing_names_each_and_needs_no_lessons(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nbformat", None)  # nor what reads lessons
-    monkeypatch.setattr(report.runner, "LESSONS", tmp_path / "nowhere")
+    monkeypatch.setattr(report, "LESSONS", tmp_path / "nowhere")
     gpu, cpu = ([compare(name, device=device) for name in ("one", "two")] for device in (GPU, CPU))
     files = save(gpu, tmp_path / "gpu.json"), save(cpu, tmp_path / "cpu.json")
     assert main(["report", *map(str, files), "--out", str(tmp_path / "report.html")]) == 0
@@ -130,7 +130,7 @@ def test_what_failed_is_named_and_nothing_that_a_lesson_says_is_markup(write):
 
 def test_stored_results_are_gathered_by_lesson(monkeypatch):
     listed = [Outcome("02_dataloader", "DataLoader workers", about="Load ahead.")]
-    monkeypatch.setattr(report.runner, "read_lessons", lambda folder: listed)
+    monkeypatch.setattr(report, "read_lessons", lambda folder: listed)
     monkeypatch.setattr(report, "_draw", lambda comparison: Picture("", comparison.name))
     section = report.from_results([compare(name) for name in ("02_tokenise", "02_dataloader", "my_own", "other")])
     found = [(outcome.name, outcome.title, [c.name for c in outcome.comparisons]) for outcome in section.outcomes]

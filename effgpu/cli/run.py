@@ -57,7 +57,7 @@ def run(chosen: argparse.Namespace) -> int:
         for outcome in runner.run(lessons, out, **options):
             outcomes.append(outcome)  # stored at once, so that an interruption loses no results
             outcomes[-1] = runner.store(outcome, out / "results", outcomes[:-1])
-            runner.show_line(f"{outcome.name:{width}}  {outcome.seconds:4.0f} s  {runner.tell(outcomes[-1])}")
+            runner.show_line(f"{outcome.name:{width}}  {outcome.seconds:4.0f} s  {outcomes[-1].tell()}")
     except KeyboardInterrupt:
         interrupted = True
     return _sum_up(outcomes, len(lessons), out, interrupted)
@@ -69,7 +69,8 @@ def _choose(chosen: argparse.Namespace) -> tuple[list[Path], Path]:
     Raises OSError or ValueError, in one line, for what cannot be run as asked.
     """
     from effgpu import units
-    from effgpu.course.runner import find_lessons, is_missing, lessons_of_gpus, prepare
+    from effgpu.course.lessons import find_lessons, is_missing, lessons_of_gpus
+    from effgpu.course.runner import prepare
     from effgpu.measuring import timing
     from effgpu.measuring.device import describe
 
@@ -96,7 +97,7 @@ def _choose(chosen: argparse.Namespace) -> tuple[list[Path], Path]:
 def _write_page(outcomes: list, out: Path) -> Path:
     """Write the report, with the lessons of earlier runs of this machine in the same folder."""
     from effgpu.course import report
-    from effgpu.course.runner import read_lessons
+    from effgpu.course.outcomes import read_lessons
     from effgpu.measuring.device import describe
 
     device = describe()
@@ -111,7 +112,7 @@ def _write_page(outcomes: list, out: Path) -> Path:
 
 
 def _sum_up(outcomes: list, asked: int, out: Path, interrupted: bool) -> int:
-    from effgpu.course.runner import OUT_OF_TIME
+    from effgpu.course.outcomes import OUT_OF_TIME
 
     left_out = [outcome for outcome in outcomes if outcome.failure == OUT_OF_TIME]
     outcomes = [outcome for outcome in outcomes if outcome not in left_out]

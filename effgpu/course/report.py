@@ -8,8 +8,8 @@ from pathlib import Path
 
 from effgpu import units
 from effgpu.comparison import Comparison
-from effgpu.course import runner
-from effgpu.course.runner import Outcome, Picture
+from effgpu.course.lessons import LESSONS
+from effgpu.course.outcomes import Outcome, Picture, read_lessons
 from effgpu.measuring.device import Device
 from effgpu.storing import write_atomic
 
@@ -30,7 +30,7 @@ def from_results(comparisons: Sequence[Comparison]) -> Section:
 
     Comparisons whose names start with the number of a lesson, as "02_" in "02_tokenise", are results of that lesson.
     """
-    known = runner.read_lessons(runner.LESSONS)
+    known = read_lessons(LESSONS)
     lessons = {each.name[:3]: Outcome(each.name, each.title, about=each.about) for each in known}
     groups: dict[Outcome, list[Comparison]] = {}
     for comparison in comparisons:
@@ -91,7 +91,7 @@ def _overview(outcomes: Iterable[Outcome], prefix: str) -> str:
 
 def _row(outcome: Outcome, prefix: str) -> str:
     """A lesson's line of the overview: its headline, or why it has none."""
-    cells = [runner.tell(outcome), "", "", ""]
+    cells = [outcome.tell(), "", "", ""]
     if headline := outcome.headline:
         against = f"{headline.label} against {headline.comparison.baseline.label}"
         cells = [against, headline.time, headline.comparison.tell(headline.label, "memory"), headline.full_size]

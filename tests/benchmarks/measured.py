@@ -34,7 +34,7 @@ import effgpu
 from effgpu import results, units
 from effgpu.comparison import Comparison, _apply
 from effgpu.course import workloads
-from effgpu.course.runner import LESSONS
+from effgpu.course.lessons import LESSONS
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, family
 from effgpu.predicting.full_size import _against

@@ -36,7 +36,8 @@ from nbformat import NotebookNode
 
 import effgpu
 from effgpu.comparison import GPUS, MIME_TYPE, Comparison
-from effgpu.course.runner import find_lessons, find_origin, lighten
+from effgpu.course.lessons import find_lessons, find_origin
+from effgpu.course.pictures import lighten
 from effgpu.figures.panels import shown_size, to_png
 from effgpu.predicting.full_size import predict_full_size, predict_here
 from effgpu.predicting.predict import predict
