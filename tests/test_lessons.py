@@ -32,8 +32,8 @@ CHECKED = "nbval-check-output"
 NOT_SIMULATED = {"14_compile": "torch.compile does nothing there"}
 MEASURES = ("compare", "doctor", "bench", "plot", "trace")  # functions that no checked cell needs
 AS_ON_A_GPU = """
-from effgpu.course import workloads
-for sizes in workloads.GPU_SIZES.values():
+from effgpu.course.sizes import GPU_SIZES
+for sizes in GPU_SIZES.values():
     if "layers" in sizes:
         sizes["layers"] = 6
 """

@@ -15,6 +15,17 @@ from torch.testing import assert_close
 
 import effgpu
 from effgpu.course import corpus, workloads
+from effgpu.course.sizes import (
+    BATCHES,
+    CPU_SIZES,
+    GPU_SIZES,
+    MEMORY_SHARE,
+    STEP_SECONDS,
+    _measure_batch,
+    _measure_step,
+    choose_batch,
+    kept_batches,
+)
 
 SMALL = dict(batch=3, length=10, layers=2, width=16, heads=2, vocabulary=100)
 each_workload = pytest.mark.parametrize(
@@ -70,10 +81,10 @@ def test_qwen_has_the_shape_of_the_published_model_and_recomputes_its_blocks():
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("name", workloads.CPU_SIZES)
+@pytest.mark.parametrize("name", CPU_SIZES)
 def test_on_a_cpu_the_default_sizes_are_fixed(name, monkeypatch):
-    monkeypatch.setattr(workloads, "_measure_batch", lambda *_: pytest.fail("measured a CPU"))
-    sizes = workloads.CPU_SIZES[name]
+    monkeypatch.setattr("effgpu.course.sizes._measure_batch", lambda *_: pytest.fail("measured a CPU"))
+    sizes = CPU_SIZES[name]
     _, inputs, _ = getattr(workloads, name)()
     assert len(inputs) == sizes["batch"] and inputs.shape[-1] == sizes.get("length", sizes.get("size"))
 
@@ -154,13 +165,13 @@ def test_the_batch_fills_thirty_milliseconds(milliseconds_per_item, expected):
         asked.append(batch)
         return milliseconds_per_item / 1000 * batch, batch
 
-    assert workloads.choose_batch(measure, memory=1e12) == expected
+    assert choose_batch(measure, memory=1e12) == expected
     assert asked == [2**power for power in range(1, int(math.log2(expected)) + 1)]
 
 
 def test_the_batch_takes_at_most_a_third_of_the_memory():
     measure = lambda batch: (1e-5 * batch, 1000 * batch)
-    assert [workloads.choose_batch(measure, memory=3 * most) for most in (64_000, 63_999)] == [64, 32]
+    assert [choose_batch(measure, memory=3 * most) for most in (64_000, 63_999)] == [64, 32]
 
 
 def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
@@ -170,18 +181,18 @@ def test_running_out_of_memory_ends_the_growth_and_another_error_is_raised():
         return 1e-4, 0
 
     error = torch.OutOfMemoryError("CUDA out of memory")
-    assert workloads.choose_batch(measure, memory=1e12) == 16
+    assert choose_batch(measure, memory=1e12) == 16
     error = RuntimeError("an illegal instruction")
     with pytest.raises(RuntimeError, match="illegal"):
-        workloads.choose_batch(measure, memory=1e12)
+        choose_batch(measure, memory=1e12)
 
 
 @pytest.fixture
 def own_batches(tmp_path, monkeypatch):
     """No batch has been kept on this machine, or remembered in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(workloads, "_measure_batch", cache(workloads._measure_batch.__wrapped__))
-    monkeypatch.setattr(workloads, "seeded", lambda seed, device: nullcontext())
+    monkeypatch.setattr("effgpu.course.sizes._measure_batch", cache(_measure_batch.__wrapped__))
+    monkeypatch.setattr("effgpu.course.sizes.seeded", lambda seed, device: nullcontext())
 
 
 def test_near_a_border_every_process_has_the_batch_that_the_first_one_chose(simulate_gpu, own_batches, monkeypatch):
@@ -189,18 +200,18 @@ def test_near_a_border_every_process_has_the_batch_that_the_first_one_chose(simu
     simulate_gpu()
     chosen = []
     for share in (0.99, 1.01):
-        border = workloads.STEP_SECONDS / math.sqrt(2) / 64 * share
-        monkeypatch.setattr(workloads, "_measure_step", lambda name, batch: (border * batch, 1))  # noqa: B023
+        border = STEP_SECONDS / math.sqrt(2) / 64 * share
+        monkeypatch.setattr("effgpu.course.sizes._measure_step", lambda name, batch: (border * batch, 1))  # noqa: B023
         for _ in range(2):  # in another process, nothing is remembered
-            chosen.append(workloads._measure_batch.__wrapped__("text_classifier"))
-            chosen.append(workloads._measure_batch.__wrapped__("language_model"))
+            chosen.append(_measure_batch.__wrapped__("text_classifier"))
+            chosen.append(_measure_batch.__wrapped__("language_model"))
     assert set(chosen) == {128}
-    workloads.kept_batches().write_text("{")
-    assert workloads._measure_batch.__wrapped__("text_classifier") == 64, "a broken file counts as none"
-    assert json.loads(workloads.kept_batches().read_text()).popitem()[1] == 64
+    kept_batches().write_text("{")
+    assert _measure_batch.__wrapped__("text_classifier") == 64, "a broken file counts as none"
+    assert json.loads(kept_batches().read_text()).popitem()[1] == 64
     simulate_gpu("NVIDIA H100")
-    monkeypatch.setattr(workloads, "_measure_step", lambda name, batch: (0.03, 1))
-    assert workloads._measure_batch.__wrapped__("text_classifier") == 2, "another GPU has its own"
+    monkeypatch.setattr("effgpu.course.sizes._measure_step", lambda name, batch: (0.03, 1))
+    assert _measure_batch.__wrapped__("text_classifier") == 2, "another GPU has its own"
 
 
 def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_fake_tensors(
@@ -215,12 +226,12 @@ def test_a_prediction_where_there_is_a_gpu_takes_the_gpus_sizes_and_measures_no_
         return lambda: built.append((len(texts), model.width, len(model.blocks)))
 
     simulate_gpu()
-    monkeypatch.setattr(workloads, "_measure_step", measure_step)
+    monkeypatch.setattr("effgpu.course.sizes._measure_step", measure_step)
     modes, built = [], []
     for sizes in ({}, {"layers": 2}, {"batch": 5}):
         effgpu.predict(partial(variant, sizes), "T4", steps=1)
     assert built == [(2, 768, 6), (2, 768, 2), (5, 768, 6)] and modes == [(0, 0)], "measured once, for the default"
-    (kept,) = json.loads(workloads.kept_batches().read_text())
+    (kept,) = json.loads(kept_batches().read_text())
     assert "NVIDIA H200" in kept, "kept for the GPU, though a prediction is under way"
 
 
@@ -231,7 +242,7 @@ def test_heads_that_are_not_given_divide_the_width(width, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", workloads.GPU_SIZES)
+@pytest.mark.parametrize("name", GPU_SIZES)
 def test_a_default_step_fills_a_gpu_and_fits(name):
     make = getattr(workloads, name)
     state = torch.cuda.get_rng_state()
@@ -239,11 +250,11 @@ def test_a_default_step_fills_a_gpu_and_fits(name):
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert len(make()[1]) == len(inputs) and math.log2(len(inputs)).is_integer()
     with torch.device("cuda"):
-        seconds, peak = workloads._measure_step(name, len(inputs))
+        seconds, peak = _measure_step(name, len(inputs))
     share = peak / torch.cuda.get_device_properties().total_memory
-    assert seconds < 2 * workloads.STEP_SECONDS and share < workloads.MEMORY_SHARE * 1.1
-    full = share > workloads.MEMORY_SHARE / 2.2 or len(inputs) == workloads.BATCHES[-1]
-    assert seconds > workloads.STEP_SECONDS / 2 or full
+    assert seconds < 2 * STEP_SECONDS and share < MEMORY_SHARE * 1.1
+    full = share > MEMORY_SHARE / 2.2 or len(inputs) == BATCHES[-1]
+    assert seconds > STEP_SECONDS / 2 or full
 
 
 @pytest.mark.parametrize(

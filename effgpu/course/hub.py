@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from effgpu.course import corpus, workloads
+from effgpu.course.sizes import choose_sizes, seeded
+from effgpu.course.transformer import Classify, Transformer
+from effgpu.measuring.device import find_device
 
 if TYPE_CHECKING:  # imported where they are used: they take seconds
     from datasets import Dataset, DatasetDict
@@ -106,7 +109,7 @@ def text_classifier(
     seed: int = 0,
     device: torch.device | str | None = None,
     **size: int,
-) -> tuple[workloads.Transformer, torch.Tensor, torch.Tensor]:
+) -> tuple[Transformer, torch.Tensor, torch.Tensor]:
     """Return `workloads.text_classifier` with the weights of DISTILGPT2, and the first tokens of reviews of YELP.
 
     texts: int64 [batch, length]; labels: int64 [batch], the stars less one; the model gives logits [batch, 5]. A token
@@ -115,11 +118,11 @@ def text_classifier(
     """
     if size:
         return workloads.text_classifier(batch, length, dropout=dropout, seed=seed, device=device, **size)
-    device, sizes = workloads.choose_sizes("text_classifier", device, dict(batch=batch, length=length), seed)
+    device, sizes = choose_sizes("text_classifier", device, dict(batch=batch, length=length), seed)
     tokens, labels, classes = _read_reviews("train", sizes["batch"], sizes["length"], seed)
-    with workloads.seeded(seed, device):
+    with seeded(seed, device):
         model = _with_weights_of(DISTILGPT2, dropout)
-        model.classify = workloads.Classify(model.width, classes, per_token=False)
+        model.classify = Classify(model.width, classes, per_token=False)
     return model, torch.tensor(tokens, device=device), torch.tensor(labels, device=device)
 
 
@@ -130,7 +133,7 @@ def language_model(
     seed: int = 0,
     device: torch.device | str | None = None,
     **size: int,
-) -> tuple[workloads.Transformer, torch.Tensor, torch.Tensor]:
+) -> tuple[Transformer, torch.Tensor, torch.Tensor]:
     """Return `workloads.language_model` with the weights of DISTILGPT2, and reviews of YELP with their next tokens.
 
     texts and labels: int64 [batch, length]; the model gives logits [batch, length, 50257]. With a `size` of the
@@ -138,9 +141,9 @@ def language_model(
     """
     if size:
         return workloads.language_model(batch, length, dropout=dropout, seed=seed, device=device, **size)
-    device, sizes = workloads.choose_sizes("language_model", device, dict(batch=batch, length=length), seed)
+    device, sizes = choose_sizes("language_model", device, dict(batch=batch, length=length), seed)
     tokens, _, _ = _read_reviews("train", sizes["batch"], sizes["length"] + 1, seed)
-    with workloads.seeded(seed, device):
+    with seeded(seed, device):
         model = _with_weights_of(DISTILGPT2, dropout)
     texts = torch.tensor(tokens, device=device)  # [batch, length + 1]
     return model, texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
@@ -159,7 +162,7 @@ def read_texts(
 
     The tokens are those of DISTILGPT2, whatever `vocabulary` says. Raises as `text_classifier`.
     """
-    device = workloads.find_device() if device is None else torch.device(device)
+    device = find_device() if device is None else torch.device(device)
     tokens, labels, _ = _read_reviews(split, count, length, seed)
     return torch.tensor(tokens, device=device), torch.tensor(labels, device=device)
 
@@ -181,7 +184,7 @@ def read_tokens(name: str, batch: int, length: int, seed: int = 0) -> torch.Tens
     return torch.tensor(tokens[: batch * length]).view(batch, length)
 
 
-def _with_weights_of(name: str, dropout: float) -> workloads.Transformer:
+def _with_weights_of(name: str, dropout: float) -> Transformer:
     """The course's transformer with the weights of a GPT-2, on the default device. It computes the same logits."""
     from transformers import GPT2LMHeadModel
 
@@ -189,7 +192,7 @@ def _with_weights_of(name: str, dropout: float) -> workloads.Transformer:
         theirs = GPT2LMHeadModel.from_pretrained(name)
     config = theirs.config
     sizes = {"vocabulary": config.vocab_size, "length": config.n_positions, "width": config.n_embd}
-    ours = workloads.Transformer(
+    ours = Transformer(
         config.vocab_size, **sizes, layers=config.n_layer, heads=config.n_head, dropout=dropout, causal=True
     )
     body = theirs.transformer

@@ -1,149 +1,31 @@
 """The running example of the lessons: a model and one batch for it, on the device.
 
 Each function returns `(model, inputs, labels)`, but for `qwen`. The same arguments give the same weights and the same
-batch, and leave the caller's random state as it was. With no arguments, the sizes fit the device:
-
-- On a CPU they are fixed (`CPU_SIZES`), because a CPU's speed varies too much to measure: lessons keep their output.
-  A step takes 20 to 30 ms on two cores, and about 70 ms for images.
-- On a GPU the model is fixed (`GPU_SIZES`). The batch is the power of two for which its forward and backward pass in
-  16 bits come closest to 30 ms, and its step takes at most a third of the memory. It is measured once on a GPU and kept
-  in `kept_batches()`: near the border, every process would choose anew.
-  A model of other sizes gets the same batch, so that variants differ in what they say. `batch` overrides it.
-
-With `width` but no `heads`, the heads are those of the default, or fewer if they do not divide the width.
+batch, and leave the caller's random state as it was. With no arguments, the sizes fit the device (`sizes.py`).
 """
 
-import contextlib
-import json
-import math
-import os
-from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
-from effgpu.measuring import gpu_lock
+from effgpu.course.sizes import choose_sizes, make_resnet, seeded
+from effgpu.course.transformer import Transformer
 from effgpu.measuring.device import choose_16_bits as choose_16_bits  # lessons take it from here
-from effgpu.measuring.device import describe, find_device, is_out_of_memory, release_memory
-from effgpu.measuring.timing import cap_seconds, time_for, time_steps
-from effgpu.predicting.hardware import as_it_is
-from effgpu.storing import write_atomic
+from effgpu.measuring.device import find_device
+from effgpu.measuring.timing import cap_seconds
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds
     from transformers import DistilBertForSequenceClassification, Qwen3ForCausalLM
 
-CPU_SIZES = {
-    "text_classifier": {"batch": 8, "length": 64, "layers": 4, "width": 128, "heads": 4, "vocabulary": 4096},
-    "language_model": {"batch": 8, "length": 64, "layers": 2, "width": 128, "heads": 4, "vocabulary": 4096},
-    "image_classifier": {"batch": 16, "size": 32},
-}
-GPU_SIZES = {
-    "text_classifier": {"length": 256, "layers": 6, "width": 768, "heads": 12, "vocabulary": 16384},
-    "language_model": {"length": 256, "layers": 6, "width": 768, "heads": 12, "vocabulary": 16384},
-    "image_classifier": {"size": 96},
-}
 # The sizes of two well-known models, for what a lesson predicts without running it: `compare(full_size=...)`.
 DISTILBERT = {"length": 512, "layers": 6, "width": 768, "heads": 12, "vocabulary": 30_522}
 GPT2_SMALL = {"length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257}
-STEP_SECONDS = 0.03  # of the forward and backward pass on a GPU: what the optimizer takes does not grow with the batch
-MEMORY_SHARE = 1 / 3  # of the GPU
 TRAINING_SECONDS = 180  # what a lesson's trainings take together on a GPU
 FEWEST_TEXTS, MOST_TEXTS = 160, 150_000
-BATCHES = [2**power for power in range(1, 13)]  # 2 to 4096
-TIMED_STEPS = 5
-WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
-
-
-class Transformer(nn.Module):
-    """A pre-norm transformer. `model(texts)` is `embed`, then each of `blocks`, then `classify`.
-
-    With `causal`, a token sees only the tokens before it, and `classify` gives logits for each token. Packed texts also
-    give their `positions` [batch, length], and an `attention` that maps queries, keys and values, each [batch, heads,
-    length, width / heads], to such a tensor.
-    """
-
-    def __init__(self, classes, vocabulary, length, layers, width, heads, dropout=0.1, causal=False):
-        super().__init__()
-        self.width = width
-        self.embed = Embed(vocabulary, length, width, dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, causal) for _ in range(layers))
-        self.classify = Classify(width, classes, per_token=causal)
-
-    def forward(self, texts, positions=None, *attention):  # texts: [batch, length]
-        x = self.embed(texts, positions)  # [batch, length, width]
-        for block in self.blocks:
-            x = block(x, *attention)  # [batch, length, width]
-        return self.classify(x)  # [batch, classes], or [batch, length, classes] if causal
-
-
-class Embed(nn.Module):
-    """The sum of a vector for the token and a vector for its position."""
-
-    def __init__(self, vocabulary, length, width, dropout):
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(length, width)
-        self.dropout = nn.Dropout(dropout)
-        for table in (self.tokens, self.positions):
-            nn.init.normal_(table.weight, std=0.02)  # as in GPT-2: learns faster than with PyTorch's std of 1
-
-    def forward(self, texts, positions=None):  # texts: [batch, length]
-        in_order = self.positions.weight[: texts.shape[1]]  # [length, width]
-        vectors = in_order if positions is None else self.positions(positions)
-        return self.dropout(self.tokens(texts) + vectors)  # [batch, length, width]
-
-
-class Block(nn.Module):
-    """Attention mixes the tokens of a text. The MLP works on each token alone."""
-
-    def __init__(self, width, heads, dropout, causal):
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x, *attention):  # x: [batch, length, width]
-        x = x + self.dropout(self.attention(self.attention_norm(x), *attention))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-class Attention(nn.Module):
-    """Self-attention with several heads."""
-
-    def __init__(self, width, heads, causal):
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x, attention=None):  # x: [batch, length, width]
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [batch, length, 3, heads, width / heads]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width / heads]
-        x = attention(q, k, v) if attention else scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(x.transpose(1, 2).flatten(2))  # [batch, length, width]
-
-
-class Classify(nn.Module):
-    """Logits of a text, from the mean of its tokens, or of each token."""
-
-    def __init__(self, width, classes, per_token):
-        super().__init__()
-        self.per_token = per_token
-        self.norm = nn.LayerNorm(width)
-        self.logits = nn.Linear(width, classes)
-
-    def forward(self, x):  # x: [batch, length, width]
-        x = self.norm(x)
-        return self.logits(x if self.per_token else x.mean(1))
 
 
 def text_classifier(
@@ -217,7 +99,7 @@ def image_classifier(
     pixels, labels = _draw_images(sizes["batch"], sizes["size"], seed)
     images = torch.tensor(pixels, device=device).unsqueeze(1).expand(-1, 3, -1, -1).contiguous() / 255
     with seeded(seed, device):
-        return _resnet(), images, torch.tensor(labels, device=device)
+        return make_resnet(), images, torch.tensor(labels, device=device)
 
 
 def qwen(
@@ -312,28 +194,6 @@ def load_texts(
     return torch.tensor(rows, device=device), torch.tensor(labels, device=device)
 
 
-def choose_batch(measure: Callable[[int], tuple[float, int]], memory: float) -> int:
-    """Return the batch, a power of two from 2 on, whose seconds come closest to STEP_SECONDS.
-
-    `measure(batch)` returns seconds and peak bytes. The peak stays within MEMORY_SHARE of `memory`
-    bytes. Running out of memory ends the search. The result is 2 even where that takes too much.
-    """
-    chosen = BATCHES[0]
-    for batch in BATCHES:
-        try:
-            seconds, peak = measure(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            break
-        if seconds > STEP_SECONDS * math.sqrt(2) or peak > MEMORY_SHARE * memory:
-            break
-        chosen = batch
-        if seconds >= STEP_SECONDS / math.sqrt(2):  # twice the batch would be farther off
-            break
-    return chosen
-
-
 def choose_count(seconds_each: float, on_cpu: int) -> int:
     """Return how many texts to train on: as many as TRAINING_SECONDS allow on a GPU, where a text takes `seconds_each`.
 
@@ -346,105 +206,6 @@ def choose_count(seconds_each: float, on_cpu: int) -> int:
     else:
         count = on_cpu if seconds == TRAINING_SECONDS else 0
     return min(max(count, FEWEST_TEXTS), MOST_TEXTS)
-
-
-def choose_sizes(name: str, device, given: dict, seed: int) -> tuple[torch.device, dict[str, int]]:
-    """The device, and the sizes as given or, where they are None, as they fit it. Raises TypeError or ValueError."""
-    check_int("seed", seed)
-    for size, value in given.items():
-        if value is not None:
-            check_int(size, value, {"vocabulary": 3, "size": corpus.SMALLEST_IMAGE}.get(size, 1))
-    with as_it_is():  # for `effgpu.predict`, PyTorch answers as the GPU that is named, but the sizes fit the one here
-        on_gpu = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
-    fitting = (GPU_SIZES if on_gpu else CPU_SIZES)[name]
-    device = find_device() if device is None else torch.device(device)
-    sizes = {size: fitting.get(size) if value is None else value for size, value in given.items()}
-    if "heads" in sizes:
-        if given["heads"] is None:
-            sizes["heads"] = math.gcd(sizes["heads"], sizes["width"])
-        if sizes["width"] % sizes["heads"]:
-            raise ValueError(f"heads: expected a divisor of width ({sizes['width']}), got {sizes['heads']}")
-    if sizes["batch"] is None:
-        sizes["batch"] = _measure_batch(name)
-    return device, sizes
-
-
-def kept_batches() -> Path:
-    """Where the batches that fit this machine's GPUs are kept. Without the file they are measured anew."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "effgpu" / "batches.json"
-
-
-@cache
-def _measure_batch(name: str) -> int:
-    """The batch that fits the current GPU."""
-    from effgpu.predicting.translator import on_real_tensors
-
-    with gpu_lock.taken(), on_real_tensors(), as_it_is():
-        device, kept = describe(), _read_batches()
-        key = f"{name} {GPU_SIZES[name]} on {device.name} with torch {device.versions['torch']}"
-        if key in kept:
-            return kept[key]
-        try:
-            with seeded(0, find_device()):
-                chosen = choose_batch(lambda batch: _measure_step(name, batch), device.memory)
-        finally:
-            release_memory()
-        with contextlib.suppress(OSError):  # no home, or a full disk: then the next process measures, too
-            write_atomic(kept_batches(), json.dumps(kept | {key: chosen}, indent=0))
-        return chosen
-
-
-def _read_batches() -> dict[str, int]:
-    """The kept batches; none where the file is not there or is no JSON."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(kept_batches().read_text()))
-    return {}
-
-
-def _measure_step(name: str, batch: int) -> tuple[float, int]:
-    """Seconds of forward and backward pass in 16 bits, and peak bytes of a training step, on the current GPU."""
-    before, sizes = torch.cuda.memory_allocated(), GPU_SIZES[name]
-    if name == "image_classifier":
-        model, inputs = _resnet(), torch.rand(batch, 3, sizes["size"], sizes["size"])
-    else:
-        causal = name == "language_model"
-        model = Transformer(sizes["vocabulary"] if causal else len(corpus.PACKAGES), **sizes, causal=causal)
-        inputs = torch.randint(sizes["vocabulary"], (batch, sizes["length"]))
-    dtype = choose_16_bits()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def passes():
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype):
-            logits = model(inputs).flatten(0, -2)
-            loss = cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
-        loss.backward()
-
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):  # the optimizer's state is there from the second step on
-        passes()
-        optimizer.step()
-    peak = torch.cuda.max_memory_allocated() - before
-    time_for(passes, WARM_UP)
-    return median(time_steps(passes, TIMED_STEPS)), peak
-
-
-def _resnet() -> nn.Module:
-    from torchvision.models import resnet18
-
-    return resnet18(num_classes=len(corpus.Glyphs.classes))
-
-
-@contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Make tensors on `device`, from random generators that start at `seed`, and put the generators back."""
-    gpus = []
-    if device.type == "cuda":
-        gpus = [torch.cuda.current_device() if device.index is None else device.index]
-    with torch.random.fork_rng(gpus), device:
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
-            generator.manual_seed(seed)  # torch.manual_seed would seed every other GPU, too
-        yield
 
 
 @cache

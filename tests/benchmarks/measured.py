@@ -33,8 +33,8 @@ from torch.overrides import TorchFunctionMode
 import effgpu
 from effgpu import results, units
 from effgpu.comparison import Comparison, _apply
-from effgpu.course import workloads
 from effgpu.course.lessons import LESSONS
+from effgpu.course.sizes import BATCHES, CPU_SIZES, GPU_SIZES
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, family
 from effgpu.predicting.full_size import _against
@@ -147,9 +147,9 @@ def find_variants(statements: list[ast.stmt], folder: Path) -> tuple[dict[str, V
 @contextlib.contextmanager
 def sized_for_gpu(batch: int) -> Iterator[None]:
     """Inside, the course's workloads have a GPU's sizes, with this batch, and lessons take the device for a GPU."""
-    sizes = {name: {"batch": batch, **size} for name, size in workloads.GPU_SIZES.items()}
+    sizes = {name: {"batch": batch, **size} for name, size in GPU_SIZES.items()}
     gpu = torch.device("cuda")
-    with patch.dict(workloads.CPU_SIZES, sizes), patch.object(effgpu, "find_device", lambda: gpu):
+    with patch.dict(CPU_SIZES, sizes), patch.object(effgpu, "find_device", lambda: gpu):
         yield
 
 
@@ -178,7 +178,7 @@ def find_batch(comparison: Comparison, batches: list[int], folder: Path = LESSON
         return path, None
     gpu, first = find_gpu(comparison.device.name), next(iter(comparison.here))
     wanted, tried = comparison.here[first].allocated, []
-    for batch in dict.fromkeys([*batches, *workloads.BATCHES]):
+    for batch in dict.fromkeys([*batches, *BATCHES]):
         with sized_for_gpu(batch):
             variants, _ = find_variants(find_statements(path, comparison.name), folder)
             if first not in variants:

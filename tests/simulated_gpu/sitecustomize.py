@@ -11,6 +11,7 @@ if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
     from kernels import install
     from torchvision.transforms import v2
 
+    from effgpu.course import sizes as of_devices
     from effgpu.course import workloads
     from effgpu.measuring import measurement
     from effgpu.predicting import gpus
@@ -31,8 +32,8 @@ if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
     given = {"width": 96, "heads": 12}  # as many heads as on a GPU: what fits a CPU's 4 only shows itself
     if layers := os.environ.get("SIMULATED_GPU_LAYERS"):
         given["layers"] = int(layers)
-    workloads.GPU_SIZES = {
-        name: sizes | given if "heads" in sizes else sizes for name, sizes in workloads.CPU_SIZES.items()
+    of_devices.GPU_SIZES = {
+        name: sizes | given if "heads" in sizes else sizes for name, sizes in of_devices.CPU_SIZES.items()
     }
     real = gpus.find_gpu(os.environ["SIMULATED_GPU"])  # the table gets its line: what needs a known GPU runs, too
     table = gpus._shipped() | {f"Simulated {real.name}": replace(real, name=f"Simulated {real.name}")}
