@@ -22,6 +22,7 @@ import effgpu
 from effgpu import results
 from effgpu.__main__ import main
 from effgpu.attaching import ticking
+from effgpu.attaching.commands import read_command
 from effgpu.benching import bench as commands
 from effgpu.benching import processes, side_by_side
 from effgpu.benching.result import Bench
@@ -311,7 +312,7 @@ def test_a_fault_is_told_in_a_few_words_and_in_full(training, short, told, monke
 
 
 def test_what_was_measured_before_a_crash_is_kept(monkeypatch):
-    monkeypatch.setitem(side_by_side._TURN, "cpu", 0.01)
+    monkeypatch.setitem(turns.OF_SCRIPTS.shortest, "cpu", 0.01)
     broken = script("time.sleep(0.004 if step < 200 else 1 / 0)", name="b")
     result = bench(script(name="a"), broken, seconds=30.0, precision=1e-5)
     verdict, note = failing(result)
@@ -424,7 +425,7 @@ def test_the_words_of_one_command_need_no_quotes(monkeypatch):
 
 def test_labels_are_the_arguments_that_differ():
     def named(*lines):
-        return commands.name_commands(list(map(processes.read_command, lines)))
+        return commands.name_commands(list(map(read_command, lines)))
 
     assert named("true train.py", "true train.py --bf16") == ["plain", "--bf16"]
     assert named("true t.py --batch 8 --lr 1", "true t.py --batch 16 --lr 1") == ["--batch 8", "--batch 16"]
@@ -748,8 +749,8 @@ def test_on_a_gpu_events_time_a_turn_and_the_board_counts_energy(tmp_path, monke
     (tmp_path / "fake" / "torch.py").write_text(FAKE_TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}:{ROOT}")
     monkeypatch.setattr(side_by_side, "_ENERGY_SECONDS", 0.6)
-    monkeypatch.setitem(side_by_side._LEAD, "cuda", 0.005)
-    monkeypatch.setitem(side_by_side._TURN, "cuda", 0.01)
+    monkeypatch.setitem(turns.OF_SCRIPTS.lead, "cuda", 0.005)
+    monkeypatch.setitem(turns.OF_SCRIPTS.shortest, "cuda", 0.01)
     monkeypatch.setattr(timing, "_LATE", 1.0)  # other processes may hold this one up by a few milliseconds
     monkeypatch.setattr(power, "find_board", lambda uuid: "board")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda board, kind: 1500)

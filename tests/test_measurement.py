@@ -477,7 +477,7 @@ def test_variants_on_a_gpu_take_no_more_seconds_than_they_may_or_fifteen_blocks_
         run.records["a"], taken = record, []
         monkeypatch.setattr(run, "time_steps", lambda record, step, steps, lead: taken.append((steps + lead) * pace))
         run.take_turn(0, record, None)
-    shortest = measurement._TURN["cuda"] + measurement._LEAD
+    shortest = turns.OF_VARIANTS.shortest["cuda"] + turns.OF_VARIANTS.lead["cuda"]
     assert 30 * taken[0] <= seconds + 30 * (shortest + 2 * pace + 1e-6)
 
 

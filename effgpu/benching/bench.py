@@ -9,7 +9,7 @@ from pathlib import Path
 
 from effgpu import units
 from effgpu.attaching.commands import Command, read_command
-from effgpu.benching.processes import check_out
+from effgpu.benching.commits import check_out
 from effgpu.benching.result import Bench
 from effgpu.benching.side_by_side import SideBySide
 from effgpu.benching.training import SEED, OverSeeds, with_seed

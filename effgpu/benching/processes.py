@@ -4,20 +4,18 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
 
 from effgpu.attaching import startup
-from effgpu.attaching.commands import Command, read_command
+from effgpu.attaching.commands import Command
 from effgpu.attaching.terminal import empty_input
 from effgpu.attaching.ticking import ADDRESS, Connection
 from effgpu.measuring import device
@@ -255,40 +253,11 @@ def read_device(hello: Mapping) -> device.Device:
 def end_all(processes: Iterable[Process]) -> None:
     """End all processes; Ctrl-C does not interrupt it."""
     processes = list(processes)
-    with _ignore_interrupts():
+    with ignore_interrupts():
         for process in processes:
             process.ask_to_end()
         for process in processes:
             process.end()
-
-
-@contextlib.contextmanager
-def check_out(given: str | Sequence[str], refs: Sequence[str]) -> Iterator[dict[str, Command]]:
-    """A command by commit, in checkouts of this repository, which are removed afterwards.
-
-    It runs in the folder that corresponds to the current one. Python imports the checkout's packages, even if they are
-    installed from another one. Raises ValueError for what git does not know.
-    """
-    inside = Path.cwd().resolve().relative_to(Path(_git("rev-parse", "--show-toplevel")).resolve())
-    holder, commands = Path(tempfile.mkdtemp(prefix="effgpu-checkout-")), {}
-    try:
-        for number, ref in enumerate(refs):
-            checkout = holder / str(number)
-            _git("worktree", "add", "--detach", "--quiet", str(checkout), ref)
-            places = filter(None, [str(checkout), str(checkout / "src"), os.environ.get("PYTHONPATH")])
-            commands[ref] = read_command(given, checkout / inside, {"PYTHONPATH": os.pathsep.join(places)})
-        yield commands
-    finally:
-        with _ignore_interrupts():
-            shutil.rmtree(holder, ignore_errors=True)
-            _git("worktree", "prune")
-
-
-def _git(*arguments: str) -> str:
-    answer = subprocess.run(["git", *arguments], capture_output=True, text=True)
-    if answer.returncode:
-        raise ValueError(f"git {' '.join(arguments)}: {answer.stderr.strip()}")
-    return answer.stdout.strip()
 
 
 def _find_processes(token: str) -> list[int]:
@@ -302,7 +271,8 @@ def _find_processes(token: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _ignore_interrupts() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
+    """Inside, Ctrl-C does nothing: what ends processes, or removes files, goes on to its end."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     except ValueError:  # not in the main thread, which gets no interrupts

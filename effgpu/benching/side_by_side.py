@@ -16,10 +16,8 @@ from effgpu.benching.result import Bench
 from effgpu.measuring import power, timing
 from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, count_fewest, divide_confidence
 from effgpu.measuring.measurement import PRECISION, Measurement
-from effgpu.measuring.turns import choose_blocks, log_ratios, take_blocks, take_builds
+from effgpu.measuring.turns import OF_SCRIPTS, choose_blocks, log_ratios, take_blocks, take_builds
 
-_TURN = {"cpu": 0.05, "cuda": 0.1}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
-_LEAD = {"cpu": 0.0, "cuda": 0.05}  # seconds of a turn that do not count: a GPU's clock is still that of the one before
 _LONG = 0.2  # seconds of a step of a CPU beside which its caches refill in no time
 _GROWTH = 8  # how many times longer a turn of the warm-up may be than the one before
 _ENERGY_SECONDS = 3.0
@@ -291,10 +289,10 @@ class SideBySide:
         """
         kind, workers = self.records[label].hello["kind"], self.processes[label].last["workers"]
         refills = 0 if kind == "cpu" and pace > _LONG and not workers else 1
-        lead = max(refills, math.ceil(_LEAD[kind] / pace)) + workers
+        lead = max(refills, math.ceil(OF_SCRIPTS.lead[kind] / pace)) + workers
         if seconds is None:
             share = self.seconds / (2 * FEWEST_BLOCKS)
-            steps = min(max(_TURN[kind] / pace, 3 * (1 + workers)), share / pace - lead)
+            steps = min(max(OF_SCRIPTS.shortest[kind] / pace, 3 * (1 + workers)), share / pace - lead)
         else:
             steps = seconds / pace
         return lead, math.ceil(max(1, steps) / max(1, workers)) * max(1, workers)
@@ -310,7 +308,7 @@ class SideBySide:
 
     def _take_turn(self, label: str, seconds: float | None = None) -> None:
         record, board, clocks = self.records[label], self._board(label), []
-        settled = time.perf_counter() + _TURN["cuda"] / 2
+        settled = time.perf_counter() + OF_SCRIPTS.shortest["cuda"] / 2
 
         def read_clock() -> None:
             if not clocks and time.perf_counter() > settled:

@@ -28,14 +28,13 @@ from effgpu.measuring.device import multiplying_as, tell_spilled
 from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
 from effgpu.measuring.timing import cap_seconds, window
 from effgpu.measuring.torch_internals import _nn, counters
-from effgpu.measuring.turns import orders
+from effgpu.measuring.turns import OF_SCRIPTS, orders
 from effgpu.measuring.variants import uncompiled
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.optimizers import describe_optimizer
 from effgpu.predicting.timeline import COPY, NOTHING, Range
 
-_SECONDS = 3.0  # of each change on a GPU, in 30 turns: its clock needs 0.1 s to settle
-_LEAD = 0.05  # seconds of a turn that do not count: the clock is still that of the change before
+_SECONDS = 2 * FEWEST_BLOCKS * OF_SCRIPTS.shortest["cuda"]  # of each change
 _CALLING = 5  # steps whose calls are timed
 _TRIES = 4  # of a turn that something else was part of, such as an evaluation
 _DISTURBED = "each turn holds an evaluation, a checkpoint or the start of an epoch: the script makes one so often"
@@ -210,7 +209,7 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
     pace = yield from take_turn(frozenset(), 3, 1)
     seconds = cap_seconds(_SECONDS)
     count = max(1, supply.workers, round(seconds / (2 * FEWEST_BLOCKS) / max(pace, 1e-6)))
-    lead = 1 if seconds < _SECONDS else max(1, math.ceil(_LEAD / max(pace, 1e-6)))
+    lead = 1 if seconds < _SECONDS else max(1, math.ceil(OF_SCRIPTS.lead["cuda"] / max(pace, 1e-6)))
     names = [PRECISION] + [TF32] * (target.capability >= (8, 0)) + [OPTIMIZER] * bool(optimizers)
     names += [LOADING] * supply.has_loader + [COPYING] * any(event.kind == COPY for event in seen.events)
     alone = [frozenset({name}) for name in names if name not in supply.fixed]

@@ -25,7 +25,7 @@ from effgpu.measuring.device import (
     random_states_kept,
 )
 from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, divide_confidence, find_interval
-from effgpu.measuring.turns import log_ratios, take_blocks, take_builds
+from effgpu.measuring.turns import OF_VARIANTS, log_ratios, take_blocks, take_builds
 from effgpu.measuring.variants import BuiltVariants, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
 from effgpu.units import check_positive
@@ -33,9 +33,7 @@ from effgpu.units import check_positive
 OUT_OF_MEMORY = "out of memory"
 PRECISION = {"cpu": 0.03, "cuda": 0.01}  # the half width of an interval that a comparison aims at, as a share
 SECONDS = {"cpu": 2.0, "cuda": 5.0}  # the most that a variant is timed
-_TURN = {"cpu": 0.005, "cuda": 0.05}  # seconds that a turn takes at least; a GPU's clock needs that long to settle
-_CAPPED_TURN = 0.5  # the same where the power cap holds the clock down, which takes longer, if there is time for it
-_LEAD = 0.025  # seconds of a GPU's turn that do not count: its clock is still that of the variant before
+_CAPPED_TURN = 0.5  # seconds of a turn where the power cap holds the clock down, which takes longer, if there is time
 _REFILL = 4  # steps of a CPU's turn from which on one more, which does not count, refills the caches first
 _LOAD = {"cpu": 0.005, "cuda": 0.25}  # seconds of warm-up: caches fill, a GPU leaves its idle clock
 _COMPILING = {"cpu": 1, "cuda": 3}  # first calls that are no load: they compile, tune, and record CUDA graphs
@@ -299,19 +297,19 @@ class _Run:
         """Time one turn of a kept step: longer where the power cap holds a variant's clock down."""
         slowed = any(power.POWER_CAP in reasons for each in self.records.values() for _, reasons in each.clocks)
         pace = max(statistics.median(record.turns or [record.pace]), 1e-6)
-        capped_turn = max(_TURN[self.kind], min(_CAPPED_TURN, self.seconds / (2 * FEWEST_BLOCKS)))
-        steps = self.count_steps(pace, capped_turn if slowed else _TURN[self.kind])
+        capped_turn = max(OF_VARIANTS.shortest[self.kind], min(_CAPPED_TURN, self.seconds / (2 * FEWEST_BLOCKS)))
+        steps = self.count_steps(pace, capped_turn if slowed else OF_VARIANTS.shortest[self.kind])
         steps = math.ceil(steps / max(1, workers)) * max(1, workers)  # whole rounds of the workers
         lead = int(steps >= _REFILL or workers > 0)
         if self.kind == "cuda":
-            lead = 1 if self.capped else max(1, math.ceil(_LEAD / pace))
+            lead = 1 if self.capped else max(1, math.ceil(OF_VARIANTS.lead[self.kind] / pace))
         lead += workers  # a frozen worker loads nothing ahead, but each may have finished the batch that it was at
         self.time_steps(record, step, steps, lead)
 
     def time_build(self, record: _Record, step: Step) -> None:
         """Time two windows of a newly built step, which share its part of the seconds; the last build's energy, too."""
         self.warm_up(record, step)
-        steps = self.count_steps(record.pace, max(self.seconds / (2 * BUILDS), _TURN[self.kind]))
+        steps = self.count_steps(record.pace, max(self.seconds / (2 * BUILDS), OF_VARIANTS.shortest[self.kind]))
         for _ in range(2):
             self.time_steps(record, step, steps, 0)
         if self.energy and len(record.turns) == 2 * BUILDS:

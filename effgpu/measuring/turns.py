@@ -1,14 +1,28 @@
-"""The scheduler of `compare` and of `bench`: who has its turn when, and how many blocks that takes."""
+"""The scheduler of `compare` and of `bench`: who has its turn when, how long one is, and how many blocks it takes."""
 
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, FEWEST_BLOCKS, MOST_BLOCKS, count_blocks
 
 _NO_LONG_WAIT = 10.0  # seconds of each one that 15 blocks may take, whatever was asked for
 
+
+class Length(NamedTuple):
+    """Seconds, by the kind of device: what a turn takes at least, and what of its start does not count.
+
+    A GPU's clock needs that long to settle, and begins as it was in the turn before.
+    """
+
+    shortest: dict[str, float]
+    lead: dict[str, float]
+
+
+OF_VARIANTS = Length({"cpu": 0.005, "cuda": 0.05}, {"cpu": 0.0, "cuda": 0.025})  # all in this process
+OF_SCRIPTS = Length({"cpu": 0.05, "cuda": 0.1}, {"cpu": 0.0, "cuda": 0.05})  # whose loops wait for each other's turns
 Turn = Callable[[str], object]  # take a turn of the one with this label
 Alive = Callable[[], list[str]]  # the labels of those that can still take turns
 Say = Callable[[int, int, float | None], object]  # turns done, turns in all, and the seconds left where they are known

@@ -13,7 +13,7 @@ if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
 
     from effgpu.course import sizes as of_devices
     from effgpu.course import workloads
-    from effgpu.measuring import measurement
+    from effgpu.measuring import measurement, turns
     from effgpu.predicting import gpus
 
     class SmallCrop(v2.RandomResizedCrop):
@@ -38,4 +38,6 @@ if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
     real = gpus.find_gpu(os.environ["SIMULATED_GPU"])  # the table gets its line: what needs a known GPU runs, too
     table = gpus._shipped() | {f"Simulated {real.name}": replace(real, name=f"Simulated {real.name}")}
     gpus._shipped = lambda: table
-    measurement._TURN["cuda"], measurement._LOAD["cuda"], measurement._LEAD = measurement._TURN["cpu"], 0.01, 0.0
+    measurement._LOAD["cuda"] = 0.01
+    for seconds in turns.OF_VARIANTS:
+        seconds["cuda"] = seconds["cpu"]
