@@ -29,6 +29,7 @@ PATHS = {
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.stem != "__init__"
 }
+MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -61,6 +62,29 @@ def test_rooms_import_one_way(module):
     for package, _, other in (name.partition(".") for name in imported(module)):
         above = package != "effgpu" or other.split(".")[0] in ["__version__", *ROOMS[: ROOMS.index(room) + 1]]
         assert above, f"{module} imports {other}, which is in no room above it"
+
+
+def test_the_map_lists_the_rooms_in_their_order():
+    firsts = re.findall(r"^\| (`\w+(?:\.py|/)`(?:, `\w+(?:\.py|/)`)*) \|", MAP, re.MULTILINE)
+    assert re.findall(r"`(\w+)", " ".join(firsts)) == ROOMS
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_the_map_says_where_each_module_comes_in(module):
+    """By its path, or by its name alone where no other module has it."""
+    place, alone = f"{module.replace('.', '/')}.py", f"{module.split('.')[-1]}.py"
+    shared = sum(other.split(".")[-1] == module.split(".")[-1] for other in PATHS) > 1
+    told = re.findall(r"[\w/]+\.py", MAP)
+    assert place in told or (alone in told and not shared), "a new module takes its place in docs/architecture.md"
+
+
+def test_what_the_map_names_is_there():
+    find = lambda path: next((folder / path for folder in (PACKAGE, ROOT) if (folder / path).exists()), None)
+    assert [path for path in re.findall(r"[\w-]+/[\w/-]+\.\w+", MAP) if not find(path)] == []
+    for names, place in re.findall(r"((?:`\w+`(?:, | and )?)+) in `([\w/]+\.py)`", MAP):
+        source = find(place).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(?:def |class )?{name}\b", source, re.MULTILINE), f"{name} is not in {place}"
 
 
 def test_only_figures_imports_matplotlib():
