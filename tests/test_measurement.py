@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from effgpu.measuring import measurement, memory, power, timing, turns, variants, workers
+from effgpu.measuring import measurement, memory, power, progress, timing, turns, variants, workers
 from effgpu.measuring.device import Device, describe, memory_limit, release_memory
 from effgpu.measuring.intervals import BUILDS, interval_of_blocks, interval_of_builds
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all
@@ -426,7 +426,7 @@ def test_a_terminal_has_a_progress_bar(monkeypatch, capsys, clock, no_collecting
     terminal.isatty = lambda: True
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(measurement, "tqdm", partial(measurement.tqdm, mininterval=0))
+    monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, mininterval=0))
     measure_all({"first": clock.step(0.01), "second": clock.step(0.01)}, seconds=0.2)
     written = terminal.getvalue()
     assert "memory of first |" in written and "warm-up of second |" in written

@@ -23,7 +23,7 @@ from effgpu.course.transformer import Classify, Transformer
 from effgpu.measuring.device import find_device
 
 if TYPE_CHECKING:  # imported where they are used: they take seconds
-    from datasets import Dataset, DatasetDict
+    from datasets import DatasetDict
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 YELP = "Yelp/yelp_review_full"  # 650,000 reviews with 1 to 5 stars, and 50,000 held out: 0.3 GB
@@ -41,14 +41,11 @@ def load_texts(name: str | None, train: int, test: int, seed: int = 0) -> "Datas
     """
     from datasets import DatasetDict
 
-    counts = {"train": train, "test": test}
-    for split, count in counts.items():
-        corpus.check_int(split, count, least=1)
-    _show_progress(name is not None)
-    if name is None:
-        return DatasetDict({split: corpus.load_text(count, split=split, seed=seed) for split, count in counts.items()})
-    data = _load_data(name, "text", counts)
-    return DatasetDict({split: _draw(data[split], count, seed) for split, count in counts.items()})
+    counts = _check_counts(train, test)
+    if name is not None:
+        return _draw_splits(name, "text", counts, seed)
+    _show_progress(False)
+    return DatasetDict({split: corpus.load_text(count, split=split, seed=seed) for split, count in counts.items()})
 
 
 def load_images(name: str, train: int, test: int, seed: int = 0) -> "DatasetDict":
@@ -56,14 +53,7 @@ def load_images(name: str, train: int, test: int, seed: int = 0) -> "DatasetDict
 
     Each has the columns "image" (a PIL image) and "label" (ClassLabel). Raises as `load_texts`.
     """
-    from datasets import DatasetDict
-
-    counts = {"train": train, "test": test}
-    for split, count in counts.items():
-        corpus.check_int(split, count, least=1)
-    _show_progress(True)
-    data = _load_data(name, "image", counts)
-    return DatasetDict({split: _draw(data[split], count, seed) for split, count in counts.items()})
+    return _draw_splits(name, "image", _check_counts(train, test), seed)
 
 
 def load_tokenizer(name: str | None) -> "PreTrainedTokenizerBase":
@@ -223,6 +213,23 @@ def _read_reviews(split: str, count: int, length: int, seed: int) -> tuple[list[
     return tokens, rows["label"][:], rows.features["label"].num_classes
 
 
+def _check_counts(train: int, test: int) -> dict[str, int]:
+    counts = {"train": train, "test": test}
+    for split, count in counts.items():
+        corpus.check_int(split, count, least=1)
+    return counts
+
+
+def _draw_splits(name: str, column: str, counts: dict[str, int], seed: int) -> "DatasetDict":
+    """So many rows of each split, in random order, or all where it has fewer."""
+    from datasets import DatasetDict
+
+    _show_progress(True)
+    data = _load_data(name, column, counts)
+    shuffled = {split: data[split].shuffle(seed=seed) for split in counts}
+    return DatasetDict({split: rows.select(range(min(counts[split], len(rows)))) for split, rows in shuffled.items()})
+
+
 def _load_data(name: str, column: str, counts: dict[str, int]) -> "DatasetDict":
     """The dataset of a name or folder. Raises ConnectionError or ValueError."""
     from datasets import load_dataset, load_from_disk
@@ -242,10 +249,6 @@ def _load_data(name: str, column: str, counts: dict[str, int]) -> "DatasetDict":
         if not {column, "label"} <= {*found}:
             raise ValueError(f"{name}: expected the columns {column!r} and 'label' in the split {split!r}, got {found}")
     return data
-
-
-def _draw(rows: "Dataset", count: int, seed: int) -> "Dataset":
-    return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
 
 
 def _show_progress(wanted: bool) -> None:

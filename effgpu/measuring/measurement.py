@@ -3,14 +3,11 @@
 import contextlib
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-
-from tqdm import tqdm
 
 from effgpu import units
 from effgpu.measuring import memory, power, timing
@@ -25,6 +22,7 @@ from effgpu.measuring.device import (
     random_states_kept,
 )
 from effgpu.measuring.intervals import BUILDS, FEWEST_BLOCKS, MOST_BLOCKS, divide_confidence, find_interval
+from effgpu.measuring.progress import Progress
 from effgpu.measuring.turns import OF_VARIANTS, log_ratios, take_blocks, take_builds
 from effgpu.measuring.variants import BuiltVariants, Step, Variant, check_variants, run_variant
 from effgpu.measuring.workers import CAN_FREEZE
@@ -130,7 +128,7 @@ def measure_all(
     check_positive(seconds=seconds, precision=precision)
     check_unit(unit)
     items_of = _items_of(variants, items)
-    with gc_frozen(), random_states_kept(), _Progress() as progress:
+    with gc_frozen(), random_states_kept(), Progress() as progress:
         run = _Run(progress, variants, seconds, precision, blocks, warmup, energy)
         run.take_memory()
         run.take_turns()
@@ -181,7 +179,7 @@ class _NotTogether(Exception):
 class _Run:
     """What is measured of some variants, and how. EFFGPU_SECONDS cuts it short: to turns of one step, in few blocks."""
 
-    def __init__(self, progress: "_Progress", variants: Mapping, seconds, precision, blocks, warmup, energy):
+    def __init__(self, progress: Progress, variants: Mapping, seconds, precision, blocks, warmup, energy):
         self.progress, self.variants, self.kind = progress, variants, find_device().type
         self.precision, self.blocks, self.warmup = precision, blocks, warmup
         self.seconds = timing.cap_seconds(seconds)
@@ -344,34 +342,3 @@ def _items_of(labels: Iterable[str], items: float | Mapping[str, float] | None) 
     for label, value in by_label.items():
         check_positive(**{f"items of {label!r}": value})
     return {label: value if isinstance(value, int) else float(value) for label, value in by_label.items()}
-
-
-class _Progress:
-    """A plain bar, for a terminal or a notebook that somebody looks at. It wipes itself out when it is done.
-
-    It promises no seconds before it knows them. In a notebook it is written to stdout, so that what is printed next
-    takes the wiped line.
-    """
-
-    def __init__(self):
-        notebook = "ipykernel" in sys.modules
-        self._file = sys.stdout if notebook else sys.stderr
-        off = False if notebook else None  # for tqdm, None is: where it is no terminal
-        self._bar = tqdm(leave=False, file=self._file, disable=off, bar_format="{desc} |{bar:30}|", miniters=0)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.close()
-
-    def show(self, what: str, done: int, total: int, left: float | None = None) -> None:
-        """Say what is under way, how much of it is done, and the seconds that are left where they are known."""
-        about = "" if left is None else f", about {units.format_seconds(max(left, 0.1))} left"
-        self._bar.total, self._bar.n = total, done
-        self._bar.set_description_str(what + about, refresh=done == 0)
-        self._bar.update(0)
-
-    def announce(self, text: str) -> None:
-        """Print a line above the bar, also where nobody looks at the bar."""
-        self._bar.write(text, file=self._file)
