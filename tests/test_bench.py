@@ -650,6 +650,7 @@ def test_a_launcher_starts_what_it_starts(launcher, tmp_path):
     assert result.notes == () and measured.items == 16 and list(result.sources.values()) == ["SGD"]
 
 
+@pytest.mark.slow
 def test_several_processes_that_train_and_threads_that_do_are_refused_in_one_sentence():
     code = "import torch.multiprocessing\n" + IN_A_FUNCTION.format(call="torch.multiprocessing.spawn(main, nprocs=2)")
     both = bench(script(whole=code, name="b"), seconds=5, timeout=60.0)  # until the second process trains, too

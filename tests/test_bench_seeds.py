@@ -29,6 +29,7 @@ from effgpu.benching.seeds import (
     reached,
 )
 from effgpu.benching.training import OverSeeds, _Followed
+from effgpu.measuring.intervals import quantile_of_student
 
 # A training of which the truth is known: with each seed its loss falls to an end of its own, times a factor.
 SCRIPT = """
@@ -172,6 +173,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_tick_trains_to_its_own_end():
     Path("train.py").write_text(AS_IT_IS)
     command = f"{sys.executable} train.py {{seed}}"
@@ -222,6 +224,14 @@ def test_as_many_seeds_as_are_asked_for_show_the_difference(spread):
         change = find_change([math.exp(generator.gauss(-0.01, spread)) for _ in range(seeds)], [1.0] * seeds)
         found += change.high < 0
     assert found / count == pytest.approx(0.9, abs=0.06) or found / count > 0.9
+
+
+def test_so_many_seeds_are_the_fewest_and_more_than_a_thousand_are_not_counted():
+    errors = lambda seeds: quantile_of_student(seeds - 1) + quantile_of_student(seeds - 1, 0.8)
+    for spread in (0.001, 0.01, 0.05, 0.08):
+        seeds = count_seeds(spread, 0.01)
+        assert errors(seeds) * spread / math.sqrt(seeds) <= 0.01
+        assert seeds == 2 or errors(seeds - 1) * spread / math.sqrt(seeds - 1) > 0.01
     assert count_seeds(0.01, 0.01, 0.999) > count_seeds(0.01, 0.01) > count_seeds(0.01, 0.02)
     assert count_seeds(10.0, 0.01) is None
 

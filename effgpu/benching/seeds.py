@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -113,11 +114,14 @@ def count_seeds(spread: float, effect: float, confidence: float = CONFIDENCE) ->
 
     `spread` is the standard deviation of the differences of a pair.
     """
-    for seeds in range(2, MOST_SEEDS + 1):
+
+    def shows(seeds: int) -> bool:
         errors = quantile_of_student(seeds - 1, confidence) + quantile_of_student(seeds - 1, 2 * POWER - 1)
-        if errors * spread / math.sqrt(seeds) <= effect:
-            return seeds
-    return None
+        return errors * spread / math.sqrt(seeds) <= effect
+
+    counts = range(2, MOST_SEEDS + 1)
+    place = bisect_left(counts, True, key=shows)  # more seeds always show more
+    return counts[place] if place < len(counts) else None
 
 
 def at_the_end(values: Mapping[int, float], steps: int) -> float | None:
