@@ -17,19 +17,11 @@ from effgpu import results
 from effgpu.__main__ import main
 from effgpu.attaching.commands import Command
 from effgpu.benching import training
-from effgpu.benching.seeds import (
-    HIGHER,
-    LOWER,
-    SAME,
-    Run,
-    SeedBench,
-    at_the_end,
-    count_seeds,
-    find_change,
-    reached,
-)
+from effgpu.benching.losses import HIGHER, LOWER, at_the_end, count_seeds, find_change, reached
+from effgpu.benching.seeds import Run, SeedBench
 from effgpu.benching.training import OverSeeds, _Followed
 from effgpu.measuring.intervals import quantile_of_student
+from effgpu.verdicts import SAME
 
 # A training of which the truth is known: with each seed its loss falls to an end of its own, times a factor.
 SCRIPT = """

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from effgpu.attaching.commands import Command
+from effgpu.benching.losses import at_the_end, reached
 from effgpu.benching.processes import Ended, Fault, Process, end_all, keep, read_device
 from effgpu.benching.progress import Progress
-from effgpu.benching.seeds import Run, SeedBench, at_the_end, reached
+from effgpu.benching.seeds import Run, SeedBench
 from effgpu.benching.side_by_side import name_logs
 from effgpu.measuring.intervals import divide_confidence
 from effgpu.measuring.measurement import Measurement

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from effgpu.benching.seeds import HIGHER, LOWER, SAME, at_the_end, count_seeds, find_change
+from effgpu.benching.losses import HIGHER, LOWER, at_the_end, count_seeds, find_change
+from effgpu.verdicts import SAME
 
 STEPS, BATCH, LENGTH, WIDTH = 300, 64, 8, 128
 SEEDS, DIFFERENCES = (3, 5, 10, 20), (0.01, 0.02, 0.03, 0.05, 0.1)
