@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from effgpu import units
-from effgpu.measuring.device import Device, describe, find_device
+from effgpu.measuring.device import CHANGING, Device, describe, find_device
 from effgpu.measuring.intervals import BUILDS, CONFIDENCE, divide_confidence
 from effgpu.measuring.measurement import Measurement, measure_all
 from effgpu.measuring.variants import Step, Variant, check_variants, is_function
@@ -165,7 +165,7 @@ class Comparison:
         if not self.full_size:
             return measured
         columns = [("predicted", lambda m: m.label), *self._full_size_columns()]
-        lines = ["Predicted, at full size. Brackets: where about 9 of 10 published times lie (docs/predict.md)."]
+        lines = ["Predicted, at full size. Brackets: a range that holds about 9 of 10 published times (docs/predict.md)."]
         lines += [*self._tell_unchecked(), *self._tell_untimed()]
         if self.device.kind == "cuda":
             return [*measured, (*self._fill(columns), " ".join(lines))]
@@ -265,7 +265,8 @@ class Comparison:
         return f"A small model on {self.device.label}, which tells nothing of a GPU's time: {times}."
 
     def _tell_variables(self) -> list[str]:
-        return [f"{name}={value} was set." for name, value in self.device.variables.items()]
+        variables = self.device.variables
+        return [told.format(variables[name]) for name, told in CHANGING.items() if name in variables]
 
     def how_timed(self) -> str:
         """What is unusual about the turns, in one sentence; empty where nothing is."""
@@ -276,7 +277,7 @@ class Comparison:
     def _tell_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""
         found = [(one.gpu, one.unchecked) for predicted in self.full_size.values() for one in predicted]
-        return [f"No published time to check this by: {missing}." for missing in list_unchecked(found)]
+        return [f"No published time checks this, so the range is wider: {missing}." for missing in list_unchecked(found)]
 
     def _tell_untimed(self) -> list[str]:
         """Of which variants a part of the time is not known."""

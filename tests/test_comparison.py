@@ -198,7 +198,7 @@ def test_predictions_at_full_size_have_a_table_of_their_own_and_a_small_model_on
     rows = [["old", "4.00 s, does not fit", "20.0 GiB"], ["new", "4.00 × faster [3.33, 5.00]", "5.00 GiB"]]
     ((headings, cells, told),) = on_cpu.tables()
     assert (headings, cells) == (expected, rows)
-    assert told.startswith("Predicted, at full size. Brackets: where about 9 of 10 published times lie")
+    assert told.startswith("Predicted, at full size. Brackets: a range that holds about 9 of 10 published times")
     assert told.endswith(f"on {on_cpu.device.label}, which tells nothing of a GPU's time: old 20.0 ms; new 10.0 ms.")
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
     on_gpu = tuple(make_measurement(label, device=make_gpu(), sm_clock=1980) for label in ("old", "new"))
@@ -212,6 +212,12 @@ def test_predictions_at_full_size_have_a_table_of_their_own_and_a_small_model_on
         assert Comparison.from_dict(stored_as_json(result)) == result
         shown = [cell for headings, rows, told in result.tables() for row in [headings, *rows, [told]] for cell in row]
         assert all(cell in repr(result) and html.escape(cell) in result._repr_html_() for cell in shown)
+
+
+def test_a_caption_says_what_disturbed_the_times(make_measurement, make_gpu):
+    device = replace(make_gpu(), variables={"EFFGPU_AT_ONCE": "4", "CUDA_LAUNCH_BLOCKING": "1", "NEW": "1"})
+    told = Comparison("busy", (make_measurement("old", device=device),)).caption()
+    assert "CUDA_LAUNCH_BLOCKING=1 was set, so nothing overlaps. 4 lessons ran at once" in told and "NEW" not in told
 
 
 def test_a_small_model_that_fails_on_a_cpu_says_so(make_measurement):

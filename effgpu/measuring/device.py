@@ -36,8 +36,11 @@ OUT_OF_MEMORY_PHRASES = (  # what messages of PyTorch and of NVIDIA's libraries 
     "_ALLOCATION_FAILED",
 )
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # with it, PyTorch's allocator counts nothing
-AT_ONCE = "EFFGPU_AT_ONCE"  # how many lessons share the machine: a step that waits for the CPU may be slower
-_CHANGING = ("CUDA_LAUNCH_BLOCKING", AT_ONCE)  # with the first, nothing overlaps
+AT_ONCE = "EFFGPU_AT_ONCE"  # how many lessons share the machine
+CHANGING = {  # the variables that change what is measured, and what they do to it
+    "CUDA_LAUNCH_BLOCKING": "CUDA_LAUNCH_BLOCKING={} was set, so nothing overlaps.",
+    AT_ONCE: "{} lessons ran at once, so waits for the CPU may be longer.",
+}
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: int | None = None  # the bytes that a step may allocate
@@ -51,7 +54,7 @@ class Device:
 
     `memory` is in bytes. If the process may use only a part of the GPU, as with
     `PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1`, `memory` is that part and the name says so. `variables`
-    has CUDA_LAUNCH_BLOCKING and EFFGPU_AT_ONCE where they are set, which change what is measured.
+    has those of `CHANGING` that are set.
     """
 
     name: str
@@ -139,7 +142,7 @@ def describe() -> Device:
         _driver(),
         {"bf16": _bf16()} | supports,
         versions | {"cuda": torch.version.cuda},
-        {name: os.environ[name] for name in _CHANGING if os.environ.get(name)},
+        {name: os.environ[name] for name in CHANGING if os.environ.get(name)},
     )
 
 
