@@ -165,7 +165,7 @@ class Comparison:
         if not self.full_size:
             return measured
         columns = [("predicted", lambda m: m.label), *self._full_size_columns()]
-        lines = ["Predicted, at full size. Brackets: a range that holds about 9 of 10 published times (docs/predict.md)."]
+        lines = ["Predicted, at full size. Brackets hold about 9 of 10 published times (docs/predict.md)."]
         lines += [*self._tell_unchecked(), *self._tell_untimed()]
         if self.device.kind == "cuda":
             return [*measured, (*self._fill(columns), " ".join(lines))]
@@ -277,7 +277,7 @@ class Comparison:
     def _tell_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""
         found = [(one.gpu, one.unchecked) for predicted in self.full_size.values() for one in predicted]
-        return [f"No published time checks this, so the range is wider: {missing}." for missing in list_unchecked(found)]
+        return [f"Wider, as no published time checks it: {missing}." for missing in list_unchecked(found)]
 
     def _tell_untimed(self) -> list[str]:
         """Of which variants a part of the time is not known."""

@@ -198,7 +198,7 @@ def test_predictions_at_full_size_have_a_table_of_their_own_and_a_small_model_on
     rows = [["old", "4.00 s, does not fit", "20.0 GiB"], ["new", "4.00 × faster [3.33, 5.00]", "5.00 GiB"]]
     ((headings, cells, told),) = on_cpu.tables()
     assert (headings, cells) == (expected, rows)
-    assert told.startswith("Predicted, at full size. Brackets: a range that holds about 9 of 10 published times")
+    assert told.startswith("Predicted, at full size. Brackets hold about 9 of 10 published times")
     assert told.endswith(f"on {on_cpu.device.label}, which tells nothing of a GPU's time: old 20.0 ms; new 10.0 ms.")
     here = {label: size for label, (size,) in predicted_sizes(GiB, GiB, ("fits", "fits")).items()}
     on_gpu = tuple(make_measurement(label, device=make_gpu(), sm_clock=1980) for label in ("old", "new"))

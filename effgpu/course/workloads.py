@@ -17,6 +17,7 @@ from effgpu.course.transformer import Transformer
 from effgpu.measuring.device import choose_16_bits as choose_16_bits  # lessons take it from here
 from effgpu.measuring.device import find_device
 from effgpu.measuring.timing import cap_seconds
+from effgpu.predicting.models import checkpoint_activations
 
 if TYPE_CHECKING:  # imported where it is used: it takes seconds
     from transformers import DistilBertForSequenceClassification, Qwen3ForCausalLM
@@ -136,10 +137,7 @@ def qwen(
     with seeded(0, device):
         model = Qwen3ForCausalLM(config).train()
         texts = torch.randint(vocabulary, (batch, length))
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:  # transformers before 5.23
-        model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     return model, texts
 
 

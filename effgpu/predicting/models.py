@@ -180,10 +180,18 @@ def fine_tuning(
             _add_adapters(network, lora, four_bits, choose_16_bits() if precision == "pure" else torch.float32)
         network.to(find_device()).train()
         if checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(network)
         return _step(network, config, batch, length, OPTIMIZERS[optimizer], precision == "mixed")
 
     return variant
+
+
+def checkpoint_activations(network: "PreTrainedModel") -> None:
+    """Let a model of transformers recompute its blocks' activations, by the name that its version has for that."""
+    if hasattr(network, "activation_checkpointing_enable"):
+        network.activation_checkpointing_enable({"use_reentrant": False})
+    else:  # transformers before 5.23
+        network.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def read_config(model: str) -> "PreTrainedConfig":
