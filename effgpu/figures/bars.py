@@ -185,16 +185,16 @@ def _draw_time_at_full_size(ax, comparison: Comparison, place: int) -> None:
 def _draw_memory_at_full_size(ax, comparison: Comparison) -> None:
     """A dashed outline for each variant's predicted peak on the first GPU, in the colour of its verdict.
 
-    A dotted outline goes to the most that the whole process may take: by it, a step fits.
+    A dotted line goes on to the most that the whole process may take: by it, a step fits.
     """
     for row, m in enumerate(comparison):
         if m.label in comparison.full_size:
             needed = comparison.full_size[m.label][0]
-            most, look = max(needed.allocated, needed.total[1]), {"height": 0.62, "facecolor": "none"}
-            look |= {"linestyle": "--", "linewidth": 1.5, "edgecolor": VERDICT_COLORS[needed.verdict]}
+            most, color = max(needed.allocated, needed.total[1]), VERDICT_COLORS[needed.verdict]
+            look = {"height": 0.62, "facecolor": "none", "edgecolor": color, "linestyle": "--", "linewidth": 1.5}
             ax.barh(row, needed.allocated, **look, label="predicted peak of the tensors")
-            look |= {"linestyle": ":", "linewidth": 1.0, "edgecolor": DIM}
-            ax.barh(row, most, **look, label="the whole process, at most")
+            look = {"color": DIM, "linewidth": 1.5, "markersize": 10, "markevery": [1]}
+            ax.plot([needed.allocated, most], [row, row], ":|", **look, label="the whole process, at most")
             _write(ax, most, row, f"{units.format_bytes(needed.allocated)}, {needed.verdict}")
     first = next(iter(comparison.full_size.values()))[0]
     gpu = units.with_article(first.gpu)
