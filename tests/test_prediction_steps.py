@@ -1415,6 +1415,7 @@ def test_a_convolution_copies_texts_whose_channels_are_last(turned):
 
 
 FLASH, EFFICIENT, MATH = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "bmm"
+CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="memory-efficient attention shares no heads")
@@ -1431,19 +1432,41 @@ FLASH, EFFICIENT, MATH = "_scaled_dot_product_flash_attention", "_scaled_dot_pro
         ("A100", torch.bfloat16, ((8, 64, 64), (8, 128, 64)), {"is_causal": True}, EFFICIENT),
         ("T4", torch.float32, ((8, 64, 33), (8, 64, 33)), {}, EFFICIENT),
         ("A100", torch.float32, ((8, 64, 33), (8, 64, 33)), {}, MATH),
+        ("A100", torch.bfloat16, ((8, 64, 200), (8, 64, 200)), {}, FLASH),
+        ("RTX 4090", torch.bfloat16, ((8, 64, 192), (8, 64, 192)), {}, FLASH),
+        ("RTX 4090", torch.bfloat16, ((8, 64, 200), (8, 64, 200)), {}, EFFICIENT),
+        ("RTX 4090", torch.bfloat16, ((8, 64, 200), (8, 64, 200)), {"trained": False}, FLASH),
+        ("RTX 4090", torch.bfloat16, ((8, 64, 256), (8, 64, 256)), {}, FLASH),
+        ("RTX 4090", torch.bfloat16, ((8, 64, 256), (8, 64, 256)), {"dropout_p": 0.1}, EFFICIENT),
+        ("RTX 5090", torch.bfloat16, ((8, 64, 200), (8, 64, 200)), {}, EFFICIENT),
+        ("A100", torch.float64, ((8, 64, 64), (8, 64, 64)), {}, MATH),
+        ("A100", torch.bfloat16, ((8, 64, 64), (8, 64, 64)), {"order": "EFFICIENT_ATTENTION"}, EFFICIENT),
+        ("A100", torch.bfloat16, ((8, 64, 64), (8, 64, 64)), {"order": "MATH"}, MATH),
+        ("A100", torch.bfloat16, ((8, 64, 64), (8, 64, 64)), {"order": "CUDNN_ATTENTION", "masked": True}, CUDNN),
+        ("A100", torch.bfloat16, ((8, 64, 64), (8, 64, 64)), {"turned": True}, MATH),
+        ("A100", torch.bfloat16, ((64, 64), (64, 64)), {}, FLASH),
     ],
 )
 def test_attention_is_the_kernel_that_pytorch_chooses_for_the_gpu(gpu, dtype, shapes, options, kernel):
     """What torch._fused_sdp_choice gave for CUDA tensors on a simulated GPU of each kind."""
+    given = dict(options)
+    masked, trained, turned = given.pop("masked", False), given.pop("trained", True), given.pop("turned", False)
+    first = given.pop("order", None)
+    order = [getattr(BACKENDS, name) for name in (first, "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH") if name]
 
     def variant():
-        query, key = (torch.rand(2, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
-        given = dict(options)
-        mask = torch.zeros(64, 64, dtype=dtype) if given.pop("masked", False) else None
-        return lambda: nn.functional.scaled_dot_product_attention(query, key, key, mask, **given)
+        query, key = (torch.rand(2, *shape, dtype=dtype, requires_grad=trained) for shape in shapes)
+        value = key.transpose(-2, -1) if turned else key
+        mask = torch.zeros(64, 64, dtype=dtype) if masked else None
+
+        def step():
+            with torch.nn.attention.sdpa_kernel(order, set_priority=True) if first else nullcontext():
+                return nn.functional.scaled_dot_product_attention(query, key, value, mask, **given)
+
+        return step
 
     found = {kernel.name for event in predict(variant, gpu).events for kernel in event.kernels}
-    assert found & {FLASH, EFFICIENT, MATH} == {kernel}
+    assert found & {FLASH, EFFICIENT, MATH, CUDNN} == {kernel}
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="memory-efficient attention shares no heads")

@@ -52,6 +52,7 @@ CHECKED = {
     "torch.UntypedStorage._cdata": "2.14.1",
     "torch._C._functorch.get_unwrapped": "2.14.1",
     "torch._C._functorch.is_functorch_wrapped_tensor": "2.14.1",
+    "torch._C._get_sdp_priority_order": "2.14.1",
     "torch._C._current_graph_task_id": "2.14.1",
     "torch._C._current_autograd_node": "2.14.1",
     "torch._functorch.config.activation_memory_budget": "2.14.1",

@@ -1,4 +1,4 @@
-"""What a GPU does where a CPU does something else: autocast, attention, dropout, networks over time, workspaces.
+"""What a GPU does where a CPU does something else: autocast, dropout, networks over time, workspaces.
 
 Each rule names its source in PyTorch.
 """
@@ -17,7 +17,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from effgpu.predicting import recurrent
-from effgpu.predicting.facts import ASSUMED
+from effgpu.predicting.attention import attention
 from effgpu.predicting.kernels import CHANNELS_LAST, SHORT_SORT, copied_to_convolve, length_of_sorted
 from effgpu.units import GiB
 
@@ -52,8 +52,6 @@ IN_PARTS = {
     *(aten.logsumexp.default, aten.logsumexp.out, aten.binary_cross_entropy_with_logits.default),
     *(aten._safe_softmax.default, aten.dist.default),
 }
-# pytorch/pytorch#191085: before, memory-efficient attention took as many heads of keys as of queries only.
-_EFFICIENT_SHARES = torch.__version__ >= (2, 14)
 
 
 def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
@@ -193,77 +191,6 @@ def batch_norm(tensor, weight, bias, mean, variance, training, momentum, epsilon
     last = tensor.dim() in CHANNELS_LAST and tensor.stride(1) == 1 and not tensor.is_contiguous()
     ordered = tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()] if last else torch.contiguous_format)
     return aten.cudnn_batch_norm.default(ordered, weight, bias, mean, variance, training, momentum, epsilon)[0]
-
-
-def attention(
-    recorder, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-):
-    """aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: which kernel a GPU would choose."""
-    options = {"scale": scale}
-    width, half = query.shape[-1], query.dtype in _HALF
-    four = query.dim() == 4 and key.dim() == 4
-    square = width == value.shape[-1] == key.shape[-1]
-    same_heads = four and query.shape[1] == key.shape[1] == value.shape[1]
-    shared = four and not same_heads and _shares_heads(query, key, value, enable_gqa)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    flash = torch.backends.cuda.flash_sdp_enabled() and half and attn_mask is None and width <= 256
-    flash = flash and not (is_causal and query.shape[-2] != key.shape[-2])
-    aligned, newer = _is_aligned(query, value, recorder.capability), recorder.capability >= (8, 0)
-    if four and newer and (flash or query.dtype is torch.bfloat16 or not aligned):
-        recorder.holds_from = max(recorder.holds_from, (8, 0))
-    recorder.cudnn_attends |= four and half and torch.backends.cuda.cudnn_sdp_enabled()
-    if not flash and half and attn_mask is None and width <= 128 and _leaves_only_cudnn():
-        flash = True
-        recorder.say(ASSUMED, "cuDNN's attention takes as much and as long as flash attention")
-    if (same_heads or shared) and square and flash and newer:
-        if pad := -width % 8:  # _scaled_dot_product_flash_attention pads heads to multiples of 8
-            options["scale"] = scale or width**-0.5
-            query, key, value = (torch.nn.functional.pad(t, (0, pad)) for t in (query, key, value))
-        out = aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, False, **options
-        )[0]
-        return out[..., :width] if pad else out
-    efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and query.dtype in (*_HALF, torch.float32)
-    if query.dtype is torch.bfloat16 and not newer:
-        efficient = False
-    if efficient and aligned and (same_heads or (shared and _EFFICIENT_SHARES)):
-        bias = attn_mask
-        if bias is not None:
-            if bias.dtype is torch.bool:  # convert_boolean_attn_mask
-                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
-            if pad := -bias.shape[-1] % 16:  # pad_bias
-                length = bias.shape[-1]
-                bias = torch.nn.functional.pad(bias, (0, pad))[..., :length]
-            bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        return aten._scaled_dot_product_efficient_attention.default(
-            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
-        )[0]
-    if not torch.backends.cuda.math_sdp_enabled():
-        raise RuntimeError("No available kernel. Aborting execution.")  # as PyTorch says it
-    options["enable_gqa"] = enable_gqa
-    return aten._scaled_dot_product_attention_math.default(
-        query, key, value, attn_mask, dropout_p, is_causal, None, **options
-    )[0]
-
-
-def _shares_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: bool) -> bool:
-    """Whether several heads of the query's share one of the keys', as asked for, or as there is one for all."""
-    heads, of_keys = query.shape[1], key.shape[1]
-    return of_keys == value.shape[1] and heads % of_keys == 0 and (asked or (_EFFICIENT_SHARES and of_keys == 1))
-
-
-def _is_aligned(query: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:
-    """sdp_utils.cpp, minimum_gemm_alignment: whether heads are as wide as tensor cores load, where there are some."""
-    half = query.dtype in _HALF
-    step = 16 // query.element_size() if capability >= ((7, 0) if half else (8, 0)) else 1
-    return query.shape[-1] % step == 0 and value.shape[-1] % step == 0
-
-
-def _leaves_only_cudnn() -> bool:
-    """Whether the step has switched the other kernels for attention off."""
-    asked = torch.backends.cuda
-    others = asked.flash_sdp_enabled, asked.mem_efficient_sdp_enabled, asked.math_sdp_enabled
-    return asked.cudnn_sdp_enabled() and not any(each() for each in others)
 
 
 def boxes_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
