@@ -33,7 +33,7 @@ from effgpu.predicting.predict import largest, predict
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT
 from effgpu.predicting.statistic import Statistic
 from effgpu.predicting.timeline import BACKWARD, FORWARD
-from effgpu.units import MiB
+from effgpu.units import KiB, MiB
 
 T4 = find_gpu("T4")
 pytestmark = pytest.mark.usefixtures("short_collections")
@@ -1639,6 +1639,29 @@ def test_an_operation_of_several_kernels_is_these_with_what_lies_between_them(fu
     moved = sum(kernel.bytes for event in predicted.events for kernel in event.kernels)
     assert predicted.allocated == pytest.approx((1 + made) * size, rel=0.01)
     assert moved == pytest.approx(passes * size, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "gpu, reduce, shape, dtype, taken",
+    [  # bytes that a thread adds up in, results, blocks that share one, columns of threads, numbers read at once
+        ("A100", lambda x: x.sum(0), (16384, 3072), torch.bfloat16, 4 * 3072 * 72 * 32 * 4),
+        ("T4", lambda x: x.sum(0), (16384, 3072), torch.bfloat16, 4 * 3072 * 16 * 32 * 4),  # at most 256 for a thread
+        ("T4", lambda x: x.sum(0), (4096, 1024), torch.float32, 4 * 1024 * 40 * 32 * 4),
+        ("A100", lambda x: x.sum(0), (4096, 1024), torch.int32, 8 * 1024 * 64 * 32 * 4 + 8 * 4096 * 1024),  # a copy
+        ("A100", lambda x: x.var(0), (4096, 1024), torch.float32, 16 * 1024 * 64 * 32 * 4),
+        ("A100", lambda x: x.argmax(0), (4096, 1024), torch.float32, 16 * 1024 * 64 * 32 * 4),
+        ("A100", lambda x: x.amax(0), (4096, 1024), torch.bfloat16, 2 * 1024 * 64 * 32 * 4),
+        ("A100", lambda x: x[:, 1:].sum(0), (4096, 1025), torch.float32, 4 * 1024 * 14 * 32),  # not side by side
+        ("A100", lambda x: x.sum(1), (4096, 1024), torch.float32, 0),  # along the rows
+        ("A100", lambda x: x.sum(0), (100, 8192), torch.float32, 0),  # too few for several blocks
+        ("A100", lambda x: x.sum((0, 2, 3)), (16, 64, 64, 64), torch.float32, 0),
+    ],
+)
+def test_a_sum_of_rows_takes_what_its_blocks_of_threads_leave_to_the_last(gpu, reduce, shape, dtype, taken):
+    """Reduce.cuh, global_memory_size: what PyTorch's allocator gave for it on a simulated GPU."""
+    rows = predict(lambda: partial(reduce, torch.ones(shape, dtype=dtype)), gpu)
+    size = math.prod(shape) * dtype.itemsize
+    assert rows.allocated - size == pytest.approx(taken, rel=0.02, abs=64 * KiB)
 
 
 def test_what_a_mask_scatters_is_counted_up_to_each_place():

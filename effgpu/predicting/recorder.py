@@ -39,6 +39,7 @@ from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
+from effgpu.predicting.reductions import reduction_buffer
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
 from effgpu.predicting.rules import IN_PARTS, STORED, TEMPORARY, made_of_others
 from effgpu.predicting.storages import Storages, running_node
@@ -233,8 +234,8 @@ class Recorder(TorchDispatchMode):
             self.storages.link(tensors_of(result), tensors_of((args, kwargs)))
         if func is aten.add.Tensor:
             self.storages.note_sum(args[0], result)
-        if name in TEMPORARY and self.capability:
-            self.storages.take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
+        if self.capability and (place == GPU or not self.storages.names_gpu):
+            self._take_for_a_moment(func, name, args, kwargs)
         self.values.follow(func, args, kwargs, result)
         if self.capability and not self._moving and not is_meta(result):
             elsewhere = self.storages.names_gpu and self._is_not_the_gpus(func, args, kwargs)
@@ -242,6 +243,13 @@ class Recorder(TorchDispatchMode):
                 self.note_operation(func, args, kwargs, result)
         self._note_meaning(func, name.removeprefix("aten::"), args, result)
         return result
+
+    def _take_for_a_moment(self, func, name: str, args: tuple, kwargs: dict) -> None:
+        """Count what the GPU's kernels of an operation take while they run."""
+        if name in TEMPORARY:
+            self.storages.take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
+        if buffer := reduction_buffer(func, args, kwargs, self.asked.gpus):
+            self.storages.take_for_a_moment(buffer)
 
     def _read(self, func, args: tuple, kwargs: dict) -> bool | int | float:
         return self.reading.number(func, args, kwargs)
