@@ -1624,6 +1624,67 @@ def test_autocast_asks_norms_for_fp32_and_copies_nothing(measure):
     assert after - before < 1.01 * size, "a copy in fp32 would take twice as much"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_autocast", [False, True])
+def test_an_rms_norm_is_one_kernel_that_keeps_its_input(dtype, in_autocast):
+    """layer_norm.cpp, rms_norm_symint: also in autocast, which widens it. Not where the weight has another dtype."""
+    width = 4 if in_autocast else dtype.itemsize
+
+    def variant():
+        norm, rows = nn.RMSNorm(1024, dtype=dtype), torch.rand(4096, 1024, dtype=dtype, requires_grad=True)
+        gradient = torch.rand(4096, 1024, dtype=torch.float32 if in_autocast else dtype)
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16, enabled=in_autocast):
+                made = norm(rows)
+            made.backward(gradient)
+            norm.zero_grad()
+            rows.grad = None
+
+        return step
+
+    predicted = predict(variant, "A100")
+    names = {kernel.name for event in predicted.events for kernel in event.kernels}
+    assert names - {"_to_copy"} == {"_fused_rms_norm", "_fused_rms_norm_backward"}
+    given = dtype.itemsize if width > dtype.itemsize else 0  # beside its copy in fp32
+    assert predicted.allocated == pytest.approx(4096 * 1024 * (given + 4 * width), rel=0.01)
+
+
+def squared_gradient(rows, weight):
+    (gradient,) = torch.autograd.grad(nn.functional.rms_norm(rows, (64,), weight).sum(), rows, create_graph=True)
+    return gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        squared_gradient,
+        lambda rows, weight: torch.func.grad(lambda w: nn.functional.rms_norm(rows, (64,), w).sum())(weight),
+        lambda rows, weight: torch.func.vmap(lambda row: nn.functional.rms_norm(row, (64,), weight))(rows),
+    ],
+)
+def test_an_rms_norm_has_a_gradients_gradient_and_is_mapped(use):
+    variant = lambda: partial(use, torch.rand(32, 64, requires_grad=True), torch.rand(64, requires_grad=True))
+    assert predict(variant, "T4").allocated > 0
+
+
+@pytest.mark.parametrize("function", [torch.cumsum, torch.cumprod])
+def test_autocast_adds_up_in_fp32_without_a_copy(function):
+    """autocast_mode.h, AT_FORALL_FP32_SET_OPT_DTYPE."""
+
+    def variant():
+        rows, gradient = torch.rand(4096, 1024, dtype=torch.float16), torch.rand(4096, 1024)
+
+        def step():
+            with torch.autocast("cuda", torch.float16):
+                assert function(rows, -1).dtype is torch.float32
+            return gradient
+
+        return step
+
+    assert predict(variant, "A100").allocated == pytest.approx(4096 * 1024 * (2 + 4 + 4), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "function, passes, made",
     [

@@ -50,6 +50,7 @@ CHECKED = {
     "torch._library.fake_impl.FakeImplCtx": "2.14.1",
     "torch.Tensor._make_subclass": "2.14.1",
     "torch.UntypedStorage._cdata": "2.14.1",
+    "torch._C._are_functorch_transforms_active": "2.14.1",
     "torch._C._functorch.get_unwrapped": "2.14.1",
     "torch._C._functorch.is_functorch_wrapped_tensor": "2.14.1",
     "torch._C._get_sdp_priority_order": "2.14.1",

@@ -41,7 +41,7 @@ from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
 from effgpu.predicting.reductions import reduction_buffer
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
-from effgpu.predicting.rules import IN_PARTS, STORED, TEMPORARY, made_of_others
+from effgpu.predicting.rules import AS_ONE, IN_PARTS, STORED, TEMPORARY, made_of_others
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.uses import find_reader, makes_a_statistic
@@ -214,7 +214,8 @@ class Recorder(TorchDispatchMode):
             return result
         if func.namespace != "aten":
             self.reading.chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
-        if _is_composite(func) or (self.capability and func in IN_PARTS):
+        apart = _is_composite(func) or (self.capability and func in IN_PARTS)
+        if apart and not (self.capability and func in AS_ONE):
             return self._take_apart(func, args, kwargs)
         if (in_place := _IN_PLACE.get(func)) and _name_node() == in_place[0]:
             return self._dispatch(in_place[1], args, kwargs)

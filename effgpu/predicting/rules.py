@@ -15,7 +15,12 @@ import torch
 
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from effgpu.measuring.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    _are_functorch_transforms_active,
+    _ExcludeDispatchKeyGuard,
+)
 from effgpu.predicting import recurrent
 from effgpu.predicting.attention import attention
 from effgpu.predicting.kernels import CHANNELS_LAST, SHORT_SORT, copied_to_convolve, length_of_sorted
@@ -33,8 +38,7 @@ _FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt
 pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
 nuclear_norm.dim cosine_similarity dist pdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
 upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
-upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-cumprod cumsum"""
+upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"""
 # fp32 by their own argument: no copy of the input
 _WITH_DTYPE = "sum sum.dim_IntList prod prod.dim_int linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord"
 _APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
@@ -46,7 +50,9 @@ _PROMOTED = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
 _LEFT = """avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d grid_sampler_2d grid_sampler_3d
 cross_entropy_loss cat stack index_copy reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 replication_pad3d"""
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+_AUTOCAST, _AUTOGRAD = (DispatchKeySet(key) for key in (DispatchKey.AutocastCPU, DispatchKey.AutogradCPU))
+# Made of others for a CPU, and of one kernel on a GPU.
+AS_ONE = {aten._fused_rms_norm.default}
 # Of several kernels, which fake tensors take for one: ReduceOps.cpp, Loss.cpp, SoftMax.cpp, LinearAlgebra.cpp.
 IN_PARTS = {
     *(aten.logsumexp.default, aten.logsumexp.out, aten.binary_cross_entropy_with_logits.default),
@@ -68,8 +74,8 @@ def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
         kernels[name, "AutocastCPU"] = functools.partial(_promote, _find(name))
     for name in _LEFT.split():
         kernels[name, "AutocastCPU"] = torch.library.fallthrough_kernel
-    for func in (aten.softmax.int, aten.log_softmax.int):
-        kernels[_name(func), "AutocastCPU"] = functools.partial(_widen_softmax, func)
+    for func in (aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default):
+        kernels[_name(func), "AutocastCPU"] = functools.partial(_widen, func)
     kernels["binary_cross_entropy", "AutocastCPU"] = _refuse_in_autocast
     kernels |= {(_name(func), "AutogradCPU"): made for func, made in made_of_others(recorder).items()}
     return kernels
@@ -83,6 +89,7 @@ def made_of_others(recorder: "Recorder") -> dict:
         aten.softmax.int: functools.partial(_softmax, aten._softmax.default),
         aten.log_softmax.int: functools.partial(_softmax, aten._log_softmax.default),
         aten.scaled_dot_product_attention.default: functools.partial(attention, recorder),
+        aten._fused_rms_norm.default: rms_norm,
         **_recurrent_layers(recorder),
     }
 
@@ -156,12 +163,12 @@ def _refuse_in_autocast(*_: object, **__: object) -> None:
     )
 
 
-def _widen_softmax(func, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
+def _widen(func, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
     """CastPolicy::fp32_set_opt_dtype, where no type is asked for."""
     if dtype is None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
         dtype = torch.float32
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
-        return func(tensor, dim, dtype)
+        return func(tensor, dim, dtype=dtype)
 
 
 def _softmax(func, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None):
@@ -191,6 +198,40 @@ def batch_norm(tensor, weight, bias, mean, variance, training, momentum, epsilon
     last = tensor.dim() in CHANNELS_LAST and tensor.stride(1) == 1 and not tensor.is_contiguous()
     ordered = tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()] if last else torch.contiguous_format)
     return aten.cudnn_batch_norm.default(ordered, weight, bias, mean, variance, training, momentum, epsilon)[0]
+
+
+def rms_norm(tensor, shape, weight, epsilon):
+    """aten/src/ATen/native/layer_norm.cpp, rms_norm_symint: a GPU has a kernel, where a CPU takes several."""
+    if _are_functorch_transforms_active():
+        return aten._fused_rms_norm.default.decompose(tensor, shape, weight, epsilon)
+    return _FusedRmsNorm.apply(tensor, shape, weight, epsilon)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What the kernel gives, and keeps for its backward pass."""
+
+    @staticmethod
+    def forward(ctx, tensor, shape, weight, epsilon):
+        with _ExcludeDispatchKeyGuard(_AUTOGRAD):
+            out, deviation = aten._fused_rms_norm.default(tensor, shape, weight, epsilon)
+        ctx.shape = shape
+        ctx.save_for_backward(tensor, weight, deviation)
+        ctx.mark_non_differentiable(deviation)
+        ctx.set_materialize_grads(False)
+        return out, deviation
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        tensor, weight, deviation = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph of the gradient: infinitely_differentiable_native_rms_norm_backward
+            dims = tuple(range(-len(ctx.shape), 0))
+            normal, scaled = tensor * deviation, gradient if weight is None else gradient * weight
+            ours = (scaled - normal * (scaled * normal).mean(dims, keepdim=True)) * deviation
+            return ours, None, None if weight is None else (gradient * normal).sum_to_size(weight.shape), None
+        wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        given = gradient, tensor, ctx.shape, deviation, weight, wanted
+        ours, of_weight = aten._fused_rms_norm_backward.default(*given)
+        return ours if wanted[0] else None, None, of_weight if wanted[1] else None, None
 
 
 def boxes_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
