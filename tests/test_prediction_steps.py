@@ -1590,7 +1590,10 @@ def test_a_softmax_that_widens_copies_all_but_fp16_first(function, in_autocast, 
         return step
 
     kept = (2 + 4 + 4) * elements  # scores, what they become, and its gradient
-    assert predict(variant, "A100").allocated == pytest.approx(kept + (4 + 2 if copies else 2) * elements, rel=0.01)
+    own = 4 + 2 if copies else 2  # the scores' gradient, and what it is a copy of
+    if function is nn.functional.softmax:  # the gradient times the softmax, which is gone when the copy is made
+        own = 4 + 4 if copies else 4 + 2
+    assert predict(variant, "A100").allocated == pytest.approx(kept + own * elements, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -1723,6 +1726,108 @@ def test_a_sum_of_rows_takes_what_its_blocks_of_threads_leave_to_the_last(gpu, r
     rows = predict(lambda: partial(reduce, torch.ones(shape, dtype=dtype)), gpu)
     size = math.prod(shape) * dtype.itemsize
     assert rows.allocated - size == pytest.approx(taken, rel=0.02, abs=64 * KiB)
+
+
+ROWS = 4096
+
+
+def written_into(name):
+    """An operation that gives a copy with some of its numbers changed: half of its rows, or by a mask."""
+    calls = {
+        "masked_fill": lambda x, rows, half, mask: x.masked_fill(mask, 0),
+        "index_fill": lambda x, rows, half, mask: x.index_fill(0, rows, 0.0),
+        "index_put": lambda x, rows, half, mask: x.index_put((rows,), half),
+        "index_copy": lambda x, rows, half, mask: x.index_copy(0, rows, half),
+        "index_add": lambda x, rows, half, mask: x.index_add(0, rows, half),
+        "scatter": lambda x, rows, half, mask: x.scatter(0, rows[:, None].expand(-1, 1024), half),
+        "scatter_add": lambda x, rows, half, mask: x.scatter_add(0, rows[:, None].expand(-1, 1024), half),
+        "slice_scatter": lambda x, rows, half, mask: x.slice_scatter(half, 0, 0, ROWS // 2),
+        "constant_pad_nd": lambda x, rows, half, mask: nn.functional.pad(x, (0, 0, 0, ROWS // 2)),
+    }
+
+    def variant():
+        x, half = torch.rand(ROWS, 1024), torch.rand(ROWS // 2, 1024)
+        rows, mask = torch.arange(ROWS // 2), torch.zeros(ROWS, 1024, dtype=torch.bool)
+        return lambda: calls[name](x, rows, half, mask)
+
+    return variant
+
+
+@pytest.mark.parametrize(
+    "name, moved",
+    [  # of 4 bytes for each number: a copy, and what is written into it
+        ("masked_fill", 2 + 2 + 0.25),
+        ("index_fill", 2 + 2),
+        ("index_put", 2 + 3 * 0.5),
+        ("index_copy", 2 + 3 * 0.5),
+        ("index_add", 2 + 3 * 0.5),
+        ("scatter", 2 + 3 * 0.5),
+        ("scatter_add", 2 + 3 * 0.5),
+        ("slice_scatter", 2 + 2 * 0.5),
+        ("constant_pad_nd", 1.5 + 2),  # one and a half times as many rows are filled
+    ],
+)
+def test_what_gives_a_changed_copy_copies_first(name, moved):
+    """TensorAdvancedIndexing.cpp, cuda/Indexing.cu and PadNd.cpp: two kernels."""
+    launched = [kernel for event in predict(written_into(name), "A100").events for kernel in event.kernels]
+    assert len(launched) == 2 and sum(k.bytes for k in launched) == pytest.approx(moved * 4 * ROWS * 1024, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "function, shape, taken",
+    [  # bytes for each number, or for each index
+        (lambda x: x.index_put_((torch.arange(100000),), torch.rand(100000), True), (2**20,), 100000 * (48 + 8 + 4)),
+        (lambda x: x.topk(8), (4096, 1024), 4096 * 6 * 256 + 4096 * 8 * 12),
+        (lambda x: torch.randperm(1_000_000), (8,), 1_000_000 * (8 + 40)),
+        (lambda x: torch.randperm(10_000), (8,), 10_000 * (8 + 28)),
+        (lambda x: torch.multinomial(x, 1), (4096, 1024), 4 * 4096 * 1024),
+        (lambda x: torch.multinomial(x, 2, True), (4096, 1024), 3 * 4 * 4096 * 1024 + 4096 * 16),
+        (lambda x: x.median(), (4096, 1024), (12 + 8 + 8 + 4) * 4096 * 1024),  # of all numbers, which are sorted
+        (lambda x: x.roll((1, 2), (0, 1)), (4096, 1024), 2 * 4 * 4096 * 1024),
+        (
+            lambda x: x.count_nonzero(0),
+            (4096, 1024),
+            (1 + 8) * 4096 * 1024 + 8 * 1024 * 64 * 32 * 4,
+        ),  # and blocks' sums
+    ],
+)
+def test_what_a_gpu_sorts_and_draws_takes_what_its_kernels_take(function, shape, taken):
+    """What PyTorch's allocator gave on a simulated GPU, for the code of its CUDA kernels, and their results."""
+    allocated = predict(lambda: partial(function, torch.rand(shape)), "A100").allocated
+    assert allocated - 4 * math.prod(shape) == pytest.approx(taken, rel=0.03)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.softmax(-1), lambda x: x.log_softmax(-1), lambda x: x.max(-1)[0]])
+def test_a_backward_pass_takes_what_it_takes_on_a_gpu(function):
+    """SoftMax.cu: a softmax's gradient times its result, first. value_selecting_reduction_backward writes in place."""
+    size, is_softmax = 4 * 4096 * 1024, function(torch.rand(2, 2)).dim() == 2
+
+    def variant():
+        rows = torch.rand(4096, 1024, requires_grad=True)
+        gradient = torch.rand(4096, 1024) if is_softmax else torch.rand(4096)
+
+        def step():
+            function(rows).backward(gradient)
+            rows.grad = None
+
+        return step
+
+    predicted = predict(variant, "T4")
+    times = [kernel for event in predicted.events for kernel in event.kernels if kernel.name == "mul"]
+    kept = (4 if is_softmax else 2) + len(times)  # the rows, their gradient, and of a softmax what it gives and gets
+    assert len(times) == (function(torch.zeros(1, 2)).sum() == 1)
+    assert predicted.allocated == pytest.approx(kept * size, rel=0.01)
+
+
+def test_the_sigmoids_logarithm_keeps_no_buffer_on_a_gpu():
+    """ActivationLogSigmoidKernel.cu."""
+    size = 4 * 4096 * 1024
+
+    def variant():
+        rows, gradient = torch.rand(4096, 1024, requires_grad=True), torch.rand(4096, 1024)
+        return lambda: (nn.functional.logsigmoid(rows).backward(gradient), setattr(rows, "grad", None))
+
+    assert predict(variant, "T4").allocated == pytest.approx(4 * size, rel=0.01)
 
 
 def test_what_a_mask_scatters_is_counted_up_to_each_place():

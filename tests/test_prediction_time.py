@@ -281,7 +281,9 @@ def test_a_convolution_with_one_channel_is_no_product_with_a_vector():
 def test_a_long_row_is_sorted_in_passes_with_a_second_buffer():
     rows = lambda *shape: predict(forward(lambda x: x.sort(-1)[0], *shape), "A100 80 GB")
     long, short = rows(2**24), rows(2**14, 2**10)
-    assert long.time().expected > 2.5 * short.time().expected
+    assert long.time().expected > 2 * short.time().expected
+    moved = [sum(row.bytes for row in one.time().table.values()) / 2**24 for one in (long, short)]
+    assert moved == pytest.approx([4 + 12 + 4 * 2 * 12, 4 + 12 + 32])  # it reads and writes; passes; copies
     assert long.allocated == pytest.approx(short.allocated + 2**24 * (8 + 8 + 4), rel=0.001)
 
 
@@ -641,7 +643,7 @@ def test_where_a_part_is_not_known_an_epoch_takes_at_least_so_long(tmp_path, cap
 
 
 def test_a_published_time_is_met():
-    outcome = published_times.run(next(case for case in published_times.CASES if case.name == "GPT-2, TF32"))
+    outcome = published_times.run(next(case for case in published_times.CASES if case.name == "GPT-2, bf16"))
     assert abs(outcome.error) < 0.1 and outcome.is_inside and outcome.width < 0.25
     assert outcome.data_sheet < outcome.published
 

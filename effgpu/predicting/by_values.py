@@ -81,6 +81,9 @@ def _unique(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]
         made.append(_empty(recorder, shape if given.get(name) else (0,), torch.int64))
     recorder.counting.spread(made[-1], tensor.numel())
     recorder.note_operation(func, (tensor,), {}, made[0])
+    if recorder.capability:  # cuda/UniqueCub.cu: what is sorted, and CUB's; with places, where these are asked for
+        taken = 2 * tensor.element_size() + (3 * 8 if given.get("return_inverse") else 0)
+        recorder.storages.take_for_a_moment(tensor.numel() * taken)
     return tuple(made[: len(func._schema.returns)])
 
 
@@ -197,6 +200,16 @@ def _bags(recorder: "Recorder", func, given: dict) -> tuple | None:
     return result
 
 
+def _log_sigmoid(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """aten/src/ATen/native/cuda/ActivationLogSigmoidKernel.cu: the buffer for a backward pass is a CPU's alone."""
+    if not recorder.capability:
+        return None
+    tensor = given["self"]
+    made = _empty(recorder, tensor.shape, tensor.dtype), _empty(recorder, (0,), tensor.dtype)
+    recorder.note_operation(func, (tensor,), {}, made)
+    return made
+
+
 def _masked_by_sparse(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     """What a dense tensor has where a sparse one has numbers."""
     mask = given["mask"]
@@ -227,6 +240,7 @@ RULES: dict[Any, Callable] = {
     aten.add_: _add_sparse,
     **dict.fromkeys((aten._embedding_bag, aten._embedding_bag_forward_only), _bags),
     aten.sparse_mask: _masked_by_sparse,
+    aten.log_sigmoid_forward: _log_sigmoid,
     aten._pack_padded_sequence: _pack,
     aten._pack_padded_sequence_backward: _unpack_gradient,
 }

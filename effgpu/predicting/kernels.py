@@ -71,14 +71,27 @@ _NORMS = (*_SECOND_READ, *_SOFTMAX, "native_layer_norm", "_fused_rms_norm")
 _SORTS = ("sort", "argsort", "_unique", "_unique2", "unique_dim")
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 SHORT_SORT = 4096  # elements of a row that one block of threads sorts: aten/src/ATen/native/cuda/Sort.cpp
+FEW_INDICES = 3072  # of an embedding's, up to which they are not sorted: aten/src/ATen/native/cuda/Embedding.cu
+INDEX_PUT = ("index_put_", "_index_put_impl_")
+# TensorTopK.cu, should_use_multiblock: up to so many rows, rows of so many elements
+_LONG_SELECTION = (20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (math.inf, 400)
 _SHORT_ROW = 1024  # elements of a softmax's row that registers hold: PersistentSoftmax.cuh reads them once
 _LONG_ROW = 24 * 1024  # elements that shared memory does not hold: SoftMax.cu reads them three times
-_LAUNCHES = {  # kernels of an operation, where it is more than one
+_LAUNCHES = {  # kernels of an operation, where it is more than one; fills and copies within it are some, too
     "native_layer_norm_backward": 3,
+    "_fused_rms_norm_backward": 2,
+    "native_group_norm": 3,
     "native_batch_norm_backward": 2,
     "cudnn_batch_norm_backward": 2,
     "convolution_backward": 2,
-    "embedding_dense_backward": 10,  # the indices are sorted first
+    "_embedding_bag_backward": 18,  # the indices are sorted first
+    "masked_scatter_": 4,
+    "nonzero": 5,
+    "bincount": 5,
+    "histc": 2,
+    "randperm": 18,
+    "multinomial": 5,
+    "_unique2": 25,
     "_scaled_dot_product_flash_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 2,
     "nll_loss_backward": 2,
@@ -148,13 +161,20 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
     moved += sum(map(_size, (args[i] for i in _SECOND_READ.get(name, ()))))
     if name in _SORTS:
         tensor = args[0]
-        moved += _sort_again(tensor, tensor.numel() if "unique" in name else length_of_sorted(tensor, args[1:]))
+        row = max(tensor.numel(), SHORT_SORT + 1) if "unique" in name else length_of_sorted(tensor, args[1:])
+        moved += _sort_again(tensor, row)
+    if name == "topk" and selects_in_blocks(args[0], args[2]):
+        moved += args[0].element_size() * _size(args[0])  # for each byte of a number, and once for the places
+    if name in INDEX_PUT and args[3]:
+        moved += _sort_places(args[0], args[1])
     if name in _SOFTMAX:
         moved += _read_again(name, args)
     kind = NORM if name in _NORMS else OPTIMIZER if optimizing else OTHER
     layout = _layout(given) if "batch_norm" in name or "pool" in name else ""
-    launches = _count_launches(name, args)
-    return [Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
+    launches, before = _count_launches(name, args), []
+    if name == "_softmax_backward_data":  # SoftMax.cu, softmax_backward_cuda_out: of the gradient times the softmax
+        before = [Kernel("mul", OTHER, _format(tensors), 0, 2 * _size(args[0]) + _size(args[1]))]
+    return [*before, Kernel(name, kind, _format(tensors), 0, moved, launches, None, _is_even(tensors), layout)]
 
 
 def _measure_distances(name: str, args: tuple, result: torch.Tensor) -> Kernel:
@@ -173,12 +193,22 @@ def length_of_sorted(tensor: torch.Tensor, how: tuple) -> int:
 
 
 def _sort_again(tensor: torch.Tensor, row: int) -> int:
-    """The bytes of a radix sort's passes, one for each byte of a number, over numbers and places; short rows have none.
+    """The bytes of a radix sort's passes, one for each byte of a number, over numbers and places.
 
-    Several long rows are sorted by number first, and then by row.
+    Several long rows are sorted by number first, and then by row. Short ones are copied, with their places, and then
+    sorted where they lie: aten/src/ATen/native/cuda/Sort.cpp.
     """
-    passes = 0 if row <= SHORT_SORT else tensor.element_size() * (2 if row < tensor.numel() else 1)
+    if row <= SHORT_SORT:
+        return 4 * _size(tensor) + 16 * tensor.numel()
+    passes = tensor.element_size() * (2 if row < tensor.numel() else 1)
     return passes * 2 * (_size(tensor) + 8 * tensor.numel())
+
+
+def _sort_places(tensor: torch.Tensor, indices: list) -> int:
+    """The bytes of what index_put_with_sort_kernel does with places: it makes them, and sorts them by as few bits."""
+    last = tensor.numel() // max(1, math.prod(tensor.shape[len(indices) :]))
+    passes = -(-last.bit_length() // 8)
+    return places_of(tensor, indices) * (12 * 8 + passes * 2 * 16)
 
 
 def touching(name: str, tensors: list[torch.Tensor]) -> Kernel:
@@ -256,7 +286,27 @@ def _count_launches(name: str, args: tuple) -> int:
         chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
         tensors = _TENSORS_A_LAUNCH[min(len(lists) + (name.startswith("_foreach") and not name.endswith("_")), 5)]
         return max(math.ceil(len(lists[0]) / tensors), math.ceil(chunks / _CHUNKS_A_LAUNCH))
+    if name == "embedding_dense_backward":
+        return 2 if args[1].numel() <= FEW_INDICES and not args[4] else 18
+    if name in INDEX_PUT and args[3]:
+        return 12
+    if name == "topk":
+        return 22 if selects_in_blocks(args[0], args[2]) else 2
+    if name in ("sort", "argsort"):
+        return 5 if length_of_sorted(args[0], args[1:]) <= SHORT_SORT else 14
     return _LAUNCHES.get(name, 1)
+
+
+def selects_in_blocks(tensor: torch.Tensor, dim: int | None) -> bool:
+    """aten/src/ATen/native/cuda/TensorTopK.cu, should_use_multiblock: several blocks of threads for a row."""
+    row = tensor.shape[-1 if dim is None else dim] if tensor.dim() else 1
+    rows = tensor.numel() // max(1, row)
+    return row >= next(least for most, least in _LONG_SELECTION if rows <= most)
+
+
+def places_of(tensor: torch.Tensor, indices: list) -> int:
+    """How many places an index names, each of which may be a row."""
+    return math.prod(torch.broadcast_shapes(*(each.shape for each in indices if each is not None)))
 
 
 def format_of_recurrent(tensor: torch.Tensor) -> str:

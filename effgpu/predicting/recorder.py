@@ -21,7 +21,6 @@ from effgpu.measuring.ops import lists_of, runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
     DispatchKey,
-    DispatchKeySet,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -41,7 +40,7 @@ from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
 from effgpu.predicting.reductions import reduction_buffer
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
-from effgpu.predicting.rules import AS_ONE, IN_PARTS, STORED, TEMPORARY, made_of_others
+from effgpu.predicting.rules import AS_ONE, STORED, TEMPORARY, in_parts, made_of_others
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.uses import find_reader, makes_a_statistic
@@ -52,12 +51,17 @@ aten = torch.ops.aten
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
 # Backward passes write into what they have just made, but not if somebody like us looks on: FunctionsManual.cpp,
 # areAnyTensorSubclassLike.
+_SELECTED = "Max Min Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin"  # value_selecting_reduction_backward
 _IN_PLACE = {
-    aten.index_put.default: ("IndexBackward0", aten.index_put_.default),
-    aten.index_add.default: ("IndexSelectBackward0", aten.index_add_.default),
-    aten.scatter_add.default: ("GatherBackward0", aten.scatter_add_.default),
-    aten.put.default: ("TakeBackward0", aten.put_.default),
-    aten.masked_scatter.default: ("MaskedSelectBackward0", aten.masked_scatter_.default),
+    aten.index_put.default: (("IndexBackward0",), aten.index_put_.default),
+    aten.index_add.default: (("IndexSelectBackward0",), aten.index_add_.default),
+    aten.scatter_add.default: (("GatherBackward0",), aten.scatter_add_.default),
+    aten.put.default: (("TakeBackward0",), aten.put_.default),
+    aten.masked_scatter.default: (("MaskedSelectBackward0",), aten.masked_scatter_.default),
+    aten.scatter.src: (
+        tuple(f"{name}Backward{number}" for name in _SELECTED.split() for number in (0, 1)),
+        aten.scatter_.src,
+    ),
 }
 _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
@@ -214,11 +218,15 @@ class Recorder(TorchDispatchMode):
             return result
         if func.namespace != "aten":
             self.reading.chosen_from = next((t.shape[0] for t in args if isinstance(t, torch.Tensor) and t.dim()), 0)
-        apart = _is_composite(func) or (self.capability and func in IN_PARTS)
-        if apart and not (self.capability and func in AS_ONE):
-            return self._take_apart(func, args, kwargs)
-        if (in_place := _IN_PLACE.get(func)) and _name_node() == in_place[0]:
+        if (in_place := _IN_PLACE.get(func)) and _name_node() in in_place[0]:
             return self._dispatch(in_place[1], args, kwargs)
+        if self.capability and (made := in_parts(func, args)):
+            with self:
+                result = made(*args, **kwargs)
+            self.counting.follow(func, name.removeprefix("aten::"), args, result)
+            return result
+        if _is_composite(func) and not (self.capability and func in AS_ONE):
+            return self._take_apart(func, args, kwargs)
         if func is not aten.lift_fresh.default:  # which takes the real numbers that a tensor is made of
             for value in (*args, *kwargs.values()):
                 self._see_real(value)
@@ -304,8 +312,6 @@ class Recorder(TorchDispatchMode):
         with self:
             if self.capability and (made := made_of_others(self).get(func)):
                 return made(*args, **kwargs)
-            if func in IN_PARTS:
-                return func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
             return func.decompose(*args, **kwargs)
 
     def see(self, value: object) -> None:
@@ -393,7 +399,8 @@ class Recorder(TorchDispatchMode):
             inside = block.born > self._called  # by PyTorch in C++, for what it is given: pad_sequence
             if not block.place and inside:
                 block.place = GPU
-            elif not block.place:
+                return False
+            if not block.place:
                 self.storages.suppose_on_host(block)
             if HOST in (block.place, blocks[id(args[1])].place):  # what is loaded has no place
                 self.work.note_bus(args[0])

@@ -23,7 +23,15 @@ from effgpu.measuring.torch_internals import (
 )
 from effgpu.predicting import recurrent
 from effgpu.predicting.attention import attention
-from effgpu.predicting.kernels import CHANNELS_LAST, SHORT_SORT, copied_to_convolve, length_of_sorted
+from effgpu.predicting.kernels import (
+    CHANNELS_LAST,
+    FEW_INDICES,
+    SHORT_SORT,
+    copied_to_convolve,
+    length_of_sorted,
+    places_of,
+    selects_in_blocks,
+)
 from effgpu.units import GiB
 
 if TYPE_CHECKING:
@@ -53,11 +61,16 @@ replication_pad3d"""
 _AUTOCAST, _AUTOGRAD = (DispatchKeySet(key) for key in (DispatchKey.AutocastCPU, DispatchKey.AutogradCPU))
 # Made of others for a CPU, and of one kernel on a GPU.
 AS_ONE = {aten._fused_rms_norm.default}
-# Of several kernels, which fake tensors take for one: ReduceOps.cpp, Loss.cpp, SoftMax.cpp, LinearAlgebra.cpp.
-IN_PARTS = {
-    *(aten.logsumexp.default, aten.logsumexp.out, aten.binary_cross_entropy_with_logits.default),
-    *(aten._safe_softmax.default, aten.dist.default),
-}
+# Of several kernels, which fake tensors take for one, but which PyTorch has written in operations: ReduceOps.cpp,
+# Loss.cpp, SoftMax.cpp, LinearAlgebra.cpp; TensorAdvancedIndexing.cpp, PadNd.cpp and TensorShape.cpp: a copy that is
+# then written into.
+_IN_PARTS = """logsumexp logsumexp.out binary_cross_entropy_with_logits soft_margin_loss_backward
+soft_margin_loss_backward.grad_input _safe_softmax dist count_nonzero masked_fill.Scalar masked_fill.Tensor
+index_fill.int_Scalar index_fill.int_Tensor index_put _unsafe_index_put masked_scatter put constant_pad_nd slice_scatter
+select_scatter diagonal_scatter slice_backward select_backward diagonal_backward"""
+# The same on a GPU alone: TensorAdvancedIndexing.cpp and cuda/Indexing.cu.
+_COPIED_FIRST = """index_add index_copy index_reduce scatter.src scatter.value scatter.reduce scatter.value_reduce
+scatter_add scatter_reduce.two"""
 
 
 def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
@@ -108,6 +121,38 @@ def _recurrent_layers(recorder: "Recorder") -> dict:
         for kind in recurrent.GATES
         for overload, run in runs
     }
+
+
+def _write_into_copy(name: str, tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    packet, dot, overload = name.partition(".")
+    return _find(f"{packet}_{dot}{overload}")(tensor.clone(), *args, **kwargs)
+
+
+def _count_nonzero(tensor: torch.Tensor, dim: list[int]) -> torch.Tensor:
+    """aten/src/ATen/native/TensorAdvancedIndexing.cpp, count_nonzero_cuda."""
+    return (tensor.clone() if tensor.dtype is torch.bool else tensor != 0).sum(dim)
+
+
+def _median(tensor: torch.Tensor) -> torch.Tensor:
+    """aten/src/ATen/native/cuda/Sorting.cpp, median_impl: of all numbers, which are sorted."""
+    ordered = tensor.flatten().sort()[0]
+    return torch.where(ordered[-1].isnan(), ordered[-1], ordered[(len(ordered) - 1) // 2])
+
+
+def _roll(tensor: torch.Tensor, shifts: list[int], dims: list[int] = ()) -> torch.Tensor:
+    """aten/src/ATen/native/TensorTransformations.h, roll_common: one dimension after the other."""
+    for shift, dim in zip(shifts, dims):
+        tensor = aten.roll.default(tensor, [shift], [dim])
+    return tensor if dims else aten.roll.default(tensor.flatten(), shifts, [0]).view(tensor.shape)
+
+
+def _multinomial(tensor: torch.Tensor, number: int, replacement: bool = False, *, generator=None) -> torch.Tensor:
+    """aten/src/ATen/native/Distributions.cpp: the largest of what is divided by random numbers, after two checks."""
+    (tensor.max() < math.inf).logical_and(tensor.min() >= 0)
+    (tensor.sum(-1) == 0).any()
+    drawn = torch.empty_like(tensor).exponential_()
+    torch.div(tensor, drawn, out=drawn)
+    return drawn.argmax(-1, keepdim=True) if number == 1 else drawn.topk(number, -1)[1]
 
 
 def _name(func) -> str:
@@ -234,6 +279,15 @@ class _FusedRmsNorm(torch.autograd.Function):
         return ours if wanted[0] else None, None, of_weight if wanted[1] else None, None
 
 
+def in_parts(func, args: tuple) -> Callable | None:
+    """What stands for an operation that is several kernels, and has a name of its own; None for any other one."""
+    if func is aten.multinomial.default and len(args) > 2 and args[2] and args[1] > 1:
+        return None
+    if func is aten.roll.default and len(args) > 2 and len(args[2]) == 1:
+        return None
+    return IN_PARTS.get(func)
+
+
 def boxes_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
     """torchvision/ops/boxes.py, batched_nms: a GPU takes the boxes of all classes at once, up to 100,000 numbers."""
     one_by_one = module._batched_nms_vanilla
@@ -297,12 +351,12 @@ def _deform(images: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor, *_
     return images.element_size() * at_once * images.shape[1] * taps * points
 
 
-_FEW_INDICES, _ROWS_A_SUM = 3072, 10
+_ROWS_A_SUM = 10
 
 
 def _embedding_backward(gradient: torch.Tensor, indices: torch.Tensor, rows: int, *how: object) -> int:
     """aten/src/ATen/native/cuda/Embedding.cu: up to 3,072 indices are added up where they belong, more are sorted."""
-    sorts = indices.numel() > _FEW_INDICES or how[-1]
+    sorts = indices.numel() > FEW_INDICES or how[-1]
     return _sums_of_rows(gradient, indices, rows) if sorts else 0
 
 
@@ -321,6 +375,36 @@ def _sums_of_rows(gradient: torch.Tensor, indices: torch.Tensor, rows: int) -> i
     return copied + sums * gradient.shape[-1] * max(4, gradient.element_size()) + places * indices.element_size()
 
 
+def _index_put(tensor: torch.Tensor, indices: list, values: torch.Tensor, accumulate: bool = False, *_: object) -> int:
+    """aten/src/ATen/native/cuda/Indexing.cu, index_put_with_sort_kernel: places, as they come and in order, and CUB's.
+
+    And a copy of values that are spread, or not in their order.
+    """
+    if not accumulate:
+        return 0
+    places = places_of(tensor, indices)
+    kept = [size for n, size in enumerate(tensor.shape) if n >= len(indices) or indices[n] is None]
+    whole = places * math.prod(kept)
+    copied = whole * values.element_size() * (values.numel() < whole or not values.is_contiguous())
+    return 6 * 8 * places + copied
+
+
+def _top(tensor: torch.Tensor, number: int, dim: int = -1, *_: object) -> int:
+    """aten/src/ATen/native/cuda/TensorTopK.cu, mbtopk::launch: counts of 256 digits, of a row and of its block."""
+    return 6 * 256 * (tensor.numel() // tensor.shape[dim]) if selects_in_blocks(tensor, dim) else 0
+
+
+def _permutation(number: int, *_: object) -> int:
+    """aten/src/ATen/native/cuda/Randperm.cu: numbers, random keys of as many bits as make them differ, and CUB's."""
+    bits = math.log2(number + (6 * number**2 + 1) / (-12 * math.log(0.9))) if number > 1 else 0
+    return (40 if bits > 32 else 28) * number
+
+
+def _draw_again(tensor: torch.Tensor, number: int, replacement: bool = False, *_: object) -> int:
+    """aten/src/ATen/native/cuda/MultinomialKernel.cu: shares of one, as they are made, and added up."""
+    return 3 * tensor.numel() * tensor.element_size() * (replacement and number > 1)
+
+
 def _masked_scatter(tensor: torch.Tensor, mask: torch.Tensor, *_: object) -> int:
     """aten/src/ATen/native/cuda/IndexKernel.cpp and .cu: how many are taken up to each place, and the whole mask."""
     whole = mask.is_contiguous() and mask.shape == tensor.shape
@@ -336,6 +420,17 @@ def _of_each(input: torch.Tensor, target: torch.Tensor, *_: object) -> int:
     return torch.broadcast_shapes(input.shape, target.shape).numel()
 
 
+IN_PARTS = {
+    **{
+        _find(name): functools.partial(_find(name).redispatch, DispatchKeySet(DispatchKey.CPU))
+        for name in _IN_PARTS.split()
+    },
+    **{_find(name): functools.partial(_write_into_copy, name) for name in _COPIED_FIRST.split()},
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.median.default: _median,
+    aten.roll.default: _roll,
+    aten.multinomial.default: _multinomial,
+}
 # Elements of a result's storage, where that was made for something larger: resize_ never shrinks it. Loss.cpp,
 # TORCH_META_FUNC(smooth_l1_loss) and soft_margin_loss_out; cuda/Loss.cu, binary_cross_entropy_out_cuda; cuda/Col2Im.cu.
 STORED = {f"aten::{name}": _of_each for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss")}
@@ -352,6 +447,13 @@ TEMPORARY = {  # bytes that a kernel takes while it runs
     "aten::_cdist_backward": _cdist_backward,
     "aten::_pdist_backward": _pdist_backward,
     "aten::sort": _sort,
+    "aten::index_put_": _index_put,
+    "aten::_index_put_impl_": _index_put,
+    "aten::topk": _top,
+    "aten::randperm": _permutation,
+    "aten::multinomial": _draw_again,
+    # SoftMax.cu, softmax_backward_cuda_out: the gradient times the softmax
+    "aten::_softmax_backward_data": lambda gradient, *_: gradient.numel() * gradient.element_size(),
     "torchvision::deform_conv2d": _deform,
     "torchvision::_deform_conv2d_backward": lambda _, *given: _deform(*given),
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
