@@ -1224,6 +1224,25 @@ def test_an_operation_whose_arithmetic_no_rule_knows_is_named_as_not_known(funct
     assert predicted.verdict(replace(T4, memory=predicted.total().high)) == FITS, "its memory is known"
 
 
+@pytest.mark.parametrize("given", [((8, 16, 4), (8, 16, 3)), ((16, 4), (16,)), ((4, 4), (4, 2)), ((4, 16), (4, 2))])
+def test_least_squares_have_the_shapes_that_they_have(given):
+    """And gradients, by the pseudoinverse. How long they take is not known."""
+    solved = torch.linalg.lstsq(*map(torch.rand, given), driver="gels")
+
+    def variant():
+        matrix, right = (torch.rand(shape, requires_grad=True) for shape in given)
+
+        def step():
+            found = torch.linalg.lstsq(matrix, right)
+            assert [each.shape for each in found] == [each.shape for each in solved]
+            found.solution.sum().backward()
+            assert matrix.grad.shape == matrix.shape and right.grad.shape == right.shape
+
+        return step
+
+    assert any("linalg_lstsq computes" in what for what in predict(variant, "T4", steps=1).unknown)
+
+
 def test_an_operation_that_could_be_taken_apart_and_has_a_kernel_is_one():
     """PyTorch's `silu_backward` is made of six others only on devices that have no kernel for it."""
 

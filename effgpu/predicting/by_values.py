@@ -200,6 +200,25 @@ def _bags(recorder: "Recorder", func, given: dict) -> tuple | None:
     return result
 
 
+def _lstsq(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, ...]:
+    """aten/src/ATen/native/BatchLinearAlgebra.cpp, linalg_lstsq_out: matrices of full rank, all that a GPU takes.
+
+    Residuals are there where there are more equations than unknowns. The matrix and the right side are copied first.
+    """
+    matrix, right = given["self"], given["b"]
+    (rows, columns), is_vector = matrix.shape[-2:], right.shape == matrix.shape[:-1] and matrix.dim() > right.dim()
+    sides = right[..., None].shape if is_vector else right.shape
+    batch = torch.broadcast_shapes(matrix.shape[:-2], sides[:-2])
+    solution, residuals = (*batch, columns, sides[-1]), (*batch, sides[-1]) if rows > columns else (0,)
+    solution = solution[:-1] if is_vector else solution
+    recorder.storages.take_for_a_moment((matrix.numel() + right.numel()) * matrix.element_size())
+    places = _empty(recorder, (0,), torch.int64)
+    made = [_empty(recorder, shape, matrix.dtype) for shape in (solution, residuals)]
+    result = *made, places, _empty(recorder, (0,), matrix.dtype.to_real())
+    recorder.note_operation(func, (matrix, right), {}, result)
+    return result
+
+
 def _log_sigmoid(recorder: "Recorder", func, given: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
     """aten/src/ATen/native/cuda/ActivationLogSigmoidKernel.cu: the buffer for a backward pass is a CPU's alone."""
     if not recorder.capability:
@@ -241,6 +260,7 @@ RULES: dict[Any, Callable] = {
     **dict.fromkeys((aten._embedding_bag, aten._embedding_bag_forward_only), _bags),
     aten.sparse_mask: _masked_by_sparse,
     aten.log_sigmoid_forward: _log_sigmoid,
+    aten.linalg_lstsq: _lstsq,
     aten._pack_padded_sequence: _pack,
     aten._pack_padded_sequence_backward: _unpack_gradient,
 }

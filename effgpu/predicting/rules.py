@@ -65,9 +65,9 @@ AS_ONE = {aten._fused_rms_norm.default}
 # Loss.cpp, SoftMax.cpp, LinearAlgebra.cpp; TensorAdvancedIndexing.cpp, PadNd.cpp and TensorShape.cpp: a copy that is
 # then written into.
 _IN_PARTS = """logsumexp logsumexp.out binary_cross_entropy_with_logits soft_margin_loss_backward
-soft_margin_loss_backward.grad_input _safe_softmax dist count_nonzero masked_fill.Scalar masked_fill.Tensor
-index_fill.int_Scalar index_fill.int_Tensor index_put _unsafe_index_put masked_scatter put constant_pad_nd slice_scatter
-select_scatter diagonal_scatter slice_backward select_backward diagonal_backward"""
+soft_margin_loss_backward.grad_input linalg_pinv.atol_rtol_tensor _safe_softmax dist count_nonzero masked_fill.Scalar
+masked_fill.Tensor index_fill.int_Scalar index_fill.int_Tensor index_put _unsafe_index_put masked_scatter put
+constant_pad_nd slice_scatter select_scatter diagonal_scatter slice_backward select_backward diagonal_backward"""
 # The same on a GPU alone: TensorAdvancedIndexing.cpp and cuda/Indexing.cu.
 _COPIED_FIRST = """index_add index_copy index_reduce scatter.src scatter.value scatter.reduce scatter.value_reduce
 scatter_add scatter_reduce.two"""
