@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import sys
+import threading
 import time
 from functools import partial
 
@@ -156,7 +157,6 @@ def test_a_checkpoint_of_a_variant_is_not_written_and_an_older_one_stays(here):
             if count % 2 == 0:
                 torch.save(model.state_dict(), f"checkpoint_{count}.pt")
             torch.save(torch.ones(3), "data.pt")
-            (here / "log.txt").write_text(f"{count}\n")
 
         return step
 
@@ -164,9 +164,58 @@ def test_a_checkpoint_of_a_variant_is_not_written_and_an_older_one_stays(here):
     assert (here / "checkpoint_2.pt").read_text() == "an earlier one"
     unwritten = "not written, as its weights have no values: torch.save to "
     assert set(predicted.notes) == {f"{unwritten}checkpoint_2.pt", f"{unwritten}data.pt"}
-    assert (here / "log.txt").read_text() == "2\n"
     torch.save(torch.nn.Linear(2, 2).state_dict(), "checkpoint_2.pt")  # as ever, afterwards
     assert torch.load("checkpoint_2.pt")["weight"].shape == (2, 2)
+
+
+def test_a_variant_finds_what_it_writes_and_leaves_nothing_that_it_computed(here, monkeypatch):
+    """Also by functions that its module imported before. What it prepares before its step stays."""
+    monkeypatch.setattr(sys.modules[__name__], "remove", os.remove, raising=False)
+    for name in ("log.txt", "best.json", "old.txt"):
+        (here / name).write_text(name)
+
+    def variant():
+        (here / "data.txt").write_text("prepared")
+        model = torch.nn.Linear(256, 256)
+
+        def step():
+            model(torch.randn(8, 256)).sum().backward()
+            with open("log.txt", "a") as log:
+                log.write("a line")
+            assert (here / "log.txt").read_text().endswith("a line")
+            (here / "part.json").write_text("{}")
+            os.replace("part.json", "best.json")
+            assert (here / "best.json").read_text() == "{}"
+            os.makedirs("runs/1", exist_ok=True)
+            (here / "runs/1/events").write_bytes(b"an event")
+            if os.path.exists("old.txt"):
+                sys.modules[__name__].remove("old.txt")
+            assert not os.path.exists("old.txt") and (here / "runs/1/events").exists()
+
+        time.sleep(0.05)  # what a file system's clock may lag
+        return step
+
+    predicted = predict(variant, "T4")
+    found = {path.name: path.read_text() for path in here.iterdir()}
+    assert found == {"data.txt": "prepared", **{name: name for name in ("log.txt", "best.json", "old.txt")}}
+    assert {note.rpartition(" ")[2] for note in predicted.notes} == {"log.txt", "best.json", "old.txt"}
+
+
+def test_other_threads_than_a_variants_write_as_ever(here):
+    (here / "log.txt").write_text("before")
+    written, asked = threading.Event(), threading.Event()
+
+    def write():
+        asked.wait()
+        (here / "log.txt").write_text("after")
+        written.set()
+
+    threading.Thread(target=write).start()
+
+    def variant():
+        return lambda: (asked.set(), written.wait())
+
+    assert not predict(variant, "T4").notes and (here / "log.txt").read_text() == "after"
 
 
 def test_a_module_that_had_imported_what_saves_writes_nothing_either(here, monkeypatch):

@@ -81,7 +81,7 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
 def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Plan]]:
     """What makes the plan whose result is what was seen of the script's step, and measured in turns, on this GPU.
 
-    A file that was there when it `began`, in seconds since 1970, stays as it is, and no weights are written.
+    A file that was there when it `began`, in seconds since 1970, stays as it is, and nothing that is trained is left.
     """
     loading, moving, disturbances, files = Loading(), Moving(), Disturbances(), Files(began)
     marks.listeners += [loading.next_step, moving.next_step]
@@ -90,6 +90,7 @@ def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Pla
     with weights_set_aside(files), replaced(itertools.chain(*seeing)):
 
         def make_plan() -> Plan:
+            files.note_computed()
             seen = yield from _measure(marks, gpu, loading, moving, disturbances)
             seen.notes += tuple(files.tell("are thrown away"))
             return seen

@@ -33,9 +33,9 @@ class _Fakes(FakeTensorMode):
 
     over = False  # whether the walk is: a thread that it has started may live on
 
-    def __init__(self, **options: bool):
+    def __init__(self, threads: set[int], **options: bool):
         super().__init__(**options)
-        self.threads = {get_ident()}
+        self.threads = threads
 
     def dispatch(self, func, types, args=(), kwargs=None):
         """What an operation gives. Nobody knows what stands in memory that a known tensor's like has just got."""
@@ -62,7 +62,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         weights_without_values(recorder),
         _registered(kernels(recorder) if recorder.capability else {}),
         _replaced(recorder),
-        _Fakes(allow_non_fake_inputs=True) as recorder.fakes,
+        _Fakes(recorder.threads, allow_non_fake_inputs=True) as recorder.fakes,
         disguised(),
         _observed_by(recorder),
         answering_as(

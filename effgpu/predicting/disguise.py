@@ -45,7 +45,7 @@ def disguised() -> Iterator[None]:
         names = {name: _for_whom_asks(name) for name in _THEIRS if name in vars(module)}
         module.__class__ = type("TwoFaced", (ModuleType,), names)
     try:
-        with exchanged(_THEIRS):
+        with exchanged([(name, *pair) for name, pair in _THEIRS.items()]):
             yield
     finally:
         for module in modules:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -56,22 +56,22 @@ def is_insider(file: str) -> bool:
 
 
 @contextlib.contextmanager
-def exchanged(pairs: Mapping[str, tuple[object, object]]) -> Iterator[None]:
-    """Inside, modules have the second of a pair where they have imported the first under its name.
+def exchanged(those: Sequence[tuple[str, object, object]]) -> Iterator[None]:
+    """Inside, modules have another object where they have imported one under this name: (name, it, the other).
 
     PyTorch's own are left alone. Afterwards also modules that were imported inside have the first again.
     """
-    _exchange(pairs)
+    _exchange(those)
     try:
         yield
     finally:
-        _exchange({name: (other, real) for name, (real, other) in pairs.items()})
+        _exchange([(name, other, real) for name, real, other in those])
 
 
-def _exchange(pairs: Mapping[str, tuple[object, object]]) -> None:
+def _exchange(those: Sequence[tuple[str, object, object]]) -> None:
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if isinstance(module, ModuleType) and not is_insider(names.get("__file__") or ""):
-            for name, (real, other) in pairs.items():
+            for name, real, other in those:
                 if names.get(name) is real:
                     names[name] = other

@@ -30,6 +30,7 @@ from effgpu.predicting import tensor_types
 from effgpu.predicting.allocator import HOST, Block
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import COMPILED, UNKNOWN, UNTIMED, memory_is_known
+from effgpu.predicting.files import Files
 from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.own import OwnWork
@@ -68,6 +69,7 @@ class ScriptRecorder(Recorder):
 
     def __init__(self, asked: Asked, answers: Mapping[Hashable, bool] | None, marks: Marks, room: Room):
         super().__init__(asked, answers)
+        self.files = Files(asked.began)  # all threads are the script's
         self.room, self._marks = room, marks
         self.on_host = False  # whether what is made now is in the host's memory
         self.trouble: Exception | None = None  # the last operation that has no fake result
@@ -193,6 +195,8 @@ class ScriptRecorder(Recorder):
                 return self._dispatch(func, args, kwargs)
         if len(given) > 1 and not (in_backward or self._moving or self.optimizers.working):
             check_devices(func, args, given, self._lies_on_gpu)  # not where gradients are
+        if func.overloadpacket in _FORWARD:
+            self.files.note_computed()
         if func.overloadpacket in _FORWARD and in_backward:
             self.products[-1] += 1
         elif func.overloadpacket in _FORWARD and self._lacks_gradients():

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from threading import RLock
+from threading import RLock, get_ident
 
 import torch
 from torch.utils.data import DataLoader
@@ -90,7 +90,8 @@ class Recorder(TorchDispatchMode):
         self.counting = Counting(self)
         self.guesses = Guesses(self, answers or {})
         self.optimizers = Optimizers(self)
-        self.files = Files(asked.began)
+        self.threads = {get_ident()}  # of the step
+        self.files = Files(asked.began, self.threads)
         self.loaded: tuple[DataLoader, int] | None = None  # whose batch the step that counts took, and its bytes
         self.loading = False  # whether a DataLoader makes a batch
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
@@ -114,6 +115,7 @@ class Recorder(TorchDispatchMode):
     def start(self) -> None:
         """The variant is built: count from here on."""
         self.name_owners()
+        self.files.note_computed()
         self._started = True
         self.storages.start()
 

@@ -61,7 +61,7 @@ def recording(
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
     marks.leaving.append(recorder.files.clean)
-    with _explaining(marks, recorder, tries), recorder.files.kept(), as_gpu(recorder, fakes_in_place(recorder)):
+    with _explaining(marks, recorder, tries), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
         finally:
