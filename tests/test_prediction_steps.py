@@ -1010,8 +1010,36 @@ def test_what_a_thread_does_is_part_of_the_step_and_it_computes_as_ever_afterwar
         assert (there.allocated, there.time()) == (here.allocated, here.time())
         made = pool.submit(lambda: torch.ones(2) + 1).result()
         assert not isinstance(made, FakeTensor) and made.tolist() == [2, 2]
-        with pytest.raises(RuntimeError, match="a thread from before works on the step's tensors: let the variant"):
-            predict(by_pool, "T4")
+        again = predict(by_pool, "T4")
+        assert (again.allocated, again.time()) == (here.allocated, here.time()), "the pool is from before"
+
+
+def test_a_thread_from_before_that_is_no_pools_is_refused():
+    from queue import Queue
+    from threading import Thread
+
+    given, done = Queue(), Queue()
+
+    def serve():
+        for work in iter(given.get, None):
+            try:
+                done.put(work())
+            except RuntimeError as error:
+                done.put(error)
+
+    def raise_it(error):
+        if isinstance(error, Exception):
+            raise error
+
+    Thread(target=serve).start()
+
+    def variant():
+        model = nn.Linear(8, 8)
+        return lambda: (given.put(lambda: model(torch.ones(8, 8)).sum().item()), raise_it(done.get()))
+
+    with pytest.raises(RuntimeError, match="a thread from before works on the step's tensors: let the variant"):
+        predict(variant, "T4")
+    given.put(None)
 
 
 LIKE = [lambda x: torch.empty_like(x, device="cpu"), lambda x: x.new_empty(x.shape, device="cpu")]

@@ -29,6 +29,7 @@ _open, _stat, _lstat, _remove = open, os.stat, os.lstat, os.remove
 def kept(files: Files) -> Iterator[None]:
     """Inside, a script keeps its files from before, and finds what it has done to them. Of what it made, none stays."""
     calls = _Calls(files)
+    files.look_around()
     ways = {
         os: {
             "rename": calls.move,

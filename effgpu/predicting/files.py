@@ -35,6 +35,8 @@ _open, _access, _scandir, _stat, _lstat, _readlink, _unlink, _rmdir = (
 FOLDER = "/dev/fd/"  # of files without a name
 _MOST_LINKS = 40  # that lead to one another, as in Linux
 _REMEMBERED = "effgpu, weights without values: "  # and their number
+_LOOKS = 0.1  # seconds that looking around may take: a folder may lie in a network
+_OTHERS = ".", "__"  # begin the names of folders that tools keep for themselves
 _PACKED = "gzip", "bz2", "lzma"  # modules whose files are open ones with other bytes in them
 
 
@@ -52,6 +54,19 @@ class Moved(NamedTuple):
 
     source: str
     without: frozenset[str]
+
+
+class _Named:
+    """A file with this name in a temporary folder, which is gone once it is closed."""
+
+    def __init__(self, name: str):
+        self._folder = tempfile.mkdtemp(prefix="effgpu-")
+        self.name = os.path.join(self._folder, name)
+
+    def close(self) -> None:
+        for path in [self._folder, *_all_in(self._folder)][::-1]:
+            with contextlib.suppress(OSError):
+                _unlink(path) if path != self._folder else _rmdir(path)
 
 
 class Files:
@@ -74,7 +89,8 @@ class Files:
         self.written: set[str] = set()  # files and links, by the script, where nothing was
         self._began = began
         self._computed = inf  # when the script first had values that nobody knows
-        self._open: dict[str, BinaryIO] = {}  # the files that stand for others, which nobody else finds
+        self._open: dict[str, BinaryIO | _Named] = {}  # the files that stand for others, which nobody else finds
+        self._seen: dict[str, tuple[int, int]] | None = None  # files in the working folder, and their time and size
         self._in_memory: list[object] = []  # what it has saved into memory
 
     def note_computed(self) -> None:
@@ -86,7 +102,22 @@ class Files:
     def tell(self, why: str) -> list[str]:
         """What was not written, as of its weights `why` is true, and which files from before were left alone."""
         unwritten = [f"not written, as its weights {why}: {what}" for what in self.unwritten]
-        return unwritten + [f"left as it is, a file from before: {file}" for file in self.left_alone]
+        left = [f"left as it is, a file from before: {file}" for file in self.left_alone]
+        changed = [f"changed past Python, or by another program: {file}" for file in self._changed()]
+        return unwritten + left + changed
+
+    def look_around(self) -> None:
+        """Note what lies in and below the working folder, to tell at the end what was changed there nevertheless."""
+        self._seen = _look(os.getcwd())
+
+    def _changed(self) -> Iterator[str]:
+        """The files that other code has written, changed or deleted, by their names."""
+        if self._seen is None or (now := _look(os.getcwd())) is None:
+            return
+        ours = self.written | {path for path in now if any(lies_in(path, folder) for folder in self.made)}
+        for path in dict.fromkeys([*self._seen, *now]):
+            if self._seen.get(path) != now.get(path) and path not in ours:
+                yield os.path.relpath(path)
 
     # --- weights ---
 
@@ -101,13 +132,22 @@ class Files:
         saved = self.find(file)
         return saved.source if saved and saved.source in self.stand_ins else self.stand_in(self.end(file))
 
-    def place(self, file: object) -> object:
-        """Where to write a file anew, which another program opens: itself, or one in place of one from before."""
-        path = self.end(file)
-        if path is None or path in self.stand_ins or _path(file) in self.stand_ins:
+    def place(self, file: object, mode: str = "w") -> object:
+        """Where what is not Python opens a file in a mode of `open`: itself, or one that stands for it.
+
+        That one has the same name, as it may decide on the format, and room for other files beside it.
+        """
+        if not isinstance(file, (str, os.PathLike)) or _path(file) in self.stand_ins:
             return file
-        if self.find(file) or path in self.gone or self.leave(path):
-            return self.aside(file)
+        path, instead, is_gone = self.follow(file)
+        source = instead.source if instead else None
+        if source in self.stand_ins or ("w" not in mode and "a" not in mode and "+" not in mode):
+            if is_gone:
+                raise missing(file)
+            return source or file
+        if source or is_gone or self.leave_path(path):
+            return self.stand_in(path, None if is_gone or "w" in mode else source or path, named=True)
+        self.pop_saved(path)
         self.note_written(path)
         return file
 
@@ -240,7 +280,7 @@ class Files:
             return False
 
     def _is_old(self, path: str) -> bool:
-        return path not in self.written and _lstat(path).st_ctime < self._began
+        return path not in self.written and not _is_device(path) and _lstat(path).st_ctime < self._began
 
     def leave(self, file: object) -> bool:
         """Whether a file is from before, and left alone; where its name is a link, what it leads to."""
@@ -257,15 +297,21 @@ class Files:
         if path is not None and not (is_folder(path) or _is_device(path)):
             self.written.add(path)
 
-    def stand_in(self, path: str, filled: object = None) -> str:
-        """A file for the script to write and read in place of another: empty, or `filled` with what one holds."""
+    def stand_in(self, path: str, filled: object = None, *, named: bool = False) -> str:
+        """A file for the script to write and read in place of another: empty, or `filled` with what one holds.
+
+        It has no name, or with `named` the other's, in a folder of its own.
+        """
         folder = os.path.dirname(path)  # where there is room for it
-        file = tempfile.TemporaryFile(dir=folder if _access(folder, os.W_OK) else None)  # noqa: SIM115
+        if named:
+            file = _Named(os.path.basename(path))
+            source = file.name
+        else:
+            file = tempfile.TemporaryFile(dir=folder if _access(folder, os.W_OK) else None)  # noqa: SIM115
+            source = f"{FOLDER}{file.fileno()}"
         if filled is not None:
-            with _open(filled, "rb") as before:
-                shutil.copyfileobj(before, file)
-            file.flush()
-        source = f"{FOLDER}{file.fileno()}"
+            with _open(filled, "rb") as before, _open(source, "wb") as after:
+                shutil.copyfileobj(before, after)
         self._open[source], self.stand_ins[source], self.saved[path] = file, path, Saved(source=source)
         self.gone.discard(path)
         self.close_lost()
@@ -273,7 +319,10 @@ class Files:
 
     def close_lost(self) -> None:
         """Close what the script can find no more: only then is its room on the disk free."""
-        for source in self._open.keys() - {saved.source for saved in self.saved.values()}:
+        self._close(self._open.keys() - {saved.source for saved in self.saved.values()})
+
+    def _close(self, sources: set[str]) -> None:
+        for source in sources:
             self._open.pop(source).close()
             del self.stand_ins[source]
 
@@ -311,6 +360,7 @@ class Files:
 
     def clean(self) -> None:
         """Delete what the script has made of what it computed, and folders of its own that held weights, or nothing."""
+        self._close({*self._open})
         weights = {path for path, saved in self.saved.items() if saved.value is not None}
         for path in self.written | weights:
             with contextlib.suppress(OSError):
@@ -328,6 +378,22 @@ class Files:
     def _is_computed(self, path: str) -> bool:
         """Whether a file or a link may hold values that nobody knows."""
         return _lstat(path).st_ctime > self._computed
+
+
+def _look(folder: str) -> dict[str, tuple[int, int]] | None:
+    """When each file in and below a folder was changed, in nanoseconds, and its bytes; None where that takes long."""
+    found, folders, until = {}, [folder], time.monotonic() + _LOOKS
+    for each in folders:
+        with contextlib.suppress(OSError), _scandir(each) as entries:
+            for entry in entries:
+                if time.monotonic() > until:
+                    return None
+                if not entry.is_dir(follow_symlinks=False):
+                    there = entry.stat(follow_symlinks=False)
+                    found[entry.path] = there.st_mtime_ns, there.st_size
+                elif not entry.name.startswith(_OTHERS):
+                    folders.append(entry.path)
+    return found
 
 
 def lies_in(path: str, folder: str) -> bool:

@@ -19,6 +19,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
 from effgpu.predicting import imports
 from effgpu.predicting.calls import kept
+from effgpu.predicting.elsewhere import past_python
 from effgpu.predicting.files import FOLDER, Files, Saved
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.opened import Opened
@@ -52,6 +53,7 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
             imports.exchanged(_by_name(found)),
             replaced(found),
             imports.changed(_saving(recorder.files)),
+            past_python(recorder.files),
         ):
             yield
     finally:
@@ -96,7 +98,13 @@ def weights_set_aside(files: Files) -> Iterator[None]:
             _write_tensors(_aside(files, "safetensors' save_file", filename), tensors, metadata, save_tensors)
 
         found.append((safetensors.torch, "save_file", save_tensors_aside))
-    with kept(files), imports.exchanged(_by_name(found)), replaced(found), imports.changed(_saving(files)):
+    with (
+        kept(files),
+        imports.exchanged(_by_name(found)),
+        replaced(found),
+        imports.changed(_saving(files)),
+        past_python(files),
+    ):
         yield
 
 
@@ -134,7 +142,7 @@ def _keeping_tokenizers(files: Files, module: ModuleType) -> contextlib.Abstract
 
     @functools.wraps(save)
     def save_new(tokenizer, save_directory, *args, **kwargs):
-        if files.leave(os.path.join(save_directory, "tokenizer.json")):
+        if files.place(file := os.path.join(save_directory, "tokenizer.json")) is not file:
             return ()
         return save(tokenizer, save_directory, *args, **kwargs)
 
@@ -160,26 +168,28 @@ def _leave_out(how: str, value: object, file: object, recorder: Recorder) -> Non
         recorder.files.unwritten[f"{how} to {recorder.files.name(file)}"] = None
         recorder.files.save(file, stored)
     else:
-        where = "memory" if isinstance(file, io.BytesIO) else f"a {type(file).__name__}"
+        where = "memory" if isinstance(file, io.BytesIO) else "a part of a file"
         recorder.files.unwritten[f"{how} into {where}, of which no file can be loaded"] = None
         recorder.files.write_into_memory(file, stored)
 
 
 def _find(file: object, recorder: Recorder) -> Saved | None:
     """What a file would hold, or stands for, that is named, or open: then its next bytes tell."""
-    if found := recorder.files.find(file):
+    found = recorder.files.find(file)
+    if found and found.value:
         return found
     if isinstance(file, (str, os.PathLike)):
         with contextlib.suppress(OSError), open(file, "rb") as opened:
-            return recorder.files.recall(opened.read(_WORD))
-        return None
+            return recorder.files.recall(opened.read(_WORD)) or found
+        return found
     with contextlib.suppress(Exception):  # of whatever a file may be
         if file.seekable():
             place = file.tell()
-            found = recorder.files.recall(file.read(_WORD))
+            recalled = recorder.files.recall(file.read(_WORD))
             file.seek(place)
-            if found:
+            if recalled:
                 file.readline()
+                return recalled
     return found
 
 
