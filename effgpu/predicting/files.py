@@ -10,6 +10,7 @@ values that nobody knows. So may what it writes where nothing was, once it has c
 
 import contextlib
 import errno
+import io
 import itertools
 import os
 import shutil
@@ -34,6 +35,7 @@ _open, _access, _scandir, _stat, _lstat, _readlink, _unlink, _rmdir = (
 )
 FOLDER = "/dev/fd/"  # of files without a name
 _MOST_LINKS = 40  # that lead to one another, as in Linux
+WORD = 64  # bytes, of which the first ones tell what a file holds
 _REMEMBERED = "effgpu, weights without values: "  # and their number
 _LOOKS = 0.1  # seconds that looking around may take: a folder may lie in a network
 _OTHERS = ".", "__"  # begin the names of folders that tools keep for themselves
@@ -127,6 +129,37 @@ class Files:
             self.saved[path] = Saved(value, when=time.time_ns())
             self.gone.discard(path)
 
+    def leave_out(self, how: str, value: object, file: object) -> None:
+        """Remember a value that was to be saved in this way and cannot be written, for whoever loads it from there.
+
+        Memory, or a part of a file, gets a word by which it is found again, wherever its bytes go.
+        """
+        if self.has_path(file):
+            self.unwritten[f"{how} to {self.name(file)}"] = None
+            self.save(file, value)
+        else:
+            self.unwritten[f"{how} into {'memory' if isinstance(file, io.BytesIO) else 'a part of a file'}"] = None
+            file.write(self._word(value))
+
+    def find_value(self, file: object) -> Saved | None:
+        """What a file would hold, or stands for, that is named, or open: then its next bytes tell."""
+        found = self.find(file)
+        if found and found.value:
+            return found
+        if isinstance(file, (str, os.PathLike)):
+            with contextlib.suppress(OSError), _open(found.source if found else file, "rb") as opened:
+                return self.recall(opened.read(WORD)) or found
+            return found
+        with contextlib.suppress(Exception):  # of whatever a file may be
+            if file.seekable():
+                place = file.tell()
+                recalled = self.recall(file.read(WORD))
+                file.seek(place)
+                if recalled:
+                    file.readline()
+                    return recalled
+        return found
+
     def aside(self, file: object) -> str:
         """A file to write in place of this one, which the script alone finds."""
         saved = self.find(file)
@@ -150,10 +183,6 @@ class Files:
         self.pop_saved(path)
         self.note_written(path)
         return file
-
-    def write_into_memory(self, file: BinaryIO, value: object) -> None:
-        """Remember what memory would hold, which gets a word by which it is found again, wherever its bytes go."""
-        file.write(self._word(value))
 
     def recall(self, begins: bytes) -> Saved | None:
         """What bytes that begin so stand for; None for any others."""
@@ -362,22 +391,22 @@ class Files:
         """Delete what the script has made of what it computed, and folders of its own that held weights, or nothing."""
         self._close({*self._open})
         weights = {path for path, saved in self.saved.items() if saved.value is not None}
-        for path in self.written | weights:
+        inside = {each for folder in self.made for each in _all_in(folder)}
+        computed = {each for each in self.written | inside | weights if self._is_computed(each)}
+        with_weights = {folder for folder in self.made if any(lies_in(each, folder) for each in weights)}
+        for path in sorted(computed | weights | inside | self.made, key=len, reverse=True):
             with contextlib.suppress(OSError):
-                if not self.is_from_before(path) and (path in weights or self._is_computed(path)):
+                if is_folder(path) and not _is_link(path):
+                    _rmdir(path)
+                elif not self._is_old(path) and (path in computed | weights or os.path.dirname(path) in with_weights):
                     _unlink(path)
-        for folder in sorted(self.made, key=len, reverse=True):
-            holds_weights = any(lies_in(path, folder) for path in weights)
-            for path in [folder, *_all_in(folder)][::-1]:
-                with contextlib.suppress(OSError):
-                    if stat.S_ISDIR(_lstat(path).st_mode):
-                        _rmdir(path)
-                    elif not self._is_old(path) and (holds_weights or self._is_computed(path)):
-                        _unlink(path)
 
     def _is_computed(self, path: str) -> bool:
         """Whether a file or a link may hold values that nobody knows."""
-        return _lstat(path).st_ctime > self._computed
+        try:
+            return not (is_folder(path) and not _is_link(path)) and _lstat(path).st_ctime > self._computed
+        except OSError:
+            return False
 
 
 def _look(folder: str) -> dict[str, tuple[int, int]] | None:

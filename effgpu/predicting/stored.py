@@ -102,7 +102,9 @@ class Stored:
                 return made[number]
 
         self._pickled.seek(0)
-        return Reader(self._pickled).load()
+        loaded = Reader(self._pickled).load()
+        made.clear()  # a class lives until the garbage is collected, and all that its methods hold
+        return loaded
 
     def _make(self, outline: torch.Tensor, on_gpu: bool, parameter: bool, map_location: object) -> torch.Tensor:
         to_gpu = maps_to_gpu(map_location, on_gpu, otherwise=on_gpu)

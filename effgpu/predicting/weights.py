@@ -17,17 +17,16 @@ import torch
 
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor, storage_key, tree_map_only
-from effgpu.predicting import imports
+from effgpu.predicting import imports, programs
 from effgpu.predicting.calls import kept
 from effgpu.predicting.elsewhere import past_python
-from effgpu.predicting.files import FOLDER, Files, Saved
+from effgpu.predicting.files import FOLDER, WORD, Files
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.opened import Opened
 from effgpu.predicting.recorder import Recorder
 from effgpu.predicting.stored import Stored, holds_fake, maps_to_gpu
 from effgpu.predicting.translator import on_real_tensors
 
-_WORD = 64  # bytes, of which the first ones tell what a file holds
 _ZIP = b"PK\3\4"  # how a file of torch.save begins since PyTorch 1.6, whatever its name
 _LIGHTNING = ("lightning.fabric.utilities.cloud_io", "lightning_fabric.utilities.cloud_io")
 # transformers loads in other threads, unless told not to: fake tensors are of one thread
@@ -52,7 +51,7 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
             kept(recorder.files),
             imports.exchanged(_by_name(found)),
             replaced(found),
-            imports.changed(_saving(recorder.files)),
+            imports.changed(_saving(recorder.files) | programs.exported(recorder.files)),
             past_python(recorder.files),
         ):
             yield
@@ -161,60 +160,28 @@ def _saving_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
     return replaced([(module, "_atomic_save", lambda checkpoint, filepath: torch.save(checkpoint, filepath))])
 
 
-def _leave_out(how: str, value: object, file: object, recorder: Recorder) -> None:
-    """Remember a value that cannot be written, for whoever loads it from there."""
-    stored = Stored(value, recorder)
-    if recorder.files.has_path(file):
-        recorder.files.unwritten[f"{how} to {recorder.files.name(file)}"] = None
-        recorder.files.save(file, stored)
-    else:
-        where = "memory" if isinstance(file, io.BytesIO) else "a part of a file"
-        recorder.files.unwritten[f"{how} into {where}, of which no file can be loaded"] = None
-        recorder.files.write_into_memory(file, stored)
-
-
-def _find(file: object, recorder: Recorder) -> Saved | None:
-    """What a file would hold, or stands for, that is named, or open: then its next bytes tell."""
-    found = recorder.files.find(file)
-    if found and found.value:
-        return found
-    if isinstance(file, (str, os.PathLike)):
-        with contextlib.suppress(OSError), open(file, "rb") as opened:
-            return recorder.files.recall(opened.read(_WORD)) or found
-        return found
-    with contextlib.suppress(Exception):  # of whatever a file may be
-        if file.seekable():
-            place = file.tell()
-            recalled = recorder.files.recall(file.read(_WORD))
-            file.seek(place)
-            if recalled:
-                file.readline()
-                return recalled
-    return found
-
-
 def _pickles(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     """Fake tensors in pickles: what Python's own module gets, it gives again."""
     dump, dumps, load, loads = pickle.dump, pickle.dumps, pickle.load, pickle.loads
 
     def dump_values(obj, file, *args, **kwargs):
         if holds_fake(obj):
-            _leave_out("pickle.dump", obj, file, recorder)
+            recorder.files.leave_out("pickle.dump", Stored(obj, recorder), file)
         else:
             dump(obj, file, *args, **kwargs)
 
     def dumps_values(obj, *args, **kwargs):
         if not holds_fake(obj):
             return dumps(obj, *args, **kwargs)
-        _leave_out("pickle.dumps", obj, memory := io.BytesIO(), recorder)
+        recorder.files.leave_out("pickle.dumps", Stored(obj, recorder), memory := io.BytesIO())
         return memory.getvalue()
 
     def load_values(file, **kwargs):
-        found = _find(file, recorder)
+        found = recorder.files.find_value(file)
         return found.value.load(None) if found and found.value else load(file, **kwargs)
 
     def loads_values(data, **kwargs):
-        found = recorder.files.recall(bytes(data[:_WORD]))
+        found = recorder.files.recall(bytes(data[:WORD]))
         return found.value.load(None) if found else loads(data, **kwargs)
 
     made = {"dump": dump_values, "dumps": dumps_values, "load": load_values, "loads": loads_values}
@@ -223,18 +190,18 @@ def _pickles(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
 
 def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     save, load, generator = torch.save, torch.load, torch.Generator
-    save_compiled, address = torch.jit.RecursiveScriptModule.save, torch.UntypedStorage.data_ptr
+    address = torch.UntypedStorage.data_ptr
 
     @functools.wraps(save)
     def save_values(obj, f, *args, **kwargs):
         if holds_fake(obj):
-            _leave_out("torch.save", obj, f, recorder)
+            recorder.files.leave_out("torch.save", Stored(obj, recorder), f)
         else:
             save(obj, recorder.files.place(f), *args, **kwargs)
 
     @functools.wraps(load)
     def load_mapped(f, map_location=None, *args, mmap=None, **kwargs):
-        saved = _find(f, recorder)
+        saved = recorder.files.find_value(f)
         if saved and saved.value:
             return saved.value.load(map_location)
         f = saved.source if saved else f
@@ -258,14 +225,7 @@ def _torch_files(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
         """The address of a storage that has none: some number of its own, by which libraries find shared tensors."""
         return address(storage) if storage.device.type != "meta" else storage_key(storage)
 
-    @functools.wraps(save_compiled)
-    def save_compiled_values(module, f, *args, **kwargs):
-        if any(isinstance(each, FakeTensor) for each in (*module.parameters(), *module.buffers())):
-            recorder.files.unwritten[f"torch.jit.save to {recorder.files.name(f)}"] = None
-        else:
-            save_compiled(module, recorder.files.place(f), *args, **kwargs)
-
-    yield torch.jit.RecursiveScriptModule, "save", save_compiled_values
+    yield from programs.of_jit(recorder.files)
     yield torch, "save", save_values
     yield torch, "load", load_mapped
     yield torch, "Generator", Generator
@@ -282,8 +242,7 @@ def _safetensors(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     @functools.wraps(save)
     def save_values(tensors, filename, metadata=None):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            recorder.files.unwritten[f"safetensors' save_file to {recorder.files.name(filename)}"] = None
-            recorder.files.save(filename, Stored((dict(tensors), metadata), recorder))
+            recorder.files.leave_out("safetensors' save_file", Stored((dict(tensors), metadata), recorder), filename)
         else:
             _write_tensors(recorder.files.place(filename), tensors, metadata, save)
 
