@@ -1217,8 +1217,11 @@ ASKS_ITS_TERMINAL = """
 import os
 lines, columns = os.popen("stty size").read().split()
 assert os.get_terminal_size() == (int(columns), int(lines)) == (80, 24)
-try: input()
-except EOFError: pass
+import getpass
+for ask in (input, getpass.getpass, input):
+    try: ask()
+    except EOFError: pass
+    else: raise AssertionError
 """
 
 
@@ -2606,6 +2609,105 @@ SAVES_AND_LOADS = {
     "open(file, 'wb').write(memory.getvalue()); loaded = torch.load(file, map_location='cpu')",
     "Lightning": "_atomic_save(model.state_dict(), file); loaded = torch.load(file, map_location='cpu')",
 }
+SAVES_PROGRAMS = """
+import io, os
+scripted, traced = torch.jit.script(model), torch.jit.trace(model, torch.ones(2, 1024, device="cuda"))
+for program in (scripted, traced):
+    torch.jit.save(program, "program.ts")
+    assert torch.jit.load("program.ts") is program and os.path.getsize("program.ts") >= 8 * 4 * 1024 * 1025
+torch.jit.save(scripted, memory := io.BytesIO())
+memory.seek(0)
+assert torch.jit.load(memory) is scripted
+real = torch.jit.script(torch.nn.ReLU())
+real.save("real.ts")
+assert torch.jit.load("real.ts")(torch.tensor([-1.0, 1.0])).tolist() == [0, 1]
+"""
+EXPORTS = """
+exported = torch.export.export(model, (torch.ones(2, 1024, device="cuda"),))
+torch.export.save(exported, "program.pt2")
+assert torch.export.load("program.pt2") is exported
+torch.onnx.export(model, (torch.ones(2, 1024, device="cuda"),)).save("program.onnx")
+torch.onnx.export(model, (torch.ones(2, 1024, device="cuda"),), "program.onnx", dynamo=False)
+"""
+UNWRITTEN = "not written, as its weights have no values: torch."
+
+
+def test_programs_with_weights_without_values_are_not_written_and_loaded_as_they_are(run, here):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(here / "real.ts")
+    os.utime(here / "real.ts", (0, 0))
+    before = (here / "real.ts").read_bytes()
+    code, told, errors = run(loop(step=STEP + SAVES_PROGRAMS))
+    assert code == 0, errors
+    assert {path.name for path in here.iterdir()} == {"train.py", "real.ts"}
+    assert (here / "real.ts").read_bytes() == before
+    unwritten = [f"{UNWRITTEN}jit.save {where}" for where in ("to program.ts", "into memory")]
+    assert told["notes"] == [*unwritten, "left as it is, a file from before: real.ts"]
+
+
+@pytest.mark.slow
+def test_programs_that_are_exported_are_not_written(run, here):
+    code, told, errors = run(loop(step=STEP + EXPORTS))
+    assert code == 0, errors
+    assert {path.name for path in here.iterdir()} == {"train.py"}
+    assert told["notes"] == [f"{UNWRITTEN}export.save to program.pt2", f"{UNWRITTEN}onnx.export to program.onnx"]
+
+
+SAVES_SHARDS = """
+import os
+import torch.distributed.checkpoint as checkpoint
+for folder in ("new", "old"):
+    checkpoint.save({"model": model.state_dict(), "step": number}, checkpoint_id=folder)
+    assert os.path.exists(f"{folder}/.metadata")
+    loaded = {"model": model.state_dict(), "step": -1}
+    checkpoint.load(loaded, checkpoint_id=folder)
+    assert loaded["step"] == number
+"""
+
+
+def test_a_checkpoint_in_shards_is_loaded_again_and_one_from_before_stays(run, here):
+    from torch.distributed import checkpoint
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    checkpoint.save({"model": model.state_dict(), "step": 7}, checkpoint_id=here / "old")
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    resume = """
+import torch.distributed.checkpoint as checkpoint
+state = {"model": model.state_dict(), "step": 0}
+checkpoint.load(state, checkpoint_id="old")
+assert state["step"] == 7
+"""
+    time.sleep(0.05)
+    code, _, errors = run(loop(BUILD + resume, STEP + SAVES_SHARDS))
+    assert code == 0, errors
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file() and path.name != "train.py"} == before
+
+
+HOLDS = """
+torch.save(model.state_dict(), "model.pt")
+before = torch.cuda.memory_allocated()
+loaded = torch.load("model.pt")
+assert torch.cuda.memory_allocated() == before + 8 * 4 * 1024 * 1024 + 8 * 4096
+del loaded
+assert torch.cuda.memory_allocated() == before
+"""
+
+
+def test_what_is_loaded_and_dropped_is_gone(run):
+    assert run(loop(step=STEP + HOLDS))[0] == 0
+
+
+def test_what_other_programs_write_is_named(run, here):
+    (here / "old.txt").write_text("old")
+    (here / "kept.txt").write_text("kept")
+    calls = 'os.system("echo x >> old.txt; echo x > new.txt")\nopen("mine.txt", "w")\n'
+    code, told, errors = run(loop("import os" + BUILD, STEP + calls))
+    assert code == 0, errors
+    names = sorted(note.rpartition(" ")[2] for note in told["notes"])
+    assert names == ["new.txt", "old.txt"]
+    assert all(note.startswith("changed by another program, or by code that is not foll") for note in told["notes"])
+    assert (here / "old.txt").read_text().startswith("old") and not (here / "mine.txt").exists()
+
+
 LIGHTNING = """
 import io, torch
 def _atomic_save(checkpoint, filepath):

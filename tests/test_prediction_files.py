@@ -1,14 +1,22 @@
 """What a variant reads and writes while it is predicted: weights from files, checkpoints, and a Trainer's own step."""
 
+import bz2
+import contextlib
+import gzip
 import io
+import lzma
 import os
 import pickle
 import shutil
+import sqlite3
 import sys
+import tarfile
 import threading
 import time
+import zipfile
 from functools import partial
 
+import numpy
 import pytest
 import torch
 
@@ -201,6 +209,132 @@ def test_a_variant_finds_what_it_writes_and_leaves_nothing_that_it_computed(here
     assert {note.rpartition(" ")[2] for note in predicted.notes} == {"log.txt", "best.json", "old.txt"}
 
 
+def write_number(file):
+    number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.write(number, b"new")
+    os.close(number)
+    return lambda: open(file, "rb").read() == b"new"
+
+
+def write_raw(file):
+    with io.FileIO(file, "w") as raw:
+        raw.write(b"new")
+    return lambda: isinstance(raw, io.FileIO) and io.FileIO(file).read() == b"new"
+
+
+def write_packed(file):
+    for packer in (gzip, bz2, lzma):
+        with packer.open(file, "wt") as packed:
+            packed.write("new")
+    return lambda: lzma.open(file, "rt").read() == "new"
+
+
+def write_mapped(file):
+    mapped = numpy.memmap(file, mode="w+", shape=(4,))
+    mapped[:] = 3
+    mapped.flush()
+    return lambda: numpy.memmap(file, mode="r", shape=(4,)).tolist() == [3] * 4
+
+
+def write_database(file):
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE IF NOT EXISTS losses (loss)")
+        database.execute("INSERT INTO losses VALUES (0.5)")
+        database.commit()
+    read = lambda: sqlite3.connect(f"file:{file}?mode=ro", uri=True).execute("SELECT loss FROM losses").fetchall()
+    return lambda: (0.5,) in read()
+
+
+def write_arrow(file):
+    parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table({"new": [1, 2]})
+    parquet.write_table(table, file)
+    with parquet.ParquetWriter(file, table.schema) as writer:
+        writer.write_table(table)
+    return lambda: parquet.read_table(file).column_names == ["new"]
+
+
+def write_streamed(file):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"new": [1, 2]})
+    with arrow.OSFile(file, "wb") as sink, arrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return lambda: arrow.ipc.open_file(arrow.memory_map(file)).read_all().column_names == ["new"]
+
+
+def write_part(file):
+    shutil.copy(__file__, file)
+    os.truncate(file, 3)
+    return lambda: open(file).read() == '"""'
+
+
+WRITERS = write_number, write_raw, write_packed, write_mapped, write_database, write_arrow, write_streamed, write_part
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_whatever_writes_a_file_leaves_one_from_before_and_reads_its_own(here, write):
+    for folder in ("new", "old"):
+        os.mkdir(folder)
+    write("old/file")
+    text = (here / "old/file").read_bytes()
+    time.sleep(0.05)
+
+    def variant():
+        model = torch.nn.Linear(256, 256)
+
+        def step():
+            model(torch.randn(8, 256)).sum().backward()
+            for folder in ("new", "old"):
+                assert write(f"{folder}/file")() and os.path.getsize(f"{folder}/file")
+
+        time.sleep(0.05)
+        return step
+
+    notes = predict(variant, "T4").notes
+    assert notes == ("left as it is, a file from before: old/file",)
+    assert (here / "old/file").read_bytes() == text
+    assert {str(path) for path in here.rglob("*")} == {str(here / name) for name in ("new", "old", "old/file")}
+
+
+def test_archives_hold_weights_that_were_not_written(here):
+    def variant():
+        weight = torch.ones(64, 64, device="cuda")
+
+        def is_whole(file):
+            return torch.load(file)["weight"].shape == (64, 64)
+
+        def step():
+            state = {"weight": weight}
+            torch.save(state, "weights.pt")
+            size = os.path.getsize("weights.pt")
+            assert size == len((here / "weights.pt").read_bytes()) and 4 * 64 * 64 < size < 4 * 64 * 64 + 1000
+            with zipfile.ZipFile("whole.zip", "w") as archive:
+                archive.write("weights.pt")
+                with archive.open("direct.pt", "w") as file:
+                    torch.save(state, file)
+            with zipfile.ZipFile("whole.zip") as archive:
+                assert archive.getinfo("weights.pt").file_size == size
+                for name in archive.namelist():
+                    with archive.open(name) as file:
+                        assert is_whole(file)
+                archive.extractall("unpacked")
+            with tarfile.open("whole.tar.gz", "w:gz") as archive:
+                archive.add("weights.pt")
+            with tarfile.open("whole.tar.gz") as archive:
+                assert is_whole(archive.extractfile("weights.pt"))
+            (here / "copied.pt").write_bytes((here / "weights.pt").read_bytes())
+            assert is_whole("copied.pt") and is_whole("unpacked/weights.pt")
+            for packer in (gzip, bz2, lzma):
+                with packer.open("packed.pt", "wb") as file:
+                    torch.save(state, file)
+                with packer.open("packed.pt", "rb") as file:
+                    assert is_whole(file)
+
+        return step
+
+    predict(variant, "T4")
+    assert not [*here.iterdir()]
+
+
 def test_other_threads_than_a_variants_write_as_ever(here):
     (here / "log.txt").write_text("before")
     written, asked = threading.Event(), threading.Event()
@@ -215,7 +349,9 @@ def test_other_threads_than_a_variants_write_as_ever(here):
     def variant():
         return lambda: (asked.set(), written.wait())
 
-    assert not predict(variant, "T4").notes and (here / "log.txt").read_text() == "after"
+    notes = predict(variant, "T4").notes
+    assert notes == ("changed by another program, or by code that is not followed: log.txt",)
+    assert (here / "log.txt").read_text() == "after"
 
 
 def test_a_module_that_had_imported_what_saves_writes_nothing_either(here, monkeypatch):

@@ -76,7 +76,7 @@ def _wait(program: Program, order: Path, log: Path) -> int:
         watched, ours = os.pipe()  # the child reads its end until ours is closed, by whatever ends this process
         held.callback(os.close, ours)
         command.append(str(watched))
-        group = {"process_group": 0, "pass_fds": (watched,)}
+        group = {"start_new_session": True, "pass_fds": (watched,)}  # which has no terminal that one could ask
     with held, empty_input() as nothing, log.open("wb") as output:
         process = subprocess.Popen(
             command,

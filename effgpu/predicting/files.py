@@ -105,7 +105,7 @@ class Files:
         """What was not written, as of its weights `why` is true, and which files from before were left alone."""
         unwritten = [f"not written, as its weights {why}: {what}" for what in self.unwritten]
         left = [f"left as it is, a file from before: {file}" for file in self.left_alone]
-        changed = [f"changed past Python, or by another program: {file}" for file in self._changed()]
+        changed = [f"changed by another program, or by code that is not followed: {file}" for file in self._changed()]
         return unwritten + left + changed
 
     def look_around(self) -> None:
