@@ -5,7 +5,7 @@ is not written, as its weights have no values, or are thrown away. So the old on
 written is there for the script alone: it can be listed, loaded, looked at, copied, renamed and deleted. What it writes
 in place of any file from before, such as a log or the best loss so far, goes into a file without a name: it may hold
 values that nobody knows. So may what it writes where nothing was, once it has computed: that is deleted at the end.
-`calls.py` has what stands in place of Python's own functions.
+`calls.py` has what stands in place of Python's own functions, `elsewhere.py` what other code opens.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ WORD = 64  # bytes, of which the first ones tell what a file holds
 _REMEMBERED = "effgpu, weights without values: "  # and their number
 _LOOKS = 0.1  # seconds that looking around may take: a folder may lie in a network
 _OTHERS = ".", "__"  # begin the names of folders that tools keep for themselves
+_SAVED_BY_ITSELF = ".ipynb"  # ends the names of files that an editor saves
 _PACKED = "gzip", "bz2", "lzma"  # modules whose files are open ones with other bytes in them
 
 
@@ -417,6 +418,8 @@ def _look(folder: str) -> dict[str, tuple[int, int]] | None:
             for entry in entries:
                 if time.monotonic() > until:
                     return None
+                if entry.name.endswith(_SAVED_BY_ITSELF):
+                    continue
                 if not entry.is_dir(follow_symlinks=False):
                     there = entry.stat(follow_symlinks=False)
                     found[entry.path] = there.st_mtime_ns, there.st_size
