@@ -1272,18 +1272,20 @@ def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch
 
 
 @pytest.mark.usefixtures("here")
-def test_an_interrupt_ends_the_script(here):
-    Path("train.py").write_text("import time, os\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)")
+def test_an_interrupt_ends_the_script_which_leaves_nothing_that_it_computed(here):
+    computes = "import os, time, torch\nweight = torch.ones(2, 2, device='cuda')\nweight @ weight\ntime.sleep(0.05)\n"
+    writes = "open('loss', 'w').write('1.0')\nopen('pid', 'w').write(str(os.getpid()))\n"
+    Path("train.py").write_text(f"{computes}{writes}time.sleep(600)")
     command = [sys.executable, "-m", "effgpu", "predict", "--", "python", "train.py"]
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     deadline = time.monotonic() + 60
-    while not (here / "pid").exists() or not (here / "pid").read_text():
+    while not (here / "pid").exists() or not (number := (here / "pid").read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130 and "Traceback" not in process.stderr.read()
-    assert not psutil.pid_exists(int((here / "pid").read_text()))
+    assert not psutil.pid_exists(int(number)) and {path.name for path in here.iterdir()} == {"train.py"}
 
 
 def test_a_script_that_makes_no_step_shows_what_it_printed(run):

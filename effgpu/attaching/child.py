@@ -50,8 +50,11 @@ class Again(Exception):
         self.options = options
 
 
-def main(path: str) -> NoReturn:
-    """Run the script of an order, a file that `scripts.run` writes, and leave the answer in the file that it names."""
+def main(path: str, parent: int | None = None) -> NoReturn:
+    """Run the script of an order, a file that `scripts.run` writes, and leave the answer in the file that it names.
+
+    It ends as soon as the other end of the pipe is closed whose descriptor is `parent`, if it is given.
+    """
     order = pickle.loads(Path(path).read_bytes())
     process = os.getpid()
 
@@ -59,9 +62,8 @@ def main(path: str) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        for each in marks.leaving if os.getpid() == process else ():
-            with contextlib.suppress(Exception):
-                each()
+        if os.getpid() == process:
+            _call_all(marks.leaving)
         if os.getpid() != process:
             answer = {"refused": f"trains in a process of its own: {_TRAIN_HERE}"}
         part = Path(f"{order['answer']}.part")
@@ -80,6 +82,8 @@ def main(path: str) -> NoReturn:
     from effgpu.attaching.steps import Marks
 
     marks = Marks(lambda result: leave(result=result))
+    if parent is not None:
+        _end_with(parent, marks.leaving)
     module, _, name = order["plan"].partition(":")
     planned = getattr(importlib.import_module(module), name)
     started = _note_processes()
@@ -262,12 +266,19 @@ def _cut(line: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
-def end_with(parent: int) -> None:
-    """End this process, and all that it has started, as soon as the other end of this pipe is closed."""
+def _call_all(functions: list[Callable]) -> None:
+    for each in functions:
+        with contextlib.suppress(Exception):
+            each()
+
+
+def _end_with(parent: int, leaving: list[Callable]) -> None:
+    """Leave, and end all that was started, as soon as the other end of this pipe is closed."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
             os.read(parent, 1)
+        _call_all(leaving)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -276,6 +287,4 @@ def end_with(parent: int) -> None:
 if __name__ == "__main__":
     from effgpu.attaching import child  # not as __main__: that is the script's name
 
-    if len(sys.argv) > 2:
-        child.end_with(int(sys.argv[2]))
-    child.main(sys.argv[1])
+    child.main(sys.argv[1], *map(int, sys.argv[2:]))

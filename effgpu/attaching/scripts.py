@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from effgpu.attaching.child import WHERE
@@ -15,6 +16,7 @@ from effgpu.attaching.commands import Program
 from effgpu.attaching.terminal import empty_input
 
 _PATIENCE = 15.0  # seconds of silence before a line says that it goes on, and between such lines
+_LEAVES = 2.0  # seconds that a script which is interrupted has to delete what it computed
 _LAST, _MOST = 20, 200  # lines of a script's output, shown where it fails: so many, or with tracebacks up to so many
 _KILLED = 9  # the number of SIGKILL, which not every system has
 
@@ -89,10 +91,10 @@ def _wait(program: Program, order: Path, log: Path) -> int:
         )
         if group:
             os.close(watched)
-        return _wait_for(process, program, order.with_name(WHERE))
+        return _wait_for(process, program, order.with_name(WHERE), held.close)
 
 
-def _wait_for(process: subprocess.Popen, program: Program, where: Path) -> int:
+def _wait_for(process: subprocess.Popen, program: Program, where: Path, let_go: Callable[[], None]) -> int:
     began = time.monotonic()
     try:
         while True:
@@ -102,7 +104,10 @@ def _wait_for(process: subprocess.Popen, program: Program, where: Path) -> int:
                 told = where.read_text() if where.exists() else ""
                 print(f"effgpu: {program} has run for {time.monotonic() - began:.0f} s{told}", file=sys.stderr)
     finally:
+        let_go()
         if os.name == "posix":
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVES)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
