@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 import zipfile
@@ -333,6 +334,26 @@ def test_archives_hold_weights_that_were_not_written(here):
 
     predict(variant, "T4")
     assert not [*here.iterdir()]
+
+
+def test_a_temporary_folder_that_a_variant_makes_outlives_it_and_what_got_hold_of_a_function_works(here):
+    (here / "old").mkdir()
+    (here / "old/file").write_text("old")
+    held = []
+
+    def variant():
+        folder = tempfile.mkdtemp()
+        held.extend([folder, shutil.rmtree, open])
+        return lambda: (here / folder / "file").write_text("x")
+
+    predict(variant, "T4")
+    folder, remove, opened = held
+    assert (here / folder / "file").exists()
+    remove(folder)
+    with opened("old/file", "w") as file:
+        file.write("new")
+    remove("old")
+    assert not (here / folder).exists() and not (here / "old").exists()
 
 
 def test_other_threads_than_a_variants_write_as_ever(here):

@@ -78,6 +78,7 @@ def kept(files: Files) -> Iterator[None]:
             yield
     finally:
         files.clean()
+        files.close()
 
 
 class _Way(NamedTuple):

@@ -392,22 +392,36 @@ class Files:
         """Delete what the script has made of what it computed, and folders of its own that held weights, or nothing."""
         self._close({*self._open})
         weights = {path for path, saved in self.saved.items() if saved.value is not None}
-        inside = {each for folder in self.made for each in _all_in(folder)}
+        folders = {folder for folder in self.made if not self._outlives(folder)}
+        inside = {each for folder in folders for each in _all_in(folder)}
         computed = {each for each in self.written | inside | weights if self._is_computed(each)}
-        with_weights = {folder for folder in self.made if any(lies_in(each, folder) for each in weights)}
-        for path in sorted(computed | weights | inside | self.made, key=len, reverse=True):
+        with_weights = {folder for folder in folders if any(lies_in(each, folder) for each in weights)}
+        for path in sorted(computed | weights | inside | folders, key=len, reverse=True):
             with contextlib.suppress(OSError):
                 if is_folder(path) and not _is_link(path):
                     _rmdir(path)
                 elif not self._is_old(path) and (path in computed | weights or os.path.dirname(path) in with_weights):
                     _unlink(path)
 
+    def _outlives(self, path: str) -> bool:
+        """Whether a path is temporary, and the process goes on: it may be its own, as a folder of multiprocessing's."""
+        temporary = os.path.realpath(tempfile.gettempdir())
+        if self._threads is None or not lies_in(path, temporary):
+            return False
+        own = (each for each in self.made if os.path.dirname(each) == temporary)
+        return os.path.dirname(path) == temporary or any(lies_in(path, each) for each in own)
+
+    def close(self) -> None:
+        """From here on, no thread is the script's: what has got hold of a function keeps it."""
+        self._threads = set()
+
     def _is_computed(self, path: str) -> bool:
         """Whether a file or a link may hold values that nobody knows."""
         try:
-            return not (is_folder(path) and not _is_link(path)) and _lstat(path).st_ctime > self._computed
+            found = _lstat(path)
         except OSError:
             return False
+        return found.st_ctime > self._computed and not (stat.S_ISDIR(found.st_mode) or self._outlives(path))
 
 
 def _look(folder: str) -> dict[str, tuple[int, int]] | None:
