@@ -336,6 +336,28 @@ def test_archives_hold_weights_that_were_not_written(here):
     assert not [*here.iterdir()]
 
 
+def test_a_file_that_another_program_keeps_writing_is_from_before_too(here):
+    """Its times are those of now."""
+    log = here / "log.txt"
+    log.write_text("a line\n")
+    other = os.open(log, os.O_WRONLY | os.O_APPEND)
+
+    def variant():
+        os.write(other, b"another\n")
+        model = torch.nn.Linear(256, 256)
+
+        def step():
+            model(torch.randn(8, 256)).sum().backward()
+            with open("log.txt", "a") as mine:
+                mine.write("mine\n")
+
+        return step
+
+    predict(variant, "T4")
+    os.close(other)
+    assert log.read_text() == "a line\nanother\n"
+
+
 def test_a_temporary_folder_that_a_variant_makes_outlives_it_and_what_got_hold_of_a_function_works(here):
     (here / "old").mkdir()
     (here / "old/file").write_text("old")

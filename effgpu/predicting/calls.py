@@ -180,7 +180,8 @@ class _Calls:
         elif instead or path in files.saved or path in files.gone or files.leave_path(path):
             files.stand_in(path, instead.source if instead else source)
         else:
-            files.note_written(path)
+            if not is_there(path):
+                files.note_written(path)
             return real(source, target, *args, **kwargs)
         return target
 
@@ -316,8 +317,10 @@ class _Calls:
         else:
             if way.anew:
                 files.pop_saved(path)
+            is_new = not is_there(path)
             yield file
-            files.note_written(path)
+            if is_new:
+                files.note_written(path)
 
     def list_names(self, real: Callable, folder=None, *args):
         folder = "." if folder is None else folder

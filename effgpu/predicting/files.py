@@ -93,7 +93,8 @@ class Files:
         self._began = began
         self._computed = inf  # when the script first had values that nobody knows
         self._open: dict[str, BinaryIO | _Named] = {}  # the files that stand for others, which nobody else finds
-        self._seen: dict[str, tuple[int, int]] | None = None  # files in the working folder, and their time and size
+        self._seen: dict[str, tuple[int, int]] = {}  # files in the working folder, and their time and size
+        self._saw_all = False
         self._in_memory: list[object] = []  # what it has saved into memory
 
     def note_computed(self) -> None:
@@ -111,15 +112,14 @@ class Files:
 
     def look_around(self) -> None:
         """Note what lies in and below the working folder, to tell at the end what was changed there nevertheless."""
-        self._seen = _look(os.getcwd())
+        self._seen, self._saw_all = _look(os.getcwd())
 
     def _changed(self) -> Iterator[str]:
         """The files that other code has written, changed or deleted, by their names."""
-        if self._seen is None or (now := _look(os.getcwd())) is None:
-            return
-        ours = self.written | {path for path in now if any(lies_in(path, folder) for folder in self.made)}
-        for path in dict.fromkeys([*self._seen, *now]):
-            if self._seen.get(path) != now.get(path) and path not in ours:
+        now, saw_all = _look(os.getcwd())
+        for path in dict.fromkeys([*self._seen, *now]) if self._saw_all and saw_all else ():
+            is_own = path in self.written or os.path.dirname(path) in self.made
+            if self._seen.get(path) != now.get(path) and not is_own:
                 yield os.path.relpath(path)
 
     # --- weights ---
@@ -182,7 +182,8 @@ class Files:
         if source or is_gone or self.leave_path(path):
             return self.stand_in(path, None if is_gone or "w" in mode else source or path, named=True)
         self.pop_saved(path)
-        self.note_written(path)
+        if not is_there(path):
+            self.note_written(path)
         return file
 
     def recall(self, begins: bytes) -> Saved | None:
@@ -310,7 +311,8 @@ class Files:
             return False
 
     def _is_old(self, path: str) -> bool:
-        return path not in self.written and not _is_device(path) and _lstat(path).st_ctime < self._began
+        is_own = path in self.written or _is_device(path)
+        return not is_own and (_lstat(path).st_ctime < self._began or path in self._seen)  # a log that grows is new
 
     def leave(self, file: object) -> bool:
         """Whether a file is from before, and left alone; where its name is a link, what it leads to."""
@@ -318,12 +320,13 @@ class Files:
 
     def leave_path(self, path: str | None) -> bool:
         """Whether to leave a file alone, as it is from before."""
-        if left := self.is_from_before(path):
+        left = self.is_from_before(path)
+        if left and any(_lstat(each).st_ctime < self._began for each in _files_in(path)):  # none of an earlier walk's
             self.left_alone[self.name(path).removeprefix(os.getcwd() + os.sep)] = None
         return left
 
     def note_written(self, path: str | None) -> None:
-        """The script writes a file where nothing was, or what it had written itself."""
+        """The script writes a file where nothing was: it is its own."""
         if path is not None and not (is_folder(path) or _is_device(path)):
             self.written.add(path)
 
@@ -424,14 +427,17 @@ class Files:
         return found.st_ctime > self._computed and not (stat.S_ISDIR(found.st_mode) or self._outlives(path))
 
 
-def _look(folder: str) -> dict[str, tuple[int, int]] | None:
-    """When each file in and below a folder was changed, in nanoseconds, and its bytes; None where that takes long."""
+def _look(folder: str) -> tuple[dict[str, tuple[int, int]], bool]:
+    """When each file in and below a folder was changed, in nanoseconds, and its bytes; and whether these are all.
+
+    What is further down is looked at last, and left out where it takes long.
+    """
     found, folders, until = {}, [folder], time.monotonic() + _LOOKS
     for each in folders:
         with contextlib.suppress(OSError), _scandir(each) as entries:
             for entry in entries:
                 if time.monotonic() > until:
-                    return None
+                    return found, False
                 if entry.name.endswith(_SAVED_BY_ITSELF):
                     continue
                 if not entry.is_dir(follow_symlinks=False):
@@ -439,7 +445,7 @@ def _look(folder: str) -> dict[str, tuple[int, int]] | None:
                     found[entry.path] = there.st_mtime_ns, there.st_size
                 elif not entry.name.startswith(_OTHERS):
                     folders.append(entry.path)
-    return found
+    return found, True
 
 
 def lies_in(path: str, folder: str) -> bool:
