@@ -391,13 +391,17 @@ class Files:
             own |= {new + each.removeprefix(old) for each in inside}
         self.saved |= {new + rest: saved for rest, saved in self.pop_saved(old).items()}
 
-    def clean(self) -> None:
-        """Delete what the script has made of what it computed, and folders of its own that held weights, or nothing."""
+    def clean(self, *, goes_on: bool = True) -> None:
+        """Delete what the script has made of what it computed, and folders of its own that held weights, or nothing.
+
+        Where its process `goes_on`, temporary files stay, as they may be the process's own, such as multiprocessing's.
+        """
         self._close({*self._open})
         weights = {path for path, saved in self.saved.items() if saved.value is not None}
-        folders = {folder for folder in self.made if not self._outlives(folder)}
+        stays = self._is_temporary if goes_on else lambda path: False
+        folders = {folder for folder in self.made if not stays(folder)}
         inside = {each for folder in folders for each in _all_in(folder)}
-        computed = {each for each in self.written | inside | weights if self._is_computed(each)}
+        computed = {each for each in self.written | inside | weights if self._is_computed(each) and not stays(each)}
         with_weights = {folder for folder in folders if any(lies_in(each, folder) for each in weights)}
         for path in sorted(computed | weights | inside | folders, key=len, reverse=True):
             with contextlib.suppress(OSError):
@@ -406,11 +410,9 @@ class Files:
                 elif not self._is_old(path) and (path in computed | weights or os.path.dirname(path) in with_weights):
                     _unlink(path)
 
-    def _outlives(self, path: str) -> bool:
-        """Whether a path is temporary, and the process goes on: it may be its own, as a folder of multiprocessing's."""
+    def _is_temporary(self, path: str) -> bool:
+        """Whether a path lies among temporary files, or in a folder of the script's there."""
         temporary = os.path.realpath(tempfile.gettempdir())
-        if self._threads is None or not lies_in(path, temporary):
-            return False
         own = (each for each in self.made if os.path.dirname(each) == temporary)
         return os.path.dirname(path) == temporary or any(lies_in(path, each) for each in own)
 
@@ -424,7 +426,7 @@ class Files:
             found = _lstat(path)
         except OSError:
             return False
-        return found.st_ctime > self._computed and not (stat.S_ISDIR(found.st_mode) or self._outlives(path))
+        return found.st_ctime > self._computed and not stat.S_ISDIR(found.st_mode)
 
 
 def _look(folder: str) -> tuple[dict[str, tuple[int, int]], bool]:

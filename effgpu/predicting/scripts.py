@@ -60,7 +60,7 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
-    marks.leaving.append(recorder.files.clean)
+    marks.leaving.append(partial(recorder.files.clean, goes_on=False))
     with _explaining(marks, recorder, tries), as_gpu(recorder, fakes_in_place(recorder)):
         try:
             yield recorder
