@@ -815,6 +815,12 @@ def test_a_script_that_fails_shows_its_own_traceback(script, run):
         assert ("so far" in errors) == ("so far" in script)
 
 
+def test_of_a_long_line_that_a_script_that_fails_has_written_the_beginning_is_shown(run):
+    code, _, errors = run("print('batch', [0] * 9999)\nint('a')")
+    (shown,) = [line for line in errors.splitlines() if line.startswith("batch")]
+    assert code == 1 and len(shown) < 400 and shown.endswith("0, ...")
+
+
 REFUSES = """
 import contextlib
 from effgpu.errors import BadArgument

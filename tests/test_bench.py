@@ -270,9 +270,11 @@ def failing(result):
 
 def test_a_baseline_that_fails_ends_the_bench_at_once():
     began = time.monotonic()
-    result = bench(script(before="raise SystemExit(3)", name="b"), script(whole="import time; time.sleep(60)"))
+    result = bench(
+        script(before="print('9' * 9999)\nraise SystemExit(3)", name="b"), script(whole="import time; time.sleep(60)")
+    )
     verdict, note = failing(result)
-    assert verdict == "failed before its first step" and "exit code 3" in note
+    assert verdict == "failed before its first step" and "exit code 3" in note and len(note) < 1000
     assert time.monotonic() - began < 10
 
 

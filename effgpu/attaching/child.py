@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from effgpu.attaching.commands import STARTERS
-from effgpu.attaching.terminal import give_size
+from effgpu.attaching.terminal import cut, give_size
 from effgpu.errors import Refusal
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 WHERE, TOLD_EVERY = "where", 1.0  # the file, beside the answer, that says how far the script is; seconds
 NOTE = "effgpu: "  # begins what a plan adds to an error of the script's
 _PATIENCE, _IDLE = 10.0, 0.1  # seconds that a script may wait for a failed thread; a waiting thread's share of a CPU
-_LONGEST = 300  # characters of an error's line that are shown
 _STARTS_PYTHON = re.compile(rf"\S*\b({STARTERS}|deepspeed|[\w-]+\.py)\s")
 _OTHERS = {"jax": "JAX", "tensorflow": "TensorFlow"}
 
@@ -172,7 +171,7 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
         return "made no step in its main thread, but has another one that may train: let the main thread train"
     if not steps and processes:
         if command := next(filter(None, processes), ""):
-            return f"made no step itself, but started another program that may train: give that one, {_cut(command)}"
+            return f"made no step itself, but started another program that may train: give that one, {cut(command)}"
         return f"started processes and made no step itself: {_TRAIN_HERE}"
     if not steps:
         ended = "ended without a step of an optimizer of PyTorch's"
@@ -259,11 +258,7 @@ def describe_error(error: BaseException) -> str:
     """An error's kind and the first line of what it says, with what a plan has noted."""
     lines = str(error).strip().splitlines()
     notes = [f"; {note.removeprefix(NOTE)}" for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
-    return "".join([type(error).__name__, *(f": {_cut(line)}" for line in lines[:1]), *notes])
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+    return "".join([type(error).__name__, *(f": {cut(line)}" for line in lines[:1]), *notes])
 
 
 def _call_all(functions: list[Callable]) -> None:

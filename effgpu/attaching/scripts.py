@@ -13,7 +13,7 @@ from pathlib import Path
 
 from effgpu.attaching.child import WHERE
 from effgpu.attaching.commands import Program
-from effgpu.attaching.terminal import empty_input
+from effgpu.attaching.terminal import cut, empty_input
 
 _PATIENCE = 15.0  # seconds of silence before a line says that it goes on, and between such lines
 _LEAVES = 2.0  # seconds that a script which is interrupted has to delete what it computed
@@ -124,6 +124,6 @@ def _tell_end(code: int, output: str) -> str:
 
 def _shorten(output: str) -> str:
     """The end of the output, with all of its tracebacks up to a length."""
-    lines = output.splitlines()[-_MOST:]
+    lines = [cut(line) for line in output.splitlines()[-_MOST:]]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent")]
     return "\n".join(lines[min([*starts, max(0, len(lines) - _LAST)]) :])

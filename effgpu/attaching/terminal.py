@@ -1,4 +1,4 @@
-"""The terminal that a script finds, whose output goes elsewhere and to which nobody types."""
+"""The terminal that a script finds, whose output goes elsewhere and to which nobody types; what is shown of it."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 _COLUMNS, _LINES = 80, 24
+_LONGEST = 300  # characters of a line that are shown
 _END = b"\x04" * 64  # each is the end of the input, for whatever reads
 _AGAIN = 0.1  # seconds: who asks for a password drops what was typed before
 
@@ -60,3 +61,8 @@ def give_size() -> None:
             return os.terminal_size((_COLUMNS, _LINES))
 
     os.get_terminal_size = get_terminal_size
+
+
+def cut(line: str) -> str:
+    """A line that a script wrote, or of a long one, as of a whole batch, its beginning."""
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."

@@ -16,7 +16,7 @@ import psutil
 
 from effgpu.attaching import startup
 from effgpu.attaching.commands import Command
-from effgpu.attaching.terminal import empty_input
+from effgpu.attaching.terminal import cut, empty_input
 from effgpu.attaching.ticking import ADDRESS, Connection
 from effgpu.measuring import device
 from effgpu.measuring.measurement import OUT_OF_MEMORY
@@ -226,7 +226,7 @@ class Process:
 
     def _fault(self, short: str, why: str, *, crowded: bool = False, kind: type[Fault] = Fault) -> Fault:
         lines = [line for line in self._output().splitlines() if line.strip()][-_LAST_LINES:]
-        shown = "".join(f"\n    {line}" for line in lines)
+        shown = "".join(f"\n    {cut(line)}" for line in lines)
         return kind(short, f"{why}. Its output is in {self.log}{':' if lines else ''}{shown}", crowded=crowded)
 
     def _output(self) -> str:
