@@ -2104,8 +2104,14 @@ def test_an_evaluation_in_each_step_is_said_once(run):
 
 
 SORTED = """
-from torch.utils.data import DataLoader
+from functools import partial
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, distributed
 rows = [torch.randn(1 + number // 32, 1024) for number in range(256)]
+class Later(BatchSampler):
+    def __init__(self, batch_sampler): self.batch_sampler = batch_sampler
+    def __iter__(self): return iter(self.batch_sampler)
+shared = partial(distributed.DistributedSampler, rows, 1, 0)
+drawn = BatchSampler(RandomSampler(rows, generator=torch.Generator().manual_seed(27)), 1, False)
 def pad(rows): return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
 loader = DataLoader({order}, 32, collate_fn=pad, {more})
 batches = iter(loader)
@@ -2122,6 +2128,10 @@ batches = iter(loader)
         "in groups": ("rows", "batch_sampler=[[*range(n, n + 32)] for n in range(0, 256, 32)]", 8 / 3),
         "given once": ("rows", "batch_sampler=iter([[*range(n, n + 32)] for n in range(0, 256, 32)])", 1),
         "of one length": ("[torch.randn(2, 1024)] * 256", "", 1),
+        "drawn for a loader": ("rows", "batch_sampler=drawn", 1),
+        "drawn, by accelerate": ("rows", "batch_sampler=Later(drawn)", 1),
+        "drawn for one rank": ("rows", "batch_sampler=BatchSampler(shared(seed=5), 1, False)", 1),
+        "for one rank": ("rows", "sampler=shared(shuffle=False)", 8 / 3),
     }.values(),
 )
 def test_a_later_batch_that_is_larger_is_named(order, more, factor, run):

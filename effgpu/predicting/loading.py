@@ -5,7 +5,15 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.ops import tensors_in
@@ -16,6 +24,7 @@ from effgpu.predicting.translator import on_real_tensors
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
+_DRAWING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 _MOST = 20_000  # batches of an epoch that are counted through, to find the last ones
 
 
@@ -51,14 +60,22 @@ def compare_last(loader: DataLoader, size: int) -> float:
     would be gone then, of an iterator.
     """
     sampler = loader.batch_sampler
-    by_chance = type(sampler) is BatchSampler and isinstance(loader.sampler, RandomSampler)
-    if sampler is None or by_chance or isinstance(sampler, Iterator) or not size:
+    if sampler is None or _is_by_chance(sampler) or isinstance(sampler, Iterator) or not size:
         return 1.0
     with on_real_tensors(), contextlib.suppress(Exception):  # of the script's own data set
         *_, before, last = itertools.islice(sampler, _MOST)  # of which the latter may be cut short
         batches = (loader.collate_fn([loader.dataset[row] for row in rows]) for rows in (before, last))
         return max(map(_count_bytes, batches)) / size
     return 1.0
+
+
+def _is_by_chance(sampler: Sampler) -> bool:
+    """Whether batches are drawn, also where accelerate shares them among ranks or skips the first."""
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    rows = getattr(sampler, "sampler", None)
+    drawn = isinstance(rows, _DRAWING) or (type(rows) is DistributedSampler and rows.shuffle)
+    return type(sampler) is BatchSampler and drawn
 
 
 def _count_bytes(batch: object) -> int:
