@@ -2241,6 +2241,25 @@ def test_a_backward_pass_of_every_tenth_step_is_named(test, named, run):
     assert told["assumptions"] == [more] * (test == "number % 5 == 2")
 
 
+MORE = """
+if number % 10 != 9:
+    loss.backward()
+elif loss.requires_grad:
+    loss.backward(retain_graph=True)
+    {more}
+else:
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize("more", ["loss.backward()", "print(loss)"])
+def test_a_step_with_more_backward_passes_than_others_is_named(more, run):
+    """As where each tenth step of an optimizer of second order has passes of its own beside those of any step."""
+    _, told, errors = run(loop(step=STEP.replace("loss.backward()", MORE.format(more=more))))
+    what = "what the backward pass takes that comes only in some steps: train.py:10: if number % 10 != 9:"
+    assert told["unknown"] == [what] * (more == "loss.backward()"), errors
+
+
 LATER = """
 if number == 50:
     import copy

@@ -5,7 +5,7 @@ fake tensors answer otherwise: `type(x) is torch.Tensor`.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import NamedTuple
 
@@ -145,14 +145,26 @@ def _read(file: str) -> tuple[list[ast.AST], set[str]]:
 
 
 def _comes(node: ast.If | ast.IfExp, later: set[bool], does: Callable[[ast.AST], bool]) -> range:
-    """The lines of what is done in later steps, if it does this and what is done else does not."""
+    """The lines of what is done in later steps, if it does this more often than what is done else."""
     if isinstance(node, ast.IfExp):
         return range(0)
-    if_true, if_false = (any(map(does, _inside(statements))) for statements in (node.body, node.orelse))
-    if if_true == if_false or if_true not in later:
+    if_true, if_false = (_count(statements, does) for statements in (node.body, node.orelse))
+    if if_true == if_false or (if_true > if_false) not in later:
         return range(0)
-    statements = node.body if if_true else node.orelse
+    statements = node.body if if_true > if_false else node.orelse
     return range(statements[0].lineno, statements[-1].end_lineno + 1)
+
+
+def _count(nodes: Iterable[ast.AST], does: Callable[[ast.AST], bool]) -> int:
+    """How many of these nodes, and of those in them, do this at most: of an `if`, either what follows or what else."""
+    found = 0
+    for node in nodes:
+        found += does(node)
+        if isinstance(node, ast.If):
+            found += max(_count(node.body, does), _count(node.orelse, does))
+        elif not isinstance(node, ast.Expr) or not does(node):  # whose call would count twice
+            found += _count(ast.iter_child_nodes(node), does)
+    return found
 
 
 def _inside(statements: list[ast.stmt]) -> Iterator[ast.AST]:
