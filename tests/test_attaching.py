@@ -1192,20 +1192,45 @@ def test_weights_that_are_not_written_are_copied_moved_linked_and_looked_at_as_i
     assert (here / "old.pt").read_text() == "an earlier one" and (here / "old.pt").stat().st_mtime == 0
 
 
-def test_weights_are_known_by_the_header_of_their_file(run, here):
-    """The file is as long as the weights, and has none: it is a hole."""
-    shapes = {f"{number}.{name}": [1024] * n for number in range(8) for name, n in (("weight", 2), ("bias", 1))}
-    end = 0
+def write_hole(path, shapes, kind="F32", size=4):
+    """A file of safetensors that is as long as the weights, and has none: it is a hole."""
+    header, end = {}, 0
     for name, shape in shapes.items():
-        size = 4 * math.prod(shape)
-        shapes[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + size]}
-    header = json.dumps(shapes).encode()
-    with (here / "model.safetensors").open("wb") as file:
+        nbytes = size * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end := end + nbytes]}
+    header = json.dumps(header).encode()
+    with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
-    load = "from safetensors.torch import load_file\nmodel.load_state_dict(load_file('model.safetensors'))\noptimizer ="
-    code, told, errors = run(PLAIN.replace("optimizer =", load))
+
+
+LOADS = "from safetensors.torch import load_file\nmodel.load_state_dict(load_file('model.safetensors'))\noptimizer ="
+
+
+def test_weights_are_known_by_the_header_of_their_file(run, here):
+    shapes = {f"{number}.{name}": [1024] * n for number in range(8) for name, n in (("weight", 2), ("bias", 1))}
+    write_hole(here / "model.safetensors", shapes)
+    code, told, errors = run(PLAIN.replace("optimizer =", LOADS))
     assert code == 0 and told["owners"]["weights"] == 8 * 4 * 1024 * 1025, errors
+
+
+CONVERTS = """
+import resource
+from safetensors.torch import load_file
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weight = load_file("model.safetensors")["weight"].to("cpu", torch.float32)[:1024]
+assert weight.shape == (1024, 1024) and weight.dtype == torch.float32
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**16  # KiB
+model[0].weight = torch.nn.Parameter(weight.cuda())
+optimizer ="""
+
+
+def test_weights_of_another_format_are_converted_without_values(run, here, expected):
+    """As from_pretrained does with a checkpoint in 16 bits."""
+    write_hole(here / "model.safetensors", {"weight": [2**16, 1024]}, "BF16", 2)
+    code, told, errors = run(PLAIN.replace("optimizer =", CONVERTS))
+    assert code == 0 and told["owners"]["weights"] == 8 * 4 * 1024 * 1025, errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.01)
 
 
 # --- a process of its own ---

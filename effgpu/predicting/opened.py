@@ -34,8 +34,9 @@ class _Slice:
             with on_real_tensors():
                 small = self._real[key]
             return self.recorder.take_in(small)
-        with self.recorder.placed(on_host=True):
-            return torch.empty(shape, dtype=dtype).contiguous()[key]
+        with on_real_tensors():
+            outline = torch.empty(shape, dtype=dtype, device="meta")[key]
+        return self.recorder.imitate(outline, True, 0)
 
 
 class _Unwritten(contextlib.nullcontext):
