@@ -2016,6 +2016,9 @@ def test_a_step_that_trains_few_of_the_weights_says_so(run):
     build = BUILD.replace("optimizer =", f"{few}{head}optimizer =")
     _, told, errors = run(loop(build))
     assert told["notes"] == ["the step that was counted trains 6.25% of the weights of all modules"], errors
+    fewest = "model.requires_grad_(False)\nmodel.append(torch.nn.Linear(1024, 1, False).cuda())\n"
+    (note,) = run(loop(BUILD.replace("optimizer =", f"{few}{few}{fewest}optimizer =")))[1]["notes"]
+    assert note == "the step that was counted trains less than 0.01% of the weights of all modules"
 
 
 def test_a_step_whose_optimizer_trains_copies_on_the_cpu_does_not_say_which_share_it_trains(run):

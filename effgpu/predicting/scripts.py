@@ -24,7 +24,7 @@ from effgpu.units import format_bytes, format_seconds, with_article
 _OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
-_FEW = 0.1  # a share of the weights
+_FEW, _FEWEST = 0.1, 1e-4  # shares of the weights
 _WORTH = 0.05  # of the step: work on the CPU that is worth a line
 _LONG = 5.0  # seconds of forward passes that are worth a line
 
@@ -131,7 +131,8 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
     if marks.source is BACKWARD:
         yield "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
     if 0 < (share := recorder.trained_share()) < _FEW:
-        yield f"the step that was counted trains {share:.2%} of the weights of all modules"
+        told = f"{share:.2%}" if share > _FEWEST else f"less than {_FEWEST:.2%}"
+        yield f"the step that was counted trains {told} of the weights of all modules"
     if recorder.evaluated:
         yield "an evaluation is part of the step that was counted: the script evaluates in each"
     if recorder.passes_before > (marks.count - 1) * recorder.passes_within:  # so many steps came before
