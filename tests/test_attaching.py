@@ -706,6 +706,38 @@ def test_torchrun_with_one_process(launcher, run, expected):
     assert told["allocated"] == pytest.approx(expected[0] + 8 * 4 * 1024 * 1025, rel=0.01), "the buckets"
 
 
+DISTRIBUTED = """
+import torch
+from torch.distributed import init_process_group
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def variant():
+    init_process_group("nccl", rank=0, world_size=1)
+    model = DDP(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to("cuda"), device_ids=[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(64, 1024).to("cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+"""
+
+
+def test_a_function_of_a_file_that_has_imported_ddp_before_is_the_only_rank(here, expected, monkeypatch):
+    (here / "ranked.py").write_text(DISTRIBUTED)
+    monkeypatch.syspath_prepend(here)
+    import ranked
+
+    try:
+        predicted = predict(ranked.variant, "T4")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert predicted.allocated == pytest.approx(expected[0] + 8 * 4 * 1024 * 1025, rel=0.01), "the buckets"
+    assert ranked.DDP is torch.nn.parallel.DistributedDataParallel
+
+
 # --- what is refused, and what fails ---
 
 CHILD = "import multiprocessing\ndef train():\n" + textwrap.indent(PLAIN, "    ")
@@ -2129,6 +2161,12 @@ def test_an_evaluation_in_each_step_is_said_once(run):
     before = loop(BUILD + 2 * EVALUATES, STEP + EVALUATES, steps=9)
     notes = run(before)[1]["notes"]
     assert notes[0] == note and notes[1].startswith("forward passes without gradients ran before the third step")
+
+
+def test_a_script_that_ends_while_a_step_without_an_evaluation_is_awaited_is_told_that_more_are_needed(run):
+    code, _, errors = run(loop(step=STEP + EVALUATES, steps=3))
+    assert code == 2 and "ended after 3 steps, and more are needed: give it more of them, or more data" in errors
+    assert "such as an evaluation" in errors and "3 are needed" not in errors
 
 
 SORTED = """

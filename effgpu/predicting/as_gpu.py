@@ -58,6 +58,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
 
     No weights are read or written, and there is one rank. `more` is what else is replaced.
     """
+    spread = [*ranks.alone()]
     with (
         weights_without_values(recorder),
         _registered(kernels(recorder) if recorder.capability else {}),
@@ -82,7 +83,8 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
             }
         ),
         recorder.translator(),
-        replaced([*more, *ranks.alone(), *started_inside(recorder)]),
+        imports.exchanged(ranks.imported(spread)),
+        replaced([*more, *spread, *started_inside(recorder)]),
         replaced([(logging.getLogger(fake_tensor.__name__), "disabled", True)]),  # it tells of errors that are caught
         warnings.catch_warnings(),
     ):

@@ -5,7 +5,7 @@ import functools
 import inspect
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 import torch
@@ -40,6 +40,15 @@ def alone() -> Iterator[tuple[object, str, object]]:
         yield distributed, name, _at_once(getattr(distributed, name), do)
     yield distributed_nn, "all_gather", lambda tensor, *_, **__: (tensor.clone(),)
     yield distributed_nn, "all_reduce", lambda tensor, *_, **__: tensor.clone()
+
+
+def imported(spread: Iterable[tuple[object, str, object]]) -> dict[str, tuple[object, object]]:
+    """(what modules have imported, what they get) of what `alone` replaces, by the names under which they have it."""
+    found = {}
+    for owner, name, other in spread:
+        if isinstance(owner, ModuleType):
+            found.setdefault(name, (vars(owner)[name], other))
+    return found | {"DDP": found["DistributedDataParallel"]}
 
 
 _ON_ONE_RANK = {  # what a collective operation does with its first arguments
