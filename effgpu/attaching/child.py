@@ -178,6 +178,9 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
         return f"{ended}: let it train, or call effgpu.tick() once per step{why}"
     made = "a step" if steps == 1 else f"{steps} steps"
     made += f", at most {marks.most} with one optimizer" * (marks.most < steps)
+    if isinstance(needs, int) and marks.most >= needs:  # so the plan has waited for one that is like the others
+        needs = "more"
+        why = f", as the last held what not every step does, such as an evaluation{why}"
     return f"ended after {made}, and {needs} are needed: give it more of them, or more data{why}"
 
 
