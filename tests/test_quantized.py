@@ -182,3 +182,21 @@ def test_paged_states_are_no_part_of_the_peak(kind, a_weight):
     assert any("moves to the host where the GPU is full" in what for what in paged.assumptions)
     assert "paged, on the GPU or the host" in repr(paged) and paged.to_dict()["paged"] == paged.paged
     assert unpaged.total("16 GiB").high < 24 * GiB
+
+
+PAGED = """
+import bitsandbytes, torch
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))).to("cuda")
+optimizer = bitsandbytes.optim.PagedAdamW32bit(model.parameters())
+for _ in range(5):
+    model(torch.randn(8, 1024).to("cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_paged_states_of_a_script_are_on_the_gpu_for_whoever_looks(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes", reason=NEEDS)
+    (tmp_path / "train.py").write_text(PAGED)
+    monkeypatch.chdir(tmp_path)
+    assert predict("train.py", "T4").paged == 8 * 8 * WIDTH**2

@@ -176,6 +176,11 @@ class ScriptRecorder(Recorder):
         with self.placed(False), DisableTorchFunction():
             return super().fetch(tensor, pinned)
 
+    def page(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that moves to the host where the GPU is full: fake, though it is made by hand."""
+        with self.placed(False):
+            return super().page(shape, dtype)
+
     def take_in(self, real: torch.Tensor) -> torch.Tensor:
         """What a file holds is on the CPU, and real."""
         return real
