@@ -325,6 +325,25 @@ def test_a_deep_copy_of_what_is_computed_is_refused_as_pytorch_does():
         predict(lambda: lambda: copy.deepcopy(torch.rand(2, requires_grad=True) * 2), "T4")
 
 
+def test_the_average_of_a_model_with_batch_norm_is_made_on_the_gpu():
+    """Each step copies the buffers, of which one is a number."""
+
+    def variant():
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda()
+        average = torch.optim.swa_utils.AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step():
+            model(torch.rand(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+
+        return step
+
+    assert not predict(variant, "T4").assumptions
+
+
 # --- compiled code ---
 
 

@@ -86,7 +86,9 @@ class Translator(TorchFunctionMode):
         if name == "__format__" and args[1] and not args[0].dim():
             return format(args[0].item(), args[1])
         if name == "__deepcopy__" and isinstance(args[0], FakeTensor):
-            copied = copy_deeply(*args)
+            block = self._recorder.storages.of(args[0])
+            with self._recorder.placing(block.place if block else ""):  # a number, too, lies where the first one does
+                copied = copy_deeply(*args)
             if isinstance(copied, torch.nn.Parameter):
                 self._recorder.copied[copied] = True
             return copied
