@@ -147,7 +147,8 @@ KINDS = {
     "accelerator": PLAIN.replace('"cuda"', "torch.accelerator.current_accelerator()"),
     "method": PLAIN.replace('.to("cuda")', ".cuda()"),
     "number": PLAIN.replace('.to("cuda")', ".to(0)"),
-    "default": "import torch\ntorch.set_default_device('cuda')\n" + PLAIN.replace('.to("cuda")', ""),
+    "default": "import torch\ntorch.set_default_device('cuda')\nassert not torch.Tensor(2, 3).is_cuda\n"
+    + PLAIN.replace('.to("cuda")', ""),
     "context": "import torch\nwith torch.device('cuda'):\n" + textwrap.indent(PLAIN.replace('.to("cuda")', ""), "    "),
     "in the main": "def main():\n" + textwrap.indent(PLAIN, "    ") + "\nif __name__ == '__main__': main()",
     "catches all": "try:\n" + textwrap.indent(PLAIN, "    ") + "\nexcept: print('caught')",
@@ -217,6 +218,7 @@ for (batch,) in DataLoader(data, 64, num_workers=2, pin_memory=True, persistent_
         "optimizer =",
     ),
     "default type": "import torch\ntorch.set_default_tensor_type('torch.cuda.FloatTensor')\n"
+    "assert torch.Tensor(2, 3).is_cuda and torch.Tensor([1e10]).is_cuda and not torch.FloatTensor(2).is_cuda\n"
     + PLAIN.replace('.to("cuda")', ""),
 }
 

@@ -220,10 +220,8 @@ class ScriptRecorder(Recorder):
             raise
 
     def _is_made_by_hand(self) -> bool:
-        """Whether it is `torch.LongTensor(20)` or its like, which no function mode sees, on the CPU."""
-        if self._depth > 1 or self._placing_at or _current_graph_task_id() != -1:
-            return False
-        return name_device(default_device()) != FIRST_GPU
+        """Whether it is `torch.LongTensor(20)` or its like, on the CPU: no mode tells it of a default device."""
+        return self._depth == 1 and not self._placing_at and _current_graph_task_id() == -1
 
     def _evaluates(self) -> bool:
         """Whether this is no part of training: without gradients, before the step that counts."""
