@@ -237,12 +237,16 @@ def _tell_where(path: Path, marks: "Marks", script: int) -> None:
 
 
 def _find_place(thread: int) -> str:
-    """The line of the reader's that a thread is at. It holds no frame for long: what a frame holds would live on."""
+    """The line of a reader's file that a thread is at. It holds no frame for long: what a frame holds would live on.
+
+    Code that Python has written itself, as for a dataclass, is in no file.
+    """
     from effgpu.attaching.sites import READER, name_file, whose
 
     for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
-        if whose(frame.f_code.co_filename) is READER:
-            return f", now in {name_file(frame.f_code.co_filename)}:{line}"
+        file = frame.f_code.co_filename
+        if whose(file) is READER and not file.startswith("<"):
+            return f", now in {name_file(file)}:{line}"
     return ""
 
 
