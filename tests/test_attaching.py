@@ -568,8 +568,10 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     assert seconds(run(loop(BUILD + EVALUATED, STEP + "evaluate()\n"))[1]) > 1.1 * expected[1]
     sometimes = "if number % 2: model.eval(); evaluate(); model.train()\n"
     assert seconds(run(loop(BUILD + EVALUATED, STEP + sometimes))[1]) == pytest.approx(expected[1], rel=0.01)
-    slow = "import time, effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
-    (note,) = run(slow + script)[1]["notes"]
+    slow = "from effgpu.attaching import ticking\nfrom effgpu.predicting import placing, scripts\n"
+    slow += "placing.LONG = scripts.LONG = 0.001\n"
+    waits = "assert ticking._script.slowed.endswith('let the script run fewer') == (number == 0)\n"
+    (note,) = run(slow + script.rstrip() + "\n" + textwrap.indent(waits, "    "))[1]["notes"]
     assert re.fullmatch(
         r"forward passes without gradients .* are not counted and took \d.* here: let the script .*", note
     )
@@ -581,7 +583,7 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
 
 
 def test_a_checkpoint_without_gradients_is_no_evaluation(run):
-    slow = "import effgpu.predicting.scripts as scripts\nscripts._LONG = 0.001\n"
+    slow = "import effgpu.predicting.scripts as scripts\nscripts.LONG = 0.001\n"
     slow += "from torch.utils.checkpoint import checkpoint\n"
     whole = STEP.replace("model(torch.randn(64, 1024)", "checkpoint(model, torch.randn(64, 1024, requires_grad=True)")
     code, told, errors = run(slow + loop(step=whole.replace('.to("cuda"))', '.to("cuda"), use_reentrant=True)')))
@@ -1311,7 +1313,7 @@ def test_who_tells_where_a_script_is_keeps_nothing_of_it_alive(here, monkeypatch
     class Held: ...
 
     class Marks:
-        asked, doing = 0, ""
+        asked, doing, slowed = 0, "", ""
 
         @property
         def count(self):

@@ -232,7 +232,8 @@ def _tell_where(path: Path, marks: "Marks", script: int) -> None:
     part = path.with_suffix(".part")
     with contextlib.suppress(OSError):
         doing = f", {marks.doing}" if marks.doing else _find_place(script)
-        part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{doing}")
+        slowed = f"; {marks.slowed}" if marks.slowed else ""
+        part.write_text(f": {marks.count} step{'s' * (marks.count != 1)}{doing}{slowed}")
         part.replace(path)
 
 

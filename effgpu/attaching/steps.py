@@ -121,6 +121,7 @@ class Marks:
         self.in_thread = False  # whether another thread than the main one has made an optimizer, or failed
         self.guessed = ""  # what a plan has guessed, if the script ends too early
         self.doing = ""  # what a plan does itself at a mark that takes long, for whoever waits
+        self.slowed = ""  # what the script itself has done for long since the last step, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
         self.leaving: list[Callable[[], object]] = []

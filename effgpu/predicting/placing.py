@@ -51,8 +51,10 @@ from effgpu.predicting.translator import (
     with_numbers,
 )
 from effgpu.predicting.values import MOST
+from effgpu.units import format_seconds
 
 MORE_WORK = 1.1  # by this factor, one step does more than another
+LONG = 5.0  # seconds of forward passes that are worth a line
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
@@ -74,6 +76,7 @@ class ScriptRecorder(Recorder):
         self.on_host = False  # whether what is made now is in the host's memory
         self.trouble: Exception | None = None  # the last operation that has no fake result
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
+        self._since_step = 0.0  # of these, those since the last step
         self.passes_before = self.passes_within = 0  # products of such passes before that step, and in it
         self._passes = [0]  # of them in each step, and in the one that has begun
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
@@ -122,6 +125,7 @@ class ScriptRecorder(Recorder):
         self.products.append(0)
         self._passes.append(0)
         self._evaluating.clear()
+        self._since_step, self._marks.slowed = 0.0, ""
         self.noted += self.work.counts
         self.own.next_step(self.work.loop)
 
@@ -209,15 +213,25 @@ class ScriptRecorder(Recorder):
             if self.work.counts:
                 self.passes_within += 1
             else:
-                self.passes_before += 1
-                now = time.perf_counter()
-                self.without_gradients += (now - self._last_without) if now - self._last_without < 1 else 0
-                self._last_without = now
+                self._note_pass_before()
         try:
             return super()._dispatch(func, args, kwargs)
         except _UNDONE as error:
             self.trouble = error
             raise
+
+    def _note_pass_before(self) -> None:
+        """A forward pass without gradients ran before the step that counts: whoever waits may want fewer of them."""
+        now = time.perf_counter()
+        took = now - self._last_without if now - self._last_without < 1 else 0.0
+        self.passes_before += 1
+        self.without_gradients, self._since_step = self.without_gradients + took, self._since_step + took
+        self._last_without = now
+        if self._since_step > LONG:
+            self._marks.slowed = (
+                f"{format_seconds(self._since_step)} of it in forward passes without gradients, such as of an "
+                "evaluation: let the script run fewer"
+            )
 
     def _is_made_by_hand(self) -> bool:
         """Whether it is `torch.LongTensor(20)` or its like, on the CPU: no mode tells it of a default device."""

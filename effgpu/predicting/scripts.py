@@ -16,7 +16,7 @@ from effgpu.predicting.facts import ASSUMED, RARE, UNTIMED
 from effgpu.predicting.full import Room
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.loading import compare_last
-from effgpu.predicting.placing import MORE_WORK, ScriptRecorder, fakes_in_place
+from effgpu.predicting.placing import LONG, MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.walking import conclude, count, explain, name_rare
 from effgpu.units import format_bytes, format_seconds, with_article
@@ -26,7 +26,6 @@ _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW, _FEWEST = 0.1, 1e-4  # shares of the weights
 _WORTH = 0.05  # of the step: work on the CPU that is worth a line
-_LONG = 5.0  # seconds of forward passes that are worth a line
 
 
 @contextlib.contextmanager
@@ -138,7 +137,7 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
     if recorder.passes_before > (marks.count - 1) * recorder.passes_within:  # so many steps came before
         text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
         took = format_seconds(recorder.without_gradients)
-        slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > _LONG)
+        slow = f" and took {took} here: let the script evaluate on one batch" * (recorder.without_gradients > LONG)
         yield f"{text} and are not counted{slow}"
 
 
