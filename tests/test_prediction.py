@@ -473,7 +473,7 @@ def test_an_optimizer_that_makes_no_step_is_not_known():
 
 def test_older_gpus_that_take_as_much_are_not_said_to_take_other_kernels():
     def variant():
-        torch.cuda.get_device_properties(0)
+        assert torch.cuda.get_device_properties(0).major
         return linear()()
 
     both = predict(variant, ["T4", "A100"])
@@ -511,11 +511,20 @@ def test_what_follows_from_a_gpus_name_is_that_gpus_alone():
 
 def test_a_name_that_is_only_shown_decides_nothing():
     def variant():
-        print(f"runs on {torch.cuda.get_device_name()}")
+        asked = torch.cuda.get_device_properties(0)
+        print(f"runs on {torch.cuda.get_device_name()}, {asked.name}: {asked.total_memory / 2**30:.1f} GiB")
         return linear()()
 
     shown = predict(variant, ["A100 40 GB", "A100 80 GB", "T4"])
     assert shown.older is None and not shown.assumptions
+
+
+def test_one_gpu_that_is_compared_with_itself_decides_nothing():
+    def variant():
+        parallel = nn.DataParallel(nn.Linear(8, 8).to("cuda"))
+        return lambda: parallel(torch.ones(4, 8, device="cuda")).sum().backward()
+
+    assert predict(variant, ["A100", "T4"]).older is None
 
 
 def copying():

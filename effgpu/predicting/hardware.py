@@ -7,7 +7,6 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -114,8 +113,11 @@ class Asks(NamedTuple):
     memory: Callable[[], None]
 
 
-class _Properties(SimpleNamespace):
-    """Of a GPU. `_ask_name` gives its name, `_ask_memory` its bytes."""
+class _Properties:
+    """What torch.cuda.get_device_properties says of a GPU: its name and memory, for which it asks, and all else."""
+
+    def __init__(self, ask_name: Callable[[], str], ask_memory: Callable[[], int], ask_others: Callable[[], dict]):
+        self._ask_name, self._ask_memory, self._ask_others = ask_name, ask_memory, ask_others
 
     @property
     def name(self) -> str:
@@ -127,13 +129,17 @@ class _Properties(SimpleNamespace):
         """Bytes."""
         return self._ask_memory()
 
+    def __getattr__(self, name: str) -> object:
+        others = {} if name.startswith("_") else self._ask_others()
+        if name not in others:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return others[name]
 
-def _properties(gpu: Gpu, ask_name: Callable[[], str], ask_memory: Callable[[], int]) -> _Properties:
-    """What torch.cuda.get_device_properties says of it."""
+
+def _properties(gpu: Gpu) -> dict[str, object]:
+    """What a GPU has that all of its kind have."""
     major, minor = gpu.capability
-    return _Properties(
-        _ask_name=ask_name,
-        _ask_memory=ask_memory,
+    return dict(
         major=major,
         minor=minor,
         multi_processor_count=gpu.multiprocessors or 1,
@@ -165,8 +171,6 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         asks.name()
         return f"NVIDIA {gpu.name}"
 
-    properties = _properties(gpu, ask_name, ask_memory)
-
     def ask(answer: object) -> Callable:
         def give(*_: object, **__: object) -> object:
             asks.kind()
@@ -180,8 +184,8 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         "device_count": _gives(1),
         "get_device_name": ask_name,
         "get_device_capability": ask(gpu.capability),
-        "get_device_properties": ask(properties),
-        "get_arch_list": ask([f"sm_{properties.major}{properties.minor}"]),
+        "get_device_properties": _gives(_Properties(ask_name, ask_memory, ask(_properties(gpu)))),
+        "get_arch_list": ask(["sm_{}{}".format(*gpu.capability)]),
         "mem_get_info": left,
         **memory,
         "reset_max_memory_allocated": memory["reset_peak_memory_stats"],

@@ -43,7 +43,7 @@ from effgpu.predicting.refusals import check_determinism, check_formats, tell_sp
 from effgpu.predicting.rules import AS_ONE, STORED, TEMPORARY, in_parts, made_of_others
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
-from effgpu.predicting.uses import find_reader, makes_a_statistic
+from effgpu.predicting.uses import find_reader, is_shown, makes_a_statistic
 from effgpu.predicting.values import Values
 from effgpu.predicting.work import Work
 
@@ -63,6 +63,7 @@ _IN_PLACE = {
         aten.scatter_.src,
     ),
 }
+_COMPARES_GPUS = ("nn/parallel/data_parallel.py",)
 _COMPARES = {aten.allclose.default, aten.equal.default}
 _CROSSES = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten._foreach_copy}  # from one device to another
 
@@ -135,7 +136,9 @@ class Recorder(TorchDispatchMode):
         self.said[Fact(kind, text)] = None
 
     def note_capability(self) -> None:
-        """The step has asked what the GPU is: another one may take another way."""
+        """The step has asked what the GPU is: another one may take another way, unless GPUs are compared, of one."""
+        if sites.asked_by_torch(_COMPARES_GPUS):
+            return
         self.holds_from = max(self.holds_from, self.capability or (0, 0))
 
     def note_name(self) -> None:
@@ -145,9 +148,10 @@ class Recorder(TorchDispatchMode):
             self._note_own("what follows from a GPU's name is that")
 
     def note_memory(self) -> None:
-        """The step has asked how much memory the GPU has: sizes may follow from it."""
-        self.note_capability()
-        self._note_own("sizes that follow from a GPU's memory are those")
+        """The step has asked how much memory the GPU has: sizes may follow from it, but where it only shows it."""
+        if not is_shown(find_reader()[1]):
+            self.note_capability()
+            self._note_own("sizes that follow from a GPU's memory are those")
 
     def _note_own(self, what: str) -> None:
         site, alike = sites.find_site(), [gpu.capability for gpu in self.asked.gpus].count(self.capability)

@@ -15,27 +15,45 @@ from effgpu.attaching.sites import called_name, once_a_file, parse
 _TORCH = Path(torch.__file__).parent
 # between the line that reads and the operation that is called for it
 _INTERNAL = "_tensor.py", "_ops.py", "overrides.py", "utils"
+_Spans = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # where expressions begin and end: line and column
 _BETWEEN = str(Path(__file__).parent), *(str(_TORCH / name) for name in _INTERNAL)
 
 
 def makes_a_statistic(frame: FrameType) -> bool:
     """Whether what a frame reads is added to something (`correct += ...`), divided, or shown."""
+    return _is_within(frame, _statistics(frame.f_code.co_filename))
+
+
+def is_shown(frame: FrameType) -> bool:
+    """Whether what a frame reads is only printed, logged, or made text."""
+    return _is_within(frame, _shown(frame.f_code.co_filename))
+
+
+def _is_within(frame: FrameType, spans: _Spans) -> bool:
     line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     if None in (line, end_line, column, end_column):
         return False
-    spans = _statistics(frame.f_code.co_filename)
     return any(first <= (line, column) and (end_line, end_column) <= last for first, last in spans)
 
 
 @once_a_file
-def _statistics(file: str) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+def _statistics(file: str) -> _Spans:
     """Where such expressions begin and end. What is added to a name that is a size elsewhere, of a range, is none."""
     nodes, sizes = list(ast.walk(parse(file))), set()
     for node in nodes:
         if isinstance(node, ast.Slice) or called_name(node) == "range":
             sizes |= {ast.unparse(part) for part in ast.walk(node) if isinstance(part, _NAMES)}
     found = [node for node in nodes if _is_statistic(node) and ast.unparse(getattr(node, "target", node)) not in sizes]
-    return tuple(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in found)
+    return _spans_of(found)
+
+
+@once_a_file
+def _shown(file: str) -> _Spans:
+    return _spans_of(filter(_shows, ast.walk(parse(file))))
+
+
+def _spans_of(nodes: Iterable[ast.expr]) -> _Spans:
+    return tuple(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in nodes)
 
 
 _NAMES = ast.Name | ast.Attribute | ast.Subscript
@@ -44,7 +62,14 @@ _NAMES = ast.Name | ast.Attribute | ast.Subscript
 def _is_statistic(node: ast.AST) -> bool:
     adds = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
     divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-    return adds or divides or called_name(node) == "print" or isinstance(node, ast.JoinedStr)
+    return adds or divides or _shows(node)
+
+
+def _shows(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and called_name(node) in _SHOW)
+
+
+_SHOW = ("print", "debug", "info", "warning")
 
 
 def find_reader() -> tuple[Hashable, FrameType]:
