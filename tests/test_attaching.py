@@ -397,10 +397,12 @@ def test_labels_that_come_back_from_the_gpu_are_known(run):
     assert code == 0 and not told["unknown"], errors
 
 
-def test_an_error_after_an_array_was_taken_as_zeros_says_so(run):
-    code, _, errors = run(
-        loop(BUILD, "found = model(torch.randn(2, 1024).cuda()).cpu().detach().numpy()\n1 // int(found[0, 0])")
-    )
+def test_an_array_that_nobody_knows_is_taken_as_ones_where_an_error_follows_zeros(run):
+    found = "found = model(torch.randn(2, 1024).cuda()).cpu().detach().numpy().astype(int)[0, 0]\n"
+    code, told, errors = run(loop(BUILD, f"{found}1 // int(found)\n{STEP}"))
+    assert code == 0 and not told["unknown"], errors
+    assert any(re.fullmatch(r"train.py:\d+ reads an array, taken as ones", what) for what in told["assumptions"])
+    code, _, errors = run(loop(BUILD, f"{found}1 // int(found * (found - 1))"))
     assert code == 1 and re.search(
         r"ZeroDivisionError.*; not known here: train.py:\d+ reads an array, taken as zeros", errors
     )

@@ -16,6 +16,15 @@ _MOST_GUESSES, _LONGEST = 1000, 20.0  # at one place in a step, in so many secon
 _MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
 
 
+class Filled(int):
+    """What all of an array is taken as: zeros, or ones, as sizes are divided by an array of numbers."""
+
+    def __str__(self) -> str:
+        return "ones" if self else "zeros"
+
+    __format__ = object.__format__
+
+
 class Guess(NamedTuple):
     """A value that was read: the place in the code, the line of the reader's, and what it was taken as."""
 
@@ -26,7 +35,9 @@ class Guess(NamedTuple):
     @property
     def other(self) -> bool | int | float:
         """What to take instead, if an error follows."""
-        return not self.value if isinstance(self.value, bool) else type(self.value)(0)
+        if isinstance(self.value, bool | Filled):
+            return type(self.value)(not self.value)
+        return type(self.value)(0)
 
 
 class Guesses:
@@ -83,6 +94,15 @@ class Guesses:
                 self._recorder.say(UNKNOWN, why)
         return value
 
+    def fill(self, where: str | None) -> int:
+        """What an array is filled with that nobody knows: with zeros, and after an error with ones."""
+        site, _ = find_reader()
+        value = Filled(self.answers.get(site, 0))
+        if where is not None:
+            self._recorder.say(CHOSEN, f"{where} reads an array, taken as {value}")
+            self.made.append(Guess(site, where, value))
+        return int(value)
+
     def _check_ends(self, site: Hashable, where: str) -> None:
         """Raise RuntimeError where a guess that is always the same does not let a loop end."""
         times, began = self._asked.get(site, (0, monotonic()))
@@ -103,17 +123,22 @@ class Guesses:
         self.statistics = True
         return Statistic(value, lambda: self._recorder.say(UNKNOWN, why))
 
-    def answer_otherwise(self, kind: type = object) -> bool:
-        """After an error: take the last guess of this kind the other way round in the next walk. False if all were."""
-        made = (guess for guess in self.made if isinstance(guess.value, kind))
-        left = [guess for guess in made if guess.site not in self.answers and guess.value != guess.other]
-        if not left or len(self.answers) == _MOST_TRIES:
+    def answer_otherwise(self, *kinds: type) -> bool:
+        """After an error: take the last guess of the first kind that has one left the other way round in the next walk.
+
+        False if all were.
+        """
+        left = [guess for guess in self.made if guess.site not in self.answers and guess.value != guess.other]
+        of_kind = ([guess for guess in left if isinstance(guess.value, kind)] for kind in kinds)
+        found = next(filter(None, of_kind), [])
+        if not found or len(self.answers) == _MOST_TRIES:
             return False
-        self.answers[left[-1].site] = left[-1].other
+        self.answers[found[-1].site] = found[-1].other
         return True
 
     def tell(self) -> str:
         """The last things that were guessed, or are not known, for an error that may come of them; empty if none is."""
         said = self._recorder.said
-        read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in self.made[-2:]]
+        numbers = [guess for guess in self.made if not isinstance(guess.value, Filled)]
+        read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in numbers[-2:]]
         return ", ".join(dict.fromkeys([*tell(said, CHOSEN)[-2:], *read, *tell(said, *NOT_KNOWN)[-1:]]))

@@ -62,15 +62,14 @@ class Reading:
             return known.tolist() if known is not None else torch.empty(tensor.shape).tolist()
 
     def array(self, tensor: torch.Tensor):
-        """The NumPy array that a tensor is read as: its numbers where they are known, else zeros."""
+        """The NumPy array that a tensor is read as: its numbers where they are known, else a guess."""
         import numpy
 
         if (known := self.numbers_of(tensor)) is not None:
             with on_real_tensors():
                 return known.numpy(force=True).copy()
-        if where := reader():
-            self._recorder.say(CHOSEN, f"{where} reads an array, taken as zeros")
-        return numpy.zeros(tuple(tensor.shape), numpy.dtype(str(tensor.dtype).removeprefix("torch.")))
+        dtype = numpy.dtype(str(tensor.dtype).removeprefix("torch."))
+        return numpy.full(tuple(tensor.shape), self._recorder.guesses.fill(reader()), dtype)
 
     def numbers_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor, on which a size depends; None if they are not known. Said if they are assumed."""

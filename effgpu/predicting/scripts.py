@@ -14,14 +14,14 @@ from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import STEPS, Asked
 from effgpu.predicting.facts import ASSUMED, RARE, UNTIMED
 from effgpu.predicting.full import Room
-from effgpu.predicting.guesses import Guesses
+from effgpu.predicting.guesses import Filled, Guesses
 from effgpu.predicting.loading import compare_last
 from effgpu.predicting.placing import LONG, MORE_WORK, ScriptRecorder, fakes_in_place
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.walking import conclude, count, explain, name_rare
 from effgpu.units import format_bytes, format_seconds, with_article
 
-_OF_SIZES = (RuntimeError, IndexError, ValueError)  # errors that a size may lead to that is not the right one
+_OF_SIZES = (RuntimeError, IndexError, ValueError, ZeroDivisionError)  # what a size may lead to that is not right
 _MORE = 2  # steps that are counted in place of one with an evaluation in it
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW, _FEWEST = 0.1, 1e-4  # shares of the weights
@@ -164,7 +164,7 @@ def _explaining(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[
     except (Exception, SystemExit) as error:
         _ask_again(recorder)
         if not isinstance(error, (CannotFollow, CannotPredict, SystemExit)):
-            _ask_otherwise(recorder.guesses, tries)
+            _ask_otherwise(recorder.guesses, tries, bool, *((Filled,) if isinstance(error, _OF_SIZES) else ()))
         cause = recorder.trouble if isinstance(error, SystemExit) else error
         if not isinstance(error, CannotFollow) and cause and (why := explain(cause)):
             raise CannotFollow(why) from error
@@ -187,9 +187,9 @@ def _ask_again(recorder: ScriptRecorder) -> None:
         raise Again({"runs_out": False})
 
 
-def _ask_otherwise(guesses: Guesses, tries: int, kind: type = bool) -> None:
-    """An error may come of a guess of this kind. Where another one leads to an error, too, the first is shown."""
-    if tries and guesses.answer_otherwise(kind):
+def _ask_otherwise(guesses: Guesses, tries: int, *kinds: type) -> None:
+    """An error may come of a guess of these kinds. Where another one leads to an error, too, the first is shown."""
+    if tries and guesses.answer_otherwise(*kinds):
         raise Again({"answers": guesses.answers, "tries": tries - 1})
     if guesses.answers:
         raise Again({"answers": {}, "tries": 0})

@@ -67,7 +67,7 @@ def walk(variant_of: Callable[[Recorder], Variant], asked: Asked) -> Prediction:
                     error.add_note(f"not known here: {guessed}")
                 raise
             first = first or (error, recorder.guesses.made)
-            if not recorder.guesses.answer_otherwise():
+            if not recorder.guesses.answer_otherwise(object):
                 read = dict.fromkeys(f"{guess.where} read a value, taken as {guess.value}" for guess in first[1][-3:])
                 text = f"{type(first[0]).__name__}: {first[0]}, after {', '.join(read)}: predicted without values"
                 raise CannotPredict(text) from first[0]
