@@ -2215,6 +2215,34 @@ def test_a_later_batch_that_is_larger_is_named(order, more, factor, run):
     assert told["gpus"][0]["verdict"] == ("may not fit" if factor > 1 else "fits")
 
 
+CUT_SHORT = """
+import itertools
+from torch.utils.data import DataLoader
+batches = itertools.chain.from_iterable(itertools.repeat(DataLoader(torch.randn(160, 1024), 64)))
+"""
+
+
+def test_an_epochs_last_batch_with_fewer_samples_is_not_the_step_that_counts(run, expected):
+    step = STEP.replace("torch.randn(64, 1024)", "next(batches)")
+    code, told, errors = run(loop(BUILD + CUT_SHORT, step))
+    assert code == 0 and seconds(told) == pytest.approx(expected[1], rel=0.01), errors
+    assert told["allocated"] == pytest.approx(expected[0], rel=0.01)
+    assert told["unknown"] == told["assumptions"] == []
+    code, told, errors = run(loop(BUILD + CUT_SHORT, step, steps=3))
+    assert code == 4 and seconds(told) < 0.99 * expected[1], errors
+    assert told["unknown"] == [
+        "what a step takes of a later batch: the last is 2.0 times as large as the one that was counted"
+    ]
+
+
+def test_a_script_that_ends_where_a_step_without_an_evaluation_is_waited_for_is_predicted_with_it(run, expected):
+    evaluates = f"if number == 2:\n{textwrap.indent(EVALUATES, '    ')}"
+    for end in ("", "\nraise SystemExit(0)"):
+        code, told, errors = run(loop(BUILD, evaluates + STEP, steps=3) + end)
+        assert code == 0 and seconds(told) > 1.05 * expected[1], errors
+        assert told["notes"] == ["an evaluation is part of the step that was counted: the script ends after it"]
+
+
 def test_a_batch_that_grows_is_said_to(run):
     grows = STEP.replace("torch.randn(64, 1024)", "torch.randn(512 + number, 1024)")
     (what,) = run(loop(step=grows))[1]["assumptions"]

@@ -91,7 +91,13 @@ def main(path: str, parent: int | None = None) -> NoReturn:
     threading.Thread(target=_watch, args=watched, daemon=True).start()
     try:
         with planned(marks, **order["options"]) as make_plan, marks.pushing(lambda: guarded(make_plan())):
-            _run(order)
+            try:
+                _run(order)
+            except SystemExit as end:
+                if not end.code:
+                    marks.end()
+                raise
+            marks.end()
         code = 0
     except SystemExit as end:
         code = end.code

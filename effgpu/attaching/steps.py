@@ -31,6 +31,10 @@ _BACKWARD = "_engine_run_backward"  # of torch.autograd: see torch_internals
 _HOOKS = "_global_optimizer_post_hooks"  # of torch.optim.optimizer
 
 
+class ScriptOver(Exception):
+    """What a plan gets that waits for more steps of a script that has ended: it may conclude from those before."""
+
+
 def drive(plan: Plan, step: Step) -> Any:
     """Call `step` as often as the plan asks for, and return what the plan returns."""
     ended, result = False, None
@@ -157,6 +161,17 @@ class Marks:
             self._left = next(self._plan)
         except StopIteration as end:
             self._done(end.value)
+
+    def end(self) -> None:
+        """The script has ended: the plan may do without the steps that it waits for."""
+        if self._plan is None:
+            return
+        try:
+            self._plan.throw(ScriptOver())
+        except StopIteration as end:
+            self._done(end.value)
+        except ScriptOver:
+            self._left = 0  # nothing pushes it
 
     def _begin(self, source: object) -> None:
         if self._plan:

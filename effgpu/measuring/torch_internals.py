@@ -71,7 +71,7 @@ CHECKED = {
     "torch.optim.optimizer._global_optimizer_post_hooks": "2.14.1",
     "torch.optim.optimizer._default_to_fused_or_foreach": "2.14.1",
     "torch.utils.data.DataLoader._get_iterator": "2.14.1",
-    "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",  # its _next_data and _dataset_fetcher
+    "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",  # _next_data, _next_index, _dataset_fetcher
     "torch.utils.data._utils.worker": "2.14.1",  # its _worker_info
     # to diagnose: the hooks that see what autograd keeps
     "torch._C._autograd": "2.14.1",  # its _saved_tensors_hooks_disable

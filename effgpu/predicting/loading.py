@@ -38,7 +38,12 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
         if workers:
             recorder.say(*WORKERS_IDLE)
             _be_first_worker(made, loader)
-        load = made._next_data
+        load, choose = made._next_data, made._next_index
+
+        def choose_noted():
+            rows = choose()
+            recorder.cut_short = _is_cut_short(loader, rows)
+            return rows
 
         def load_noted():
             with replaced([(recorder, "loading", True)]):
@@ -47,10 +52,17 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
                 recorder.loaded = loader, _count_bytes(batch)
             return batch
 
-        made._next_data = load_noted
+        made._next_data, made._next_index = load_noted, choose_noted
         return made
 
     yield DataLoader, "_get_iterator", load_here
+
+
+def _is_cut_short(loader: DataLoader, rows: object) -> bool:
+    """Whether a batch is the last of several, and has fewer samples than the others."""
+    with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
+        return type(loader.batch_sampler) is BatchSampler and len(rows) < loader.batch_size and len(loader) > 1
+    return False
 
 
 def compare_last(loader: DataLoader, size: int) -> float:

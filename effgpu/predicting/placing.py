@@ -104,6 +104,14 @@ class ScriptRecorder(Recorder):
         self.passes_before += self.passes_within
         self.evaluated, self.passes_within, self.worked = False, 0, {}
 
+    def noted_so_far(self) -> tuple:
+        """What a step that begins would put another in the place of, for `take_back`."""
+        return self.work.events, self.evaluated, self.passes_before, self.passes_within, self.worked
+
+    def take_back(self, noted: tuple) -> None:
+        """The step before counts, after all."""
+        self.work.events, self.evaluated, self.passes_before, self.passes_within, self.worked = noted
+
     def note_mode(self, module: torch.nn.Module, training: bool) -> None:
         """A module is set to train, or to evaluate."""
         self.evaluated |= not training

@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
         self.threads = {get_ident()}  # of the step
         self.files = Files(asked.began, self.threads)
         self.loaded: tuple[DataLoader, int] | None = None  # whose batch the step that counts took, and its bytes
+        self.cut_short = False  # whether the last batch of a DataLoader was one with fewer samples than the others
         self.loading = False  # whether a DataLoader makes a batch
         self.looked_up: list[torch.Tensor] = []  # by embeddings in the last step, where their numbers are known
         self.idle: list[str] = []  # those that have made no step where others have, at the end of the last one
@@ -182,6 +183,10 @@ class Recorder(TorchDispatchMode):
     def accumulates(self) -> bool:
         """Whether autograd gives a weight its gradient at this moment."""
         return _name_node() == "torch::autograd::AccumulateGrad"
+
+    def is_cut_short(self) -> bool:
+        """Whether the last step took an epoch's last batch, which has fewer samples than the one before."""
+        return self.cut_short and self.storages.made_smaller()
 
     def ran_more_before(self) -> bool:
         """Whether the step before the last ran a forward pass more, and no backward pass: its graph was not used."""

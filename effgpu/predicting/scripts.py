@@ -8,7 +8,7 @@ from functools import partial
 
 from effgpu.attaching.child import NOTE, Again, CannotFollow, describe_error
 from effgpu.attaching.sites import Site
-from effgpu.attaching.steps import BACKWARD, Marks, Plan
+from effgpu.attaching.steps import BACKWARD, Marks, Plan, ScriptOver
 from effgpu.errors import CannotPredict
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import STEPS, Asked
@@ -72,18 +72,13 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
     _check_on_gpu(recorder.storages.on_gpu)  # the first step is done
     yield from count(recorder)
     _check_on_gpu(not recorder.capability or any(event.kernels for event in recorder.work.events))
-    for _ in range(_MORE):
-        if not (recorder.evaluated or recorder.ran_more_passes()):
-            break
-        recorder.begin_step()
-        yield 1
-        recorder.end_step()
+    is_last = yield from _take_a_usual_one(recorder)
     _name_rare_work(recorder)
     _name_larger_batches(recorder)
     concluded = conclude(recorder)
     before, site = recorder.storages.peak_before()
     notes = [*concluded.notes, *(_tell_caught(recorder, *places) for places in recorder.room.caught.items())]
-    notes += _tell_step(marks, recorder)
+    notes += _tell_step(marks, recorder, is_last)
     if work := find_work(recorder.worked, concluded):
         took, most = format_seconds(sum(work.values())), "most of it " * (len(work) > 1)
         notes.append(
@@ -94,6 +89,29 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
         notes.append(f"{took}: {site}" if site else took)
         concluded = replace(concluded, before=before)
     return replace(concluded, notes=tuple(notes))
+
+
+def _take_a_usual_one(recorder: ScriptRecorder) -> Plan:
+    """The plan that lets later steps count where the one that did has an evaluation in it, or an epoch's last batch.
+
+    Its result is whether the step that counts is the script's last.
+    """
+    after_evaluation = False
+    for _ in range(_MORE):
+        evaluated = recorder.evaluated or recorder.ran_more_passes()
+        if not evaluated and (after_evaluation or not recorder.is_cut_short()):  # such a one may follow each evaluation
+            return False
+        if not evaluated:
+            recorder.storages.leave_out()
+        after_evaluation, before = evaluated, recorder.noted_so_far()
+        recorder.begin_step()
+        try:
+            yield 1
+        except ScriptOver:
+            recorder.take_back(before)
+            return True
+        recorder.end_step()
+    return False
 
 
 def find_work(worked: Mapping[Site, float], predicted: Prediction) -> dict[Site, float]:
@@ -125,7 +143,7 @@ def _name_larger_batches(recorder: ScriptRecorder) -> None:
         recorder.say(RARE, f"what a step takes of a later batch: {text}")
 
 
-def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
+def _tell_step(marks: Marks, recorder: ScriptRecorder, is_last: bool) -> Iterator[str]:
     """What is part of the step that was counted, and what is not."""
     if marks.source is BACKWARD:
         yield "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
@@ -133,7 +151,8 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder) -> Iterator[str]:
         told = f"{share:.2%}" if share > _FEWEST else f"less than {_FEWEST:.2%}"
         yield f"the step that was counted trains {told} of the weights of all modules"
     if recorder.evaluated:
-        yield "an evaluation is part of the step that was counted: the script evaluates in each"
+        why = "the script ends after it" if is_last else "the script evaluates in each"
+        yield f"an evaluation is part of the step that was counted: {why}"
     if recorder.passes_before > (marks.count - 1) * recorder.passes_within:  # so many steps came before
         text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
         took = format_seconds(recorder.without_gradients)

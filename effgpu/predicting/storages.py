@@ -193,6 +193,15 @@ class Storages:
         """Bytes of activations that the forward pass of each step has made."""
         return [sum(block.size for block in blocks if block.owner == "activations") for blocks in self._made[:-1]]
 
+    def made_smaller(self) -> bool:
+        """Whether the last step's forward pass made less than that of the step before."""
+        *_, before, last, _ = (sum(block.size for block in blocks) for blocks in [[], *self._made])
+        return before > last
+
+    def leave_out(self) -> None:
+        """The last step was no usual one: its forward pass is not compared with others."""
+        del self._made[-2]
+
     def made_less(self) -> bool:
         """Whether the last step's forward pass made fewer storages than that of the step before."""
         *_, before, last, _ = map(len, self._made)
