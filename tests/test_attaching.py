@@ -530,6 +530,13 @@ def test_a_script_that_trains_on_the_cpu_is_refused_after_its_first_step(run, he
     assert code == 2 and "trains on the CPU" in errors and (here / "steps").read_text() == "x"
 
 
+def test_a_script_that_trains_on_the_cpu_is_refused_before_its_first_update(run, here):
+    closure = "def closure():\n    open('passes', 'w').write('x')\n    return model(torch.randn(64, 1024)).sum()\n"
+    build = BUILD.replace('.to("cuda")', "").replace("AdamW", "LBFGS")
+    code, _, errors = run(loop(build + closure, "optimizer.step(closure)"))
+    assert code == 2 and re.search(r"trains on the CPU: .* \(train.py:\d+\)", errors) and not (here / "passes").exists()
+
+
 def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_the_next(run):
     by_hand = "with torch.no_grad():\n    for weight in model.parameters(): weight -= weight.grad; weight.grad = None"
     build = BUILD.replace("optimizer = torch.optim.AdamW(model.parameters())", "")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from effgpu.attaching.child import NOTE, Again, CannotFollow, describe_error
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import BACKWARD, Marks, Plan, ScriptOver
@@ -60,10 +62,17 @@ def recording(
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
     marks.leaving.append(partial(recorder.files.clean, goes_on=False))
+
+    def check_first(*_: object) -> None:  # a step of LBFGS may run the model for minutes
+        if not marks.total:
+            _check_on_gpu(recorder.storages.on_gpu)
+
     with _explaining(marks, recorder, tries), as_gpu(recorder, fakes_in_place(recorder)):
+        checking = register_optimizer_step_pre_hook(check_first)
         try:
             yield recorder
         finally:
+            checking.remove()
             marks.guessed = recorder.guesses.tell()
 
 
