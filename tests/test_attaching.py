@@ -2428,6 +2428,16 @@ def test_weights_that_are_trained_in_later_steps_alone_are_named(how, named, run
     assert told["unknown"] == said * named, errors
 
 
+@pytest.mark.parametrize("when, named", [("number < 50", True), ("number == 0", False)])
+def test_weights_whose_gradients_are_dropped_before_the_update_are_named(when, named, run):
+    drops = f"if {when}: model[0].weight.grad = None\n"
+    by_hand = "for weight in model.parameters(): weight.grad = None\n"
+    step = STEP.replace("loss.backward()\n", f"{by_hand}loss.backward()\n{drops}")
+    _, told, errors = run(loop(step=step, steps=9))
+    said = [f"what a step takes once more weights are trained: train.py:11: {drops.strip()}"]
+    assert told["unknown"] == said * named, errors
+
+
 STOPS = """
 loss = model(torch.randn(64, 1024).to("cuda")).square().mean()
 loss.backward()

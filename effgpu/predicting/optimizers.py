@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import LBFGS, Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching.sites import LIBRARY, READER, find_site, whose
 from effgpu.errors import CannotPredict
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting.allocator import GPU, Block, round_size
-from effgpu.predicting.facts import ASSUMED, UNTIMED
+from effgpu.predicting.facts import ASSUMED, RARE, UNTIMED
 from effgpu.predicting.rare import find_remainders
 from effgpu.predicting.rules import defaults_to_foreach
 
@@ -49,6 +50,7 @@ class Optimizers:
         self._built_at = weakref.WeakKeyDictionary()  # the line of each
         self._tolerances: dict[Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
         self._code: set[CodeType] = set()  # what computes in their steps
+        self._dropped = WeakTensorKeyDictionary()  # weights whose gradient a script let go of, with the line
 
     @property
     def at_work(self) -> tuple[str, bool | None] | None:
@@ -69,6 +71,20 @@ class Optimizers:
     def keeps_direction(self, func, args: tuple) -> bool:
         """Whether it is LBFGS's question whether to keep a direction."""
         return func is torch.ops.aten.gt.Scalar and bool(self._tolerances) and args[1] == _CURVED
+
+    def note_dropped(self, weight: torch.Tensor) -> None:
+        """A weight is about to lose its gradient: where a backward pass has just given it, it is not trained yet."""
+        if self._recorder.products[-1] and weight.grad is not None and (site := find_site()):
+            self._dropped[weight] = site
+
+    def _name_untrained(self, optimizer: Optimizer) -> None:
+        """Name the line that drops gradients of weights which an optimizer has never updated."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is None]
+        for weight in weights:
+            if weight in self._dropped and not optimizer.state.get(weight):
+                text = f"what a step takes once more weights are trained: {self._dropped[weight]}"
+                self._recorder.say(RARE, text)
+        self._dropped.clear()
 
     def idle(self) -> list[str]:
         """Those that have made no step, where others have. One that shares its groups, as SAM's, is none.
@@ -99,6 +115,7 @@ class Optimizers:
             say = functools.partial(self._recorder.say, ASSUMED)
             say(f"LBFGS calls its closure as often as it may, {group['max_iter']} times")
             say(f"LBFGS keeps as many of its directions as it may, {group['history_size']}")
+        self._name_untrained(optimizer)
         by_default = self._recorder.capability and defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):

@@ -60,6 +60,8 @@ class Translator(TorchFunctionMode):
             return self._describe(func, args)
         if self._recorder.guesses.statistics:
             notice_statistics((*args, *kwargs.values()))
+        if name == "__set__" and args[1] is None and getattr(func, "__self__", None) is torch.Tensor.grad:
+            self._recorder.optimizers.note_dropped(args[0])
         if name == "get_device" and args and isinstance(args[0], FakeTensor):
             return 0 if self._recorder.device_of(args[0]) == FIRST_GPU else -1
         if name == "data_ptr" and isinstance(args[0], FakeTensor):
