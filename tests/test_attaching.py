@@ -558,6 +558,25 @@ def test_what_another_librarys_optimizer_keeps_is_no_activation_and_no_step_of_a
     assert told["owners"]["other"] >= weights and told["owners"]["activations"] < 16 * 64 * 1024 * 4
 
 
+BLURS = """
+from torch.utils.data import DataLoader
+blur = torch.nn.Conv2d(1, 1, 3, padding=1)
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 640
+    @torch.no_grad()
+    def __getitem__(self, place): return torch.ones(1024) * blur(torch.ones(1, 32, 32)).numpy().max().item()
+batches = iter(DataLoader(Data(), 64))
+"""
+
+
+def test_what_a_loader_computes_is_no_evaluation(run, expected):
+    slow = "from effgpu.attaching import ticking\nfrom effgpu.predicting import placing\nplacing.LONG = 0.0\n"
+    step = "batch = next(batches)\nassert not ticking._script.slowed\n" + STEP.replace("torch.randn(64, 1024)", "batch")
+    code, told, errors = run(loop(slow + BUILD + BLURS, step))
+    assert code == 0 and seconds(told) == pytest.approx(expected[1], rel=0.01), errors
+    assert not told["notes"]
+
+
 EVALUATED = """
 @torch.inference_mode()
 def evaluate():

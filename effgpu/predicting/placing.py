@@ -216,7 +216,7 @@ class ScriptRecorder(Recorder):
             self.files.note_computed()
         if func.overloadpacket in _FORWARD and in_backward:
             self.products[-1] += 1
-        elif func.overloadpacket in _FORWARD and self._lacks_gradients():
+        elif func.overloadpacket in _FORWARD and not self.loading and self._lacks_gradients():
             self._passes[-1] += 1
             if self.work.counts:
                 self.passes_within += 1
