@@ -51,6 +51,7 @@ class Optimizers:
         self._tolerances: dict[Optimizer, dict[str, float]] = {}  # of LBFGS, while it makes a step
         self._code: set[CodeType] = set()  # what computes in their steps
         self._dropped = WeakTensorKeyDictionary()  # weights whose gradient a script let go of, with the line
+        self._untrained = weakref.WeakKeyDictionary()  # such lines, by the optimizer that never updated their weights
 
     @property
     def at_work(self) -> tuple[str, bool | None] | None:
@@ -77,13 +78,11 @@ class Optimizers:
         if self._recorder.products[-1] and weight.grad is not None and (site := find_site()):
             self._dropped[weight] = site
 
-    def _name_untrained(self, optimizer: Optimizer) -> None:
-        """Name the line that drops gradients of weights which an optimizer has never updated."""
-        weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is None]
-        for weight in weights:
-            if weight in self._dropped and not optimizer.state.get(weight):
-                text = f"what a step takes once more weights are trained: {self._dropped[weight]}"
-                self._recorder.say(RARE, text)
+    def _note_untrained(self, optimizer: Optimizer) -> None:
+        """Note the lines that drop gradients of weights which an optimizer has never updated."""
+        weights = (weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is None)
+        never = (weight for weight in weights if not optimizer.state.get(weight))
+        self._untrained[optimizer] = {self._dropped[weight] for weight in never if weight in self._dropped}
         self._dropped.clear()
 
     def idle(self) -> list[str]:
@@ -115,7 +114,7 @@ class Optimizers:
             say = functools.partial(self._recorder.say, ASSUMED)
             say(f"LBFGS calls its closure as often as it may, {group['max_iter']} times")
             say(f"LBFGS keeps as many of its directions as it may, {group['history_size']}")
-        self._name_untrained(optimizer)
+        self._note_untrained(optimizer)
         by_default = self._recorder.capability and defaults_to_foreach(optimizer)
         for group in optimizer.param_groups:
             if by_default and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -149,7 +148,12 @@ class Optimizers:
         self.name_state(optimizer)
 
     def name_rare_updates(self) -> None:
-        """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known."""
+        """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known.
+
+        And the lines that keep it from updating some weights.
+        """
+        for site in sorted({site for sites in self._untrained.values() for site in sites}):
+            self._recorder.say(RARE, f"what a step takes once more weights are trained: {site}")
         for site in sorted({site for code in self._code for site in find_remainders(code)}):
             self._recorder.say(UNTIMED, f"an optimizer takes for what it does only in some steps: {site}")
 

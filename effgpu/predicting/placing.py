@@ -238,7 +238,7 @@ class ScriptRecorder(Recorder):
         if self._since_step > LONG:
             self._marks.slowed = (
                 f"{format_seconds(self._since_step)} of it in forward passes without gradients, such as of an "
-                "evaluation: let the script run fewer"
+                "evaluation or of a rollout: let the script run fewer"
             )
 
     def _is_made_by_hand(self) -> bool:
