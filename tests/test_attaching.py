@@ -2413,6 +2413,7 @@ GROWING = STEP.replace("torch.randn(64, 1024)", "torch.randn(rows, 1024)")
         ("rows = min(256, 64 * (1 + number // 50))", True),
         ("rows = choose(number)", True),
         ("if number == 50: rows = 256", True),
+        ("if number == 50: table = table[::-1]", False),
         ("rate = 0.1 if number < 50 else 0.01", False),
         ("last = min(number + 64, 1024)", False),
         ("if number == 0: rows = 8 * len(model)", False),
@@ -2420,7 +2421,9 @@ GROWING = STEP.replace("torch.randn(64, 1024)", "torch.randn(rows, 1024)")
     ],
 )
 def test_a_size_that_the_number_of_a_step_decides_is_named(line, named, run, expected):
-    choose = "def choose(number): return 64 if number < 50 else 256\nrows = 64\n"
+    choose = (
+        "def choose(number): return 64 if number < 50 else 256\nrows, table = 64, [64]\nview = print\nview(table)\n"
+    )
     step = (
         f"{line}\n{GROWING}\nmodel.weights = list(range(64))[number:last]" if "last" in line else f"{line}\n{GROWING}"
     )

@@ -206,6 +206,7 @@ def _sizes(file: str) -> list[int]:
         else:
             given = [node] if isinstance(node, ast.Assign) and _follows(node.value, counters, functions) else []
         names = {target.id for each in given for target in each.targets if isinstance(target, ast.Name)}
+        names -= {_indexed(each.value) for each in given}  # rows in another order
         if names & used - counters:
             found.append(node.lineno)
     return sorted(found)
@@ -221,6 +222,11 @@ def _follows(value: ast.expr, counters: set[str], functions: set[str]) -> bool:
         if called_name(part) in {"min", "max", *functions} and counters & _names(part):
             return True
     return False
+
+
+def _indexed(value: ast.expr) -> str:
+    """The name that a value is a part of, such as `rows` of `rows[order]`."""
+    return value.value.id if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) else ""
 
 
 def _is_number(value: ast.expr) -> bool:
