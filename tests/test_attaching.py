@@ -558,6 +558,19 @@ def test_what_another_librarys_optimizer_keeps_is_no_activation_and_no_step_of_a
     assert told["owners"]["other"] >= weights and told["owners"]["activations"] < 16 * 64 * 1024 * 4
 
 
+def test_a_model_that_is_drawn_or_traced_runs_as_it_is(run, here, expected):
+    (here / "tensorboardX").mkdir()
+    (here / "tensorboardX" / "__init__.py").write_text("from .writer import SummaryWriter")
+    traces = "class SummaryWriter:\n    def add_graph(self, model, given): torch.jit.trace(model, given).graph\n"
+    (here / "tensorboardX" / "writer.py").write_text(f"import torch\n{traces}")
+    draws = "import tensorboardX\ntensorboardX.SummaryWriter().add_graph(model, torch.randn(64, 1024).cuda())\n"
+    traced = "model = torch.jit.trace(model, torch.randn(64, 1024).cuda())\n"
+    for build, said in ((draws, []), (traced, ["traced code takes what it takes without torch.jit.trace"])):
+        code, told, errors = run(loop(BUILD + build))
+        assert code == 0 and seconds(told) == pytest.approx(expected[1], rel=0.01), errors
+        assert told["assumptions"] == said and not told["unknown"]
+
+
 BLURS = """
 from torch.utils.data import DataLoader
 blur = torch.nn.Conv2d(1, 1, 3, padding=1)

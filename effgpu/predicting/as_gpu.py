@@ -79,6 +79,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
                 "torch.distributed.fsdp": ranks.refusing_shards,
                 "torchvision.ops.boxes": boxes_at_once,
                 "transformers.utils.import_utils": _asking_anew,
+                **dict.fromkeys(("torch.utils.tensorboard.writer", "tensorboardX.writer"), _drawing_no_graph),
                 "transformers.trainer": functools.partial(_noting_what_train_adds, recorder),
             }
         ),
@@ -226,6 +227,11 @@ def _asking_anew(module: ModuleType) -> Iterator[None]:
         yield
     finally:
         forget()
+
+
+def _drawing_no_graph(module: ModuleType) -> contextlib.AbstractContextManager:
+    """Inside, a model's graph is not drawn: it is traced for that, which fake tensors cannot be."""
+    return replaced([(module.SummaryWriter, "add_graph", lambda *_, **__: None)])
 
 
 def _noting_what_train_adds(recorder: Recorder, module: ModuleType) -> contextlib.AbstractContextManager:

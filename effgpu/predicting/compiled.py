@@ -1,4 +1,4 @@
-"""Code that is given to torch.compile: it runs as it is, is told that it is compiled, and noted as such."""
+"""Code that is given to torch.compile, or traced: it runs as it is, is told that it is compiled, and noted as such."""
 
 import functools
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from effgpu.measuring.torch_internals import _current_graph_task_id
-from effgpu.predicting.facts import COMPILED, UNKNOWN
+from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
 from effgpu.predicting.imports import is_insider
 
 if TYPE_CHECKING:
@@ -51,11 +51,16 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
         if budget < 1:
             recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
 
+    def run_untraced(func=None, *_, **__):
+        recorder.say(ASSUMED, "traced code takes what it takes without torch.jit.trace")
+        return func
+
     def is_compiling():  # PyTorch's own code runs as it is
         asker = sys._getframe(1)
         return COMPILED in recorder.said and not is_insider(asker.f_code.co_filename) and recorder.compiled.has(asker)
 
     yield torch, "compile", run_eagerly
+    yield torch.jit, "trace", run_untraced
     yield eval_frame, "_callback_from_stance", run_uncompiled
     yield from ((torch.compiler, name, is_compiling) for name in ("is_compiling", "is_dynamo_compiling"))
 
