@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from effgpu.diagnosing.diagnosis import Diagnosis
 
 _BEFORE = """\
-effgpu: runs {} for some steps. It writes no weights, changes no file that is there and leaves none that it computed"""
+effgpu: runs {} for some steps. It writes no weights, changes no file that is there, \
+and leaves nothing that it computed"""
 _BEFORE_ON_GPU = """\
 effgpu: trains {} for some hundred steps, some of them altered. The weights that it trains are thrown away, and no \
 file that is there changes. Before, it is run for some steps to predict what is not measured"""

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from effgpu.predicting.prediction import Prediction
 
 _BEFORE = """\
-effgpu: runs {} up to its third step. It writes no weights, changes no file that is there and leaves none that it computed"""
+effgpu: runs {} up to its third step. It writes no weights, changes no file that is there, \
+and leaves nothing that it computed"""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
