@@ -42,13 +42,14 @@ def alone() -> Iterator[tuple[object, str, object]]:
     yield distributed_nn, "all_reduce", lambda tensor, *_, **__: tensor.clone()
 
 
-def imported(spread: Iterable[tuple[object, str, object]]) -> dict[str, tuple[object, object]]:
-    """(what modules have imported, what they get) of what `alone` replaces, by the names under which they have it."""
+def imported(spread: Iterable[tuple[object, str, object]]) -> list[tuple[str, object, object]]:
+    """(name, what modules have imported under it, what they get) of what `alone` replaces."""
     found = {}
     for owner, name, other in spread:
         if isinstance(owner, ModuleType):
             found.setdefault(name, (vars(owner)[name], other))
-    return found | {"DDP": found["DistributedDataParallel"]}
+    found["DDP"] = found["DistributedDataParallel"]
+    return [(name, *pair) for name, pair in found.items()]
 
 
 _ON_ONE_RANK = {  # what a collective operation does with its first arguments
