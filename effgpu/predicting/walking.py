@@ -191,7 +191,10 @@ def conclude(recorder: Recorder) -> Prediction:
 def _compare_sizes(recorder: Recorder, peak: int) -> None:
     """Say that the last two steps differ in size, if it is more than a small part of the peak."""
     made = recorder.storages.made[-2:]
-    if len(made) < 2 or abs(made[1] - made[0]) < _SMALL * peak or len({*map(format_bytes, made)}) < 2:
+    if len(made) < 2:
+        return
+    made[0] += sum(size for *_, size in recorder.storages.kept)  # what stays of it is no activation any more
+    if abs(made[1] - made[0]) < _SMALL * peak or len({*map(format_bytes, made)}) < 2:
         return
     sizes = " and ".join(map(format_bytes, made))
     if made[0] > _VARIES * made[1] + MiB and recorder.ran_more_before():
