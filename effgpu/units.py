@@ -48,25 +48,26 @@ def format_count(count: float | None, unit: str = "") -> str:
 def format_speed(ratio: float | None, low: float | None = None, high: float | None = None) -> str:
     """A ratio of times in words: `4/3` -> `"1.33 × slower"`, which takes 1.33 times as long; `None` -> `"–"`.
 
-    With its interval, `0.54, 0.5, 0.58` -> `"1.85 × faster [1.72, 2.00]"`. What rounds to 1 is `"same"`.
+    With its interval, `0.54, 0.5, 0.58` -> `"1.85 × faster [1.72, 2.00]"`. Without, what rounds to 1 is `"same"`.
     """
     if ratio is None:
         return NOT_MEASURED
     if low is None and is_same(ratio):
         return "same"
-    text = f"{_three_digits(ratio)} × slower" if ratio > 1 else f"{_three_digits(1 / ratio)} × faster"
-    return text if low is None else f"{text} {format_ends(low, high, slower=ratio > 1)}"
+    text = f"{_beyond_1(ratio)} × slower" if ratio > 1 else f"{_beyond_1(1 / ratio)} × faster"
+    return text if low is None else f"{text} {format_ends(low, high, slower=ratio > 1, fine=True)}"
 
 
-def format_ends(low: float, high: float, *, slower: bool = False) -> str:
+def format_ends(low: float, high: float, *, slower: bool = False, fine: bool = False) -> str:
     """The interval of a ratio, where what is slower counts as more, or less: `0.5, 0.58` -> `"[1.72, 2.00]"`.
 
     Where its ends lie on two sides of 1, each says its own: `0.5, 1.2` -> `"[1.20 × slower, 2.00 × faster]"`.
+    `fine` ends have as many digits as it takes to differ from 1: `"[1.002, 2.00]"`.
     """
     ends = (low, high) if slower else (1 / high, 1 / low)
     if ends[0] < 1:
         return f"[{', '.join(format_speed(end if slower else 1 / end) for end in ends)}]"
-    return f"[{', '.join(map(_three_digits, ends))}]"
+    return f"[{', '.join(map(_beyond_1 if fine else _three_digits, ends))}]"
 
 
 def is_same(ratio: float) -> bool:
@@ -174,6 +175,13 @@ def _three_digits(value: float) -> str:
         return f"{value:.0f}"
     exponent = int(f"{value:.2e}".partition("e")[2])
     return f"{value:.{2 - exponent}f}"
+
+
+def _beyond_1(ratio: float) -> str:
+    """A ratio of at least 1 in three significant digits, or in as many as it takes to differ from 1."""
+    if not is_same(ratio) or ratio == 1:
+        return _three_digits(ratio)
+    return f"{ratio:.{-math.floor(math.log10(ratio - 1))}f}"
 
 
 def _clock(seconds: float) -> str:

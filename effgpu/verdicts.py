@@ -36,17 +36,14 @@ class Ratio:
         return {"ratio": self.value, "low": self.low, "high": self.high}
 
     def verdict(self, min_effect: float = MIN_EFFECT) -> str:
-        """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond.
-
-        An interval excludes 1 if that is still to be seen in its ends as they are shown, with two digits after the dot.
-        """
+        """Same if the effect is within `min_effect`; faster or slower if the interval excludes 1 and it is beyond."""
         within = max(self.high, 1 / self.low) - 1 if self.within is None else self.within
         if 1 + within <= 1 + min_effect:  # rounded alike
             return SAME
         if max(self.value, 1 / self.value) > 1 + min_effect:
-            if round(1 / self.high, 2) > 1:
+            if self.high < 1:
                 return FASTER
-            if round(self.low, 2) > 1:
+            if self.low > 1:
                 return SLOWER
         return INCONCLUSIVE
 

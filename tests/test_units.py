@@ -76,7 +76,7 @@ def test_what_was_not_measured_is_a_dash(tell):
         (format_speed(1234.0), "1234 × slower"),
         (format_speed(1 / 1.0049), "same"),
         (format_speed(1 / 1.0051), "1.01 × faster"),
-        (format_speed(1.004, 1.002, 1.006), "1.00 × slower [1.00, 1.01]"),
+        (format_speed(1.004, 1.002, 1.006), "1.004 × slower [1.002, 1.01]"),
         (format_ends(0.5, 0.58), "[1.72, 2.00]"),
         (format_ends(0.98, 1.11, slower=True), "[1.02 × faster, 1.11 × slower]"),
         (format_ends(0.5, 1.2), "[1.20 × slower, 2.00 × faster]"),
