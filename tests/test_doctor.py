@@ -385,12 +385,13 @@ def test_what_optimizers_and_scalers_read_is_nobodys_wait():
         (lambda rows: rows.to("cpu", non_blocking=True), True, 8192, False),
         (lambda rows: rows.to("cpu"), True, 8192, True),
         (lambda rows: rows.to("cpu", non_blocking=True), False, 8192, True),
-        (lambda rows: rows.to(device="cpu"), False, 8, False),
+        (lambda rows: rows.to("cpu", non_blocking=True), False, 8, False),
+        (lambda rows: rows.to(device="cpu"), False, 8, True),
         (lambda rows: rows.to("cpu", torch.float32, False, True), True, 8192, True),
         (lambda rows: rows.to("cpu", torch.float32, True, False), True, 8192, False),
     ],
 )
-def test_a_copy_waits_unless_it_is_pinned_or_small(move, pinned, rows, waits):
+def test_a_copy_waits_unless_it_asks_for_none_and_is_pinned_or_small(move, pinned, rows, waits):
     (event,) = observe(move, (torch.ones(rows, 4),), pinned=pinned).events
     assert (event.kind, event.bytes, event.waits) == (COPY, rows * 16, waits)
 

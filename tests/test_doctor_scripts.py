@@ -23,7 +23,7 @@ import effgpu
 from effgpu.__main__ import main
 from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import causes, turns
-from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, VALIDATION
+from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, VALIDATION, WAITS
 from effgpu.diagnosing.scripts import measuring
 from effgpu.measuring import power
 from effgpu.predicting.gpus import find_gpu
@@ -191,6 +191,15 @@ def test_how_a_batch_is_copied_decides_the_advice(copied, advice, note, run):
     code, told, errors = run(COPIES.replace("COPIED", copied))
     (copies,) = (each for each in told["examined"] if each["name"] == COPYING)
     assert code == 0 and copies["advice"].startswith(advice) and copies["note"] == f"512 KiB from {note}", errors
+
+
+@pytest.mark.parametrize("more, waits", [("", True), (", non_blocking=True", False)])
+def test_a_copy_into_memory_of_the_cpu_is_a_hidden_wait_unless_it_asks_for_none(more, waits, run):
+    kept = COPIES.replace("for epoch", "kept = torch.zeros(8, 4096)\nfor epoch").replace("COPIED", "rows.cuda()")
+    code, told, errors = run(f"{kept}        kept.copy_(model.weight.detach(){more})\n")
+    (found,) = (each for each in told["examined"] if each["name"] == WAITS)
+    lines = [kept.count("\n") + 1] * waits
+    assert code == 0 and [line["line"] for line in found["lines"]] == lines, errors
 
 
 def test_work_on_the_cpu_in_the_loop_counts_as_loading(run):

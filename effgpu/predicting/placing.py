@@ -288,6 +288,8 @@ class ScriptRecorder(Recorder):
                     self.note_copy(host, is_non_blocking(args, kwargs))
                 else:
                     self.work.note_bus(moved, pinned=isinstance(host, FakeTensor) or self.is_pinned(host))
+                    if not is_non_blocking(args, kwargs):
+                        self.work.wait(own=to_gpu)  # only what comes from there is read
         elif not self.on_host:
             super()._note(func, args, kwargs, result)
         elif self.optimizers.working:
@@ -421,8 +423,8 @@ class _Placer(Translator):
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
         self._recorder.work.note_bus(fake, pinned=where != CPU)
-        if where == CPU and not non_blocking:
-            self._recorder.work.wait()
+        if not non_blocking:
+            self._recorder.work.wait(own=where != CPU)
         back = CPU if where == FIRST_GPU else FIRST_GPU
         with self._recorder.placed(where == CPU), self._recorder.placing("", moving=True), DisableTorchFunction():
             copy = result.clone()

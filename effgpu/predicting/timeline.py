@@ -21,7 +21,7 @@ KERNEL, READ, COPY = "kernel", "read", "copy"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
 Range = tuple[float, float, float]  # middle, low, high
 NOTHING: Range = (0.0, 0.0, 0.0)
-SMALL_COPY = 64 * 1024  # bytes that CUDA takes from ordinary memory without a wait (CUDA C++ Programming Guide)
+SMALL_COPY = 64 * 1024  # bytes that cudaMemcpyAsync takes from ordinary memory at once (CUDA C++ Programming Guide)
 _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
 _STEPS = 4  # that are played; the first does not count
@@ -101,8 +101,11 @@ def count_products(kernels: Iterable[Kernel]) -> int:
 
 
 def copy_waits(size: int, *, pinned: bool, non_blocking: bool) -> bool:
-    """Whether the CPU waits for a copy of so many bytes to the GPU."""
-    return not (pinned and non_blocking) and (pinned or size > SMALL_COPY)
+    """Whether the CPU waits for a copy of so many bytes to the GPU.
+
+    PyTorch ends each copy with a wait that is not asked to be without (memcpy_and_sync in c10/cuda/CUDAFunctions.h).
+    """
+    return not non_blocking or (not pinned and size > SMALL_COPY)
 
 
 def is_non_blocking(args: tuple, kwargs: dict) -> bool:
