@@ -11,7 +11,8 @@ from operator import call
 
 import pytest
 import torch
-from torch.backends import cudnn
+from torch.backends import cudnn, mkldnn
+from torch.backends.cuda import matmul
 
 from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
@@ -216,6 +217,35 @@ def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_the
         (lambda: cudnn.enabled, lambda: setattr(cudnn, "enabled", False)),
         (lambda: cudnn.benchmark, lambda: setattr(cudnn, "benchmark", True)),
         (lambda: cudnn.deterministic, lambda: setattr(cudnn, "deterministic", True)),
+        (lambda: mkldnn.enabled, lambda: setattr(mkldnn, "enabled", False)),
+        (lambda: matmul.allow_fp16_accumulation, lambda: setattr(matmul, "allow_fp16_accumulation", True)),
+        (
+            lambda: matmul.allow_fp16_reduced_precision_reduction,
+            lambda: setattr(matmul, "allow_fp16_reduced_precision_reduction", False),
+        ),
+        (
+            lambda: matmul.allow_bf16_reduced_precision_reduction,
+            lambda: setattr(matmul, "allow_bf16_reduced_precision_reduction", False),
+        ),
+        pytest.param(
+            lambda: matmul.allow_bf16_reduced_precision_reduction_split_k,
+            lambda: setattr(matmul, "allow_bf16_reduced_precision_reduction", (False, False)),
+            marks=pytest.mark.skipif(
+                not hasattr(matmul, "allow_bf16_reduced_precision_reduction_split_k"), reason="PyTorch before 2.10"
+            ),
+        ),
+        (
+            torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+            lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
+        ),
+        (
+            torch.backends.cuda.preferred_blas_library,
+            lambda: torch.backends.cuda.preferred_blas_library("cublaslt"),
+        ),
+        (
+            torch.backends.cuda.preferred_linalg_library,
+            lambda: torch.backends.cuda.preferred_linalg_library("cusolver"),
+        ),
     ],
 )
 def test_switches_of_the_whole_process_are_in_force_in_the_turns_of_their_own_variant_only(read, change):

@@ -191,6 +191,15 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
+def _reduction(name: str) -> tuple[Callable, Callable]:
+    """What sums in 16 bits, and whether a product may be split for them, which PyTorch before 2.10 does not tell."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        lambda: (getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)),
+        lambda both: setattr(matmul, name, both[0] if both[1] else both),
+    )
+
+
 # What training code sets for the whole process: how to read it, and how to write it. Not everything that PyTorch has:
 # another switch belongs in the step, or the variants into processes of their own (`effgpu bench`).
 _SWITCHES = (
@@ -214,6 +223,10 @@ _SWITCHES = (
     # first of those for TF32, as they write the others
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     *(_flag(torch.backends.cudnn, name) for name in ("allow_tf32", "enabled", "benchmark", "deterministic")),
+    _flag(torch.backends.cudnn, "benchmark_limit"),
+    *(_flag(torch.backends.mkldnn, name) for name in ("enabled", "deterministic")),
+    _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    *(_reduction(f"allow_{kind}_reduced_precision_reduction") for kind in ("fp16", "bf16")),
     *(
         _flag(holder, "fp32_precision")
         for holder in (
@@ -231,6 +244,12 @@ _SWITCHES = (
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    (torch.backends.cuda.preferred_blas_library, torch.backends.cuda.preferred_blas_library),
+    (torch.backends.cuda.preferred_linalg_library, torch.backends.cuda.preferred_linalg_library),
     (_current_gpu, lambda gpu: torch.cuda.set_device(gpu)),
     (lambda: torch.cuda.current_stream() if torch.cuda.is_available() else None, torch.cuda.set_stream),
 )
