@@ -357,6 +357,36 @@ def test_a_gpu_that_is_named_is_predicted_with_its_autocast_and_scaler(device):
     assert predicted.owners["optimizer state"] == predicted.owners["weights"]  # the scaler skips no step
 
 
+@pytest.mark.parametrize(
+    "switch_on",
+    [
+        lambda: (torch.set_autocast_enabled("cuda", True), torch.set_autocast_dtype("cuda", torch.bfloat16)),
+        lambda: (torch.set_autocast_enabled(True), torch.set_autocast_gpu_dtype(torch.bfloat16)),
+        lambda: (
+            torch.set_autocast_enabled(enabled=True),
+            torch.set_autocast_dtype(dtype=torch.bfloat16, device_type="cuda"),
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_autocast_that_is_switched_on_without_a_context_holds_too(switch_on):
+    def variant():
+        model = nn.Linear(64, 64, device="cuda")
+
+        def step():
+            switch_on()
+            made = model(torch.randn(8, 64, device="cuda"))
+            assert made.dtype is torch.bfloat16
+            torch.set_autocast_enabled("cuda", False)
+            assert model(torch.randn(8, 64, device="cuda")).dtype is torch.float32
+            made.sum().backward()
+
+        return step
+
+    predict(variant, "A100")
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_runs_again_is_on_the_gpu_too(reentrant):
     def variant(device):

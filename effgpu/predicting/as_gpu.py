@@ -25,6 +25,11 @@ from effgpu.predicting.threads import started_inside
 from effgpu.predicting.weights import weights_without_values
 
 _UNWRITTEN = {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}
+_OF_AUTOCAST = {  # what sets something of a GPU's autocast, and what sets it of any device's
+    torch.set_autocast_enabled: torch.set_autocast_enabled,
+    torch.set_autocast_dtype: torch.set_autocast_dtype,
+    torch.set_autocast_gpu_dtype: torch.set_autocast_dtype,
+}
 _ELSEWHERE = "a thread from before works on the step's tensors: let the variant start its threads, or its pool of them"
 
 
@@ -171,6 +176,7 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
     yield torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu
     yield torch.autograd, "_engine_run_backward", run_backward_here
     yield from ((torch.autocast, name, method) for name, method in _autocast_on_both().items())
+    yield from ((torch, name, function) for name, function in _set_autocast_on_both().items())
     yield torch, "get_device_module", inspect.unwrap(torch.get_device_module)  # it would remember a CPU's for a GPU
     yield common, "amp_definitely_not_available", lambda: False
     yield torch.cuda, "is_bf16_supported", has_bf16
@@ -211,6 +217,22 @@ def _autocast_on_both() -> dict[str, Callable]:
             end(autocast.on_cpu, *error)
 
     return {"__enter__": begin_both, "__exit__": end_both}
+
+
+def _set_autocast_on_both() -> dict[str, Callable]:
+    """Functions that switch autocast: what they set for a GPU, they set for the CPU that has a GPU's rules."""
+
+    def on_both(write: Callable) -> Callable:
+        def written(*args, **kwargs):
+            write(*args, **kwargs)
+            *device, value = sorted((*args, *kwargs.values()), key=lambda one: not isinstance(one, str))
+            if torch.device(*device or ["cuda"]).type == "cuda":
+                of_cpu(value)
+
+        of_cpu = functools.partial(_OF_AUTOCAST[write], "cpu")
+        return written
+
+    return {write.__name__: on_both(write) for write in _OF_AUTOCAST}
 
 
 @contextlib.contextmanager
