@@ -39,6 +39,7 @@ from effgpu.diagnosing.causes import (
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.observing import Observer
 from effgpu.diagnosing.turns import emptied, in_16_bits
+from effgpu.measuring.intervals import CONFIDENCE, divide_confidence, interval_of_blocks
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.predict import predict
@@ -583,6 +584,21 @@ def test_on_a_gpu_each_change_is_measured_in_turns_and_the_best_two_together(on_
     assert launching.seconds == pytest.approx(0.04 - work, rel=0.01)
     assert not launching.measured, "a predicted part makes it predicted"
     assert launching.low < launching.seconds < launching.high <= 0.04
+
+
+def test_the_intervals_of_all_changes_hold_together(on_gpu, monkeypatch):
+    """Four changes, loading and copying at once, and pairs."""
+    variant, loader, _ = on_gpu
+    asked = []
+
+    def interval(blocks, confidence=CONFIDENCE):
+        asked.append(confidence)
+        return interval_of_blocks(blocks, confidence)
+
+    monkeypatch.setattr(turns, "interval_of_blocks", interval)
+    effgpu.doctor(variant, loader)
+    number = round((1 - CONFIDENCE) / (1 - asked[-1]))
+    assert number > 5 and asked[-number:] == [divide_confidence(number)] * number
 
 
 def test_on_a_gpu_no_workers_are_advised_where_these_take_longer(on_gpu, monkeypatch):

@@ -20,10 +20,10 @@ _LISTS = ("findings", "hidden", "perhaps", "examined")
 class Finding:
     """What one change would save at most, in seconds per step: `seconds`, and the interval or range `low` to `high`.
 
-    `measured` says that the interval is one of measured turns (99 %); else all is predicted. What is measured and what
-    is predicted on one line, such as a loader's seconds beside a GPU's, counts as predicted. `lines` are the lines of
-    the reader's code that it is about. `advice` are the lines to change, `lesson` is the number of the lesson about it,
-    `note` says what was seen.
+    `measured` says that the interval is one of measured turns, all of which hold in 99 % of all diagnoses; else all is
+    predicted. What is measured and what is predicted on one line, such as a loader's seconds beside a GPU's, counts as
+    predicted. `lines` are the lines of the reader's code that it is about. `advice` are the lines to change, `lesson` is
+    the number of the lesson about it, `note` says what was seen.
     """
 
     name: str

@@ -25,7 +25,7 @@ from effgpu.diagnosing.observing import Observer, UntilRead
 from effgpu.diagnosing.ranking import feeding, reads
 from effgpu.measuring import power
 from effgpu.measuring.device import multiplying_as, tell_spilled
-from effgpu.measuring.intervals import FEWEST_BLOCKS, interval_of_blocks
+from effgpu.measuring.intervals import FEWEST_BLOCKS, divide_confidence, interval_of_blocks
 from effgpu.measuring.timing import cap_seconds, window
 from effgpu.measuring.torch_internals import _nn, counters
 from effgpu.measuring.turns import OF_SCRIPTS, orders
@@ -201,10 +201,7 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
         blocks = {names: list(map(statistics.fmean, zip(each[::2], each[1::2]))) for names, each in turns.items()}
         unchanged = blocks.pop(frozenset())
         seen.step = seen.step or interval_of_blocks(unchanged)
-        return {
-            names: interval_of_blocks([was - now for was, now in zip(unchanged, each)])
-            for names, each in blocks.items()
-        }
+        return {names: [was - now for was, now in zip(unchanged, each)] for names, each in blocks.items()}
 
     pace = yield from take_turn(frozenset(), 3, 1)
     seconds = cap_seconds(_SECONDS)
@@ -218,12 +215,19 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
     if not (has_reads and seen.compiled):
         with _changed(fed, optimizers, supply, target):
             seen.calls = yield from _time_calls(has_reads)
-    seen.saved = yield from compare([*alone, fed] if fed else alone)
-    if pairs := _choose_pairs(alone, fed, seen.saved):
-        seen.saved |= yield from compare(pairs)
+    savings = yield from compare([*alone, fed] if fed else alone)
+    if pairs := _choose_pairs(alone, fed, _intervals_together(savings)):
+        savings |= yield from compare(pairs)
+    seen.saved = _intervals_together(savings)
     yield from _note_slowness(seen)
     if seen.saved.get(frozenset({LOADING}), NOTHING)[0] >= THRESHOLD * seen.step[0]:
         seen.handing = supply.handing()
+
+
+def _intervals_together(savings: dict[frozenset[str], list[float]]) -> dict[frozenset[str], Range]:
+    """The interval of what each change saves in the blocks; all of them hold in `CONFIDENCE` of all diagnoses."""
+    confidence = divide_confidence(len(savings))
+    return {names: interval_of_blocks(each, confidence) for names, each in savings.items()}
 
 
 @contextlib.contextmanager
