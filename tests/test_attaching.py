@@ -234,6 +234,20 @@ def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
+def test_settings_of_the_allocator_are_named_as_not_followed(run):
+    given = "expandable_segments:True,pinned_use_background_threads:True"
+    asks = f"import os, torch\nos.environ['PYTORCH_ALLOC_CONF'] = '{given}'\n"
+    asks += "torch.cuda.memory._set_allocator_settings('roundup_power2_divisions:[256:1,>:4], max_split_size_mb:64')\n"
+    asks += "torch.cuda.set_per_process_memory_fraction(0.5, device=0)\n"
+    code, told, errors = run(asks + PLAIN)
+    assert code == 0, errors
+    assert set(told["assumptions"]) == {
+        "memory as without expandable_segments:True, which PYTORCH_ALLOC_CONF asks for",
+        "memory as without roundup_power2_divisions:[256:1,>:4] and max_split_size_mb:64, which the code asks for",
+        "memory as without per_process_memory_fraction:0.5, which set_per_process_memory_fraction asks for",
+    }
+
+
 def test_a_count_of_right_answers_is_no_size(run):
     right = "right += (loss > 0).sum().item(); print(f'{100. * right / (number + 1):.1f} % {right:d}')\n"
     code, told, errors = run(loop(f"{BUILD}\nright = 0", STEP + right))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from effgpu import memory_limit, peak_bytes
 from effgpu.measuring.device import find_device
 from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, _pop_mode_temporarily
-from effgpu.predicting import prediction
+from effgpu.predicting import prediction, recorder
 from effgpu.predicting.allocator import Block, Pool, count_reserved, find_peak, round_size
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import UNKNOWN, Fact
@@ -36,6 +36,7 @@ from effgpu.predicting.prediction import (
     ByteRange,
     Prediction,
 )
+from effgpu.predicting.rules import made_of_others
 from effgpu.predicting.walking import walk
 from effgpu.units import GiB, KiB, MiB, join_names
 
@@ -385,6 +386,33 @@ def test_autocast_that_is_switched_on_without_a_context_holds_too(switch_on):
 
     predict(variant, "A100")
     assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("backend:cudaMallocAsync", ["backend:cudaMallocAsync"]),
+        ("garbage_collection_threshold:0.8 , expandable_segments:False", ["garbage_collection_threshold:0.8"]),
+        ("expandable_segments:False,backend:native,pinned_use_cuda_host_register:True", []),
+    ],
+)
+def test_the_environments_settings_of_the_allocator_are_named(monkeypatch, given, named):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    told = [f"memory as without {each}, which PYTORCH_CUDA_ALLOC_CONF asks for" for each in named]
+    assert list(predict(linear(), "T4").assumptions) == told
+
+
+def test_what_stands_for_operations_is_made_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(recorder, "made_of_others", lambda *given: made.append(made_of_others(*given)) or made[-1])
+
+    def step():
+        with torch.inference_mode():
+            for _ in range(3):
+                F.dropout(torch.ones(8))
+
+    predict(lambda: step, "T4")
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -4,6 +4,7 @@ The constants and the order of choices are those of c10/cuda/CUDACachingAllocato
 PyTorch 2.9 on) in their defaults: no expandable segments, no max_split_size, one stream.
 """
 
+import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +21,17 @@ LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: what a segment takes for a block that 
 MIN_LARGE = 10 * MiB  # kMinLargeAlloc: a block from here on gets a segment of its own size,
 ROUND_LARGE = 2 * MiB  # kRoundLarge: rounded up to this
 
+VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_DEFAULTS = "expandable_segments:False", "backend:native", "per_process_memory_fraction:1"
+_ELSEWHERE = "pinned_", "release_lock_on_", "throw_on_", "graph_capture_"  # what changes no memory of the GPU
 
 GPU, HOST, PAGED = "gpu", "host", "paged"  # where a block lies; the last moves between the two by itself
+
+
+def find_settings(given: str) -> list[str]:
+    """Of settings such as `"max_split_size_mb:64,pinned_use_background_threads:True"`, those that change GPU memory."""
+    each = re.findall(r"[^,:]+(?::(?:\[[^]]*\]|[^,]*))?", given.replace(" ", ""))
+    return [one for one in each if one not in _DEFAULTS and not one.startswith(_ELSEWHERE)]
 
 
 @dataclass

@@ -180,6 +180,9 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
     yield torch, "get_device_module", inspect.unwrap(torch.get_device_module)  # it would remember a CPU's for a GPU
     yield common, "amp_definitely_not_available", lambda: False
     yield torch.cuda, "is_bf16_supported", has_bf16
+    yield torch.cuda.memory, "_set_allocator_settings", lambda env: recorder.note_settings(env, "the code")
+    for module in (torch.cuda, torch.cuda.memory):
+        yield module, "set_per_process_memory_fraction", recorder.note_fraction
 
 
 def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:

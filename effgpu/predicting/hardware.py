@@ -18,8 +18,7 @@ from effgpu.predicting.gpus import Gpu
 FIRST_GPU = tensor_types.GPU
 _CUDA = "12.8"  # where PyTorch was built without
 _NOTHING = """init _lazy_init set_device synchronize empty_cache ipc_collect set_stream manual_seed manual_seed_all seed
-seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats set_per_process_memory_fraction
-set_sync_debug_mode _sleep"""
+seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats set_sync_debug_mode _sleep"""
 _ZERO = """current_device initial_seed get_sync_debug_mode utilization memory_usage temperature power_draw clock_rate
 device_memory_used _exchange_device _maybe_exchange_device"""
 _ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache

@@ -7,7 +7,7 @@ reads of values, `values.py` and `counting.py` what is known of them.
 import contextlib
 import functools
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from threading import RLock, get_ident
 
 import torch
@@ -28,7 +28,7 @@ from effgpu.measuring.torch_internals import (
     storage_key,
 )
 from effgpu.predicting import by_values, experts, quantized, shapes
-from effgpu.predicting.allocator import GPU, HOST, PAGED, Block
+from effgpu.predicting.allocator import GPU, HOST, PAGED, Block, find_settings
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.compiled import Compiled
 from effgpu.predicting.counting import Counting
@@ -46,6 +46,7 @@ from effgpu.predicting.translator import CPU, Translator, name_device, on_real_t
 from effgpu.predicting.uses import find_reader, is_shown, makes_a_statistic
 from effgpu.predicting.values import Values
 from effgpu.predicting.work import Work
+from effgpu.units import join_names
 
 aten = torch.ops.aten
 LARGE = 100_000  # elements: of what is made or loaded with fewer, such as a schedule, the values are known
@@ -109,6 +110,10 @@ class Recorder(TorchDispatchMode):
         self._modules: weakref.WeakSet = weakref.WeakSet()
         self._finalizers: list[weakref.finalize] = []  # of tensors that live on
 
+    @functools.cached_property
+    def _made_of_others(self) -> dict[object, Callable]:
+        return made_of_others(self)
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled inside: without PyTorch's wrapper, each of the many calls is cheaper."""
@@ -153,6 +158,15 @@ class Recorder(TorchDispatchMode):
         if not is_shown(find_reader()[1]):
             self.note_capability()
             self._note_own("sizes that follow from a GPU's memory are those")
+
+    def note_settings(self, given: str, by: str) -> None:
+        """Something asks for these settings of the allocator, which is predicted as it is without."""
+        if self.capability and (settings := find_settings(given)):
+            self.say(ASSUMED, f"memory as without {join_names(settings)}, which {by} asks for")
+
+    def note_fraction(self, fraction: float, *_: object, **__: object) -> None:
+        """The step may take this part of the GPU."""
+        self.note_settings(f"per_process_memory_fraction:{fraction:g}", "set_per_process_memory_fraction")
 
     def _note_own(self, what: str) -> None:
         site, alike = sites.find_site(), [gpu.capability for gpu in self.asked.gpus].count(self.capability)
@@ -321,7 +335,7 @@ class Recorder(TorchDispatchMode):
         place of an operation. So does torch/utils/flop_counter.py.
         """
         with self:
-            if self.capability and (made := made_of_others(self).get(func)):
+            if self.capability and (made := self._made_of_others.get(func)):
                 return made(*args, **kwargs)
             return func.decompose(*args, **kwargs)
 

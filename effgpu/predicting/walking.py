@@ -7,6 +7,7 @@ machine; where a GPU keeps something else than a CPU, the rules of rules.py answ
 
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,7 +21,7 @@ from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
-from effgpu.predicting.allocator import Block, count_reserved
+from effgpu.predicting.allocator import VARIABLES, Block, count_reserved
 from effgpu.predicting.as_gpu import as_gpu
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import ASSUMED, RARE, UNKNOWN, UNTIMED
@@ -158,6 +159,8 @@ def conclude(recorder: Recorder) -> Prediction:
         least = ".".join(map(str, recorder.holds_from))
         text = f"a GPU of compute capability {least} or higher: an older one takes other kernels or formats"
         recorder.say(ASSUMED, text)
+    for variable in VARIABLES:
+        recorder.note_settings(os.environ.get(variable, ""), variable)
     if paged := recorder.storages.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.say(ASSUMED, f"{text}: the time that it takes to move is not counted")
