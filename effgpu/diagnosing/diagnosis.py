@@ -10,7 +10,7 @@ from effgpu.predicting.prediction import FITS, Prediction
 from effgpu.predicting.timeline import Timeline
 
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in
-# predicting/time.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
+# predicting/spreads.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
 THRESHOLD = 0.05
 _HIDE = "each hides the other: to change one alone saves much less"
 _LISTS = ("findings", "hidden", "perhaps", "examined")
@@ -22,8 +22,8 @@ class Finding:
 
     `measured` says that the interval is one of measured turns, all of which hold in 99 % of all diagnoses; else all is
     predicted. What is measured and what is predicted on one line, such as a loader's seconds beside a GPU's, counts as
-    predicted. `lines` are the lines of the reader's code that it is about. `advice` are the lines to change, `lesson` is
-    the number of the lesson about it, `note` says what was seen.
+    predicted. `lines` are the lines of the reader's code that it is about. `advice` are the lines to change, `lesson`
+    is the number of the lesson about it, `note` says what was seen.
     """
 
     name: str

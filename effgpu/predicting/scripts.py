@@ -126,7 +126,7 @@ def _take_a_usual_one(recorder: ScriptRecorder) -> Plan:
 def find_work(worked: Mapping[Site, float], predicted: Prediction) -> dict[Site, float]:
     """Seconds of the script's own work on the CPU in a step, by line, the longest first.
 
-    None where they are less than 5 % of the step on each GPU.
+    Empty where they are less than 5 % of the step on each GPU.
     """
     speeds = [gpu for gpu in predicted.gpus if gpu.bandwidth and gpu.capability >= predicted.holds_from]
     least = min((predicted.time(gpu).expected for gpu in speeds), default=math.inf)

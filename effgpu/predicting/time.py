@@ -40,7 +40,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Time:
-    """The predicted seconds of a step on a GPU: `expected`, and `low` to `high`, the range for 9 of 10 transformers.
+    """The predicted seconds of a step on a GPU: `expected`, and `low` to `high`.
+
+    The range is fitted to hold 9 of 10 published times of transformers; of convolutional networks it holds fewer.
 
     `bound` says what decides: "matrix products" (with convolutions and attention), "memory bandwidth", "launching
     operations" or "PCI Express". `table` holds a Row (seconds, FLOPs, bytes, number of kernels) for each kind of
