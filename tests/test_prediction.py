@@ -25,7 +25,7 @@ from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import UNKNOWN, Fact
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import Gpu, find_gpu, known_gpus
-from effgpu.predicting.hardware import as_it_is
+from effgpu.predicting.hardware import as_it_is, driver_name
 from effgpu.predicting.kernels import PRODUCT
 from effgpu.predicting.predict import _bisect, largest, predict
 from effgpu.predicting.prediction import (
@@ -834,6 +834,36 @@ def test_what_rests_decides_where_something_is_unknown():
 )
 def test_a_gpu_is_found_by_its_names(name, texts):
     assert {find_gpu(text).name for text in texts} == {name}
+
+
+@pytest.mark.parametrize("gpu", known_gpus().values(), ids=known_gpus())
+def test_a_script_sees_what_the_driver_calls_a_gpu(gpu):
+    assert find_gpu(driver_name(gpu)) == gpu
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "threads", "shared"),
+    [
+        ("V100", "Tesla V100-SXM2-16GB", 2048, 96),
+        ("T4", "Tesla T4", 1024, 64),
+        ("A100 80 GB", "NVIDIA A100-SXM4-80GB", 2048, 163),
+        ("RTX 3090", "NVIDIA GeForce RTX 3090", 1536, 99),
+        ("L4", "NVIDIA L4", 1536, 99),
+        ("H100", "NVIDIA H100 80GB HBM3", 2048, 227),
+        ("B200", "NVIDIA B200", 2048, 227),
+        ("RTX 5090", "NVIDIA GeForce RTX 5090", 1536, 99),
+        (Gpu("Tesla M40", 12 * GiB, (5, 2), (MiB, MiB)), "Tesla M40", 2048, 48),
+    ],
+)
+def test_a_script_sees_the_properties_of_the_gpu(gpu, name, threads, shared):
+    def variant():
+        told = torch.cuda.get_device_properties(0)
+        assert torch.cuda.get_device_name() == told.name == name
+        assert told.max_threads_per_multi_processor == threads
+        assert told.shared_memory_per_block_optin == shared * 1024
+        return linear()()
+
+    predict(variant, gpu)
 
 
 @pytest.mark.parametrize(

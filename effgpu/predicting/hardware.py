@@ -5,6 +5,7 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 """
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -24,6 +25,25 @@ device_memory_used _exchange_device _maybe_exchange_device"""
 _ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache
 reset_accumulated_memory_stats"""
 _ACCELERATOR_ZERO = "current_device_index current_device_idx"
+
+
+_NAMES = {  # as drivers have them, where that is not "NVIDIA" and the table's name
+    "T4": "Tesla T4",
+    "P100": "Tesla P100-PCIE-16GB",
+    "V100": "Tesla V100-SXM2-16GB",
+    "V100 32 GB": "Tesla V100-SXM2-32GB",
+    "RTX 4070 Ti Super": "NVIDIA GeForce RTX 4070 Ti SUPER",
+    "RTX A6000": "NVIDIA RTX A6000",
+    "RTX PRO 6000": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "A100 40 GB": "NVIDIA A100-SXM4-40GB",
+    "A100 80 GB": "NVIDIA A100-SXM4-80GB",
+    "H100": "NVIDIA H100 80GB HBM3",
+    "GH200": "NVIDIA GH200 480GB",
+}
+# The CUDA C++ Programming Guide, technical specifications per compute capability: threads of a multiprocessor, and KiB
+# of shared memory that a block may ask for.
+_LIMITS = {(6, 0): (2048, 48), (7, 0): (2048, 96), (7, 5): (1024, 64), (8, 0): (2048, 163), (8, 6): (1536, 99)}
+_LIMITS |= {(8, 9): (1536, 99), (9, 0): (2048, 227), (10, 0): (2048, 227), (12, 0): (1536, 99)}
 
 
 class InUse(NamedTuple):
@@ -135,18 +155,27 @@ class _Properties:
         return others[name]
 
 
+def driver_name(gpu: Gpu) -> str:
+    """What a GPU's driver calls it."""
+    if gpu.name.startswith(("NVIDIA ", "Tesla ")):  # a reader's own, named by its driver
+        return gpu.name
+    maker = "NVIDIA GeForce" if re.match(r"RTX \d0[5-9]0\b", gpu.name) else "NVIDIA"
+    return _NAMES.get(gpu.name, f"{maker} {gpu.name}")
+
+
 def _properties(gpu: Gpu) -> dict[str, object]:
     """What a GPU has that all of its kind have."""
     major, minor = gpu.capability
+    threads, shared = _LIMITS[max((each for each in _LIMITS if each <= gpu.capability), default=(6, 0))]
     return dict(
         major=major,
         minor=minor,
         multi_processor_count=gpu.multiprocessors or 1,
-        max_threads_per_multi_processor=1024 if gpu.capability == (7, 5) else 1536 if minor in (6, 9) else 2048,
+        max_threads_per_multi_processor=threads,
         warp_size=32,
         regs_per_multiprocessor=65536,
         shared_memory_per_block=48 * 1024,
-        shared_memory_per_block_optin=(64 if major < 8 else 99) * 1024,
+        shared_memory_per_block_optin=shared * 1024,
         L2_cache_size=gpu.cache,
         is_integrated=0,
         is_multi_gpu_board=0,
@@ -168,7 +197,7 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
 
     def ask_name(device: object = None) -> str:
         asks.name()
-        return f"NVIDIA {gpu.name}"
+        return driver_name(gpu)
 
     def ask(answer: object) -> Callable:
         def give(*_: object, **__: object) -> object:
