@@ -10,7 +10,7 @@ import pynvml
 import pytest
 import torch
 
-from effgpu.benching.processes import _OUT_OF_MEMORY
+from effgpu.benching.processes import shows_out_of_memory
 from effgpu.measuring import device, power
 from effgpu.measuring.device import Device, current_limit, describe, free_memory, is_out_of_memory, memory_limit
 from effgpu.units import GiB, MiB
@@ -152,7 +152,6 @@ def test_release_memory_empties_the_allocators_cache_after_all_that_holds_it(sim
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), True),
         (RuntimeError('NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() ... "CUDACachingAllocator.cpp":1135'), True),
         (RuntimeError('NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() ... "PeerToPeerAccess.cpp":78'), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
@@ -162,7 +161,28 @@ def test_release_memory_empties_the_allocators_cache_after_all_that_holds_it(sim
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
     if expected:
-        assert _OUT_OF_MEMORY.search(f"Traceback ...\n{type(error).__name__}: {error}\n")
+        assert shows_out_of_memory(f"Traceback ...\n{type(error).__name__}: {error}\n")
+
+
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+def test_a_library_that_makes_no_handle_is_out_of_memory_where_little_is_free(simulate_gpu, monkeypatch, library):
+    text = f"CUDA error: {library}_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    assert not is_out_of_memory(RuntimeError(text)), "without a GPU"
+    gpu, error = simulate_gpu(memory=16 * GiB), RuntimeError(text)
+    assert not is_out_of_memory(error)
+    gpu.elsewhere = 16 * GiB - 100 * MiB
+    full = RuntimeError(text)
+    assert is_out_of_memory(full)
+    gpu.elsewhere = 0
+    assert is_out_of_memory(full) and not is_out_of_memory(error), "as it was when it was caught"
+
+    def fail(device=None):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    assert not is_out_of_memory(RuntimeError(text))
+    assert shows_out_of_memory(text)
+    assert not shows_out_of_memory(f"Indexing.cu:1: block: [0], thread: [1] Assertion `i < size` failed.\n{text}")
 
 
 def test_cudnn_that_finds_no_engine_is_out_of_memory_under_a_limit_only(simulate_gpu):

@@ -30,10 +30,17 @@ _OUT_OF_MEMORY = re.compile(
     ),
     re.M,
 )
+_FULL_OR_FAILED = re.compile("|".join(device.FULL_OR_FAILED))
+_ASSERTED = re.compile("Assertion `.*failed|device-side assert")
 _BUSY = "busy or unavailable"  # CUDA's error where a GPU is in the mode EXCLUSIVE_PROCESS
 _STARTUP = str(Path(startup.__file__).parent)
 _HINT = "let it train with an optimizer of PyTorch's, or call effgpu.tick() once per step"
 _NO_EFFGPU = "cannot show its steps to the bench (ModuleNotFoundError: No module named 'effgpu"
+
+
+def shows_out_of_memory(output: str) -> bool:
+    """Whether what a process printed shows that it ran out of memory, and not that an assertion on the GPU failed."""
+    return bool(_OUT_OF_MEMORY.search(output) or (_FULL_OR_FAILED.search(output) and not _ASSERTED.search(output)))
 
 
 class Fault(Exception):
@@ -204,7 +211,7 @@ class Process:
         how = "its connection is gone" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             how = signal.Signals(-code).name
-        if code and _OUT_OF_MEMORY.search(self._output()):
+        if code and shows_out_of_memory(self._output()):
             return self._fault(OUT_OF_MEMORY, f"is out of memory ({how})", crowded=True)
         if code and _BUSY in self._output():
             return self._fault("refused by the GPU", f"found the GPU in use by another process ({how})", crowded=True)

@@ -16,7 +16,7 @@ import torch
 
 from effgpu.errors import BadArgument, CannotRun
 from effgpu.measuring.torch_internals import clear_workspaces
-from effgpu.units import check_positive, format_bytes
+from effgpu.units import MiB, check_positive, format_bytes
 
 _CAPABILITY_OF = {
     "fp16 tensor cores": (7, 0),
@@ -31,10 +31,11 @@ OUT_OF_MEMORY_PHRASES = (  # what messages of PyTorch and of NVIDIA's libraries 
     "can't allocate memory",
     "not enough memory",
     "_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # the face of a full GPU where a library makes its handle
-    "CUDNN_STATUS_NOT_INITIALIZED",
     "_ALLOCATION_FAILED",
 )
+# Of a full GPU, where a library makes its handle; but also of a GPU that has failed, as at a device-side assert.
+FULL_OR_FAILED = "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED"
+_HANDLE = 512 * MiB  # more than cuBLAS or cuDNN takes for a handle and its kernels: a guess
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # with it, PyTorch's allocator counts nothing
 AT_ONCE = "EFFGPU_AT_ONCE"  # how many lessons share the machine
 CHANGING = {  # the variables that change what is measured, and what they do to it
@@ -281,7 +282,16 @@ def is_out_of_memory(error: BaseException) -> bool:
         return "CUDACachingAllocator.cpp" in text
     if "unable to find an engine" in text:  # cuDNN, also if no algorithm fits into the memory that is left
         return _limit is not None or (torch.cuda.is_available() and _share() < 1)
+    if any(words in text for words in FULL_OR_FAILED):
+        return vars(error).setdefault("_effgpu_full", _is_full())  # as it was at first: later, its memory is free
     return any(words in text for words in OUT_OF_MEMORY_PHRASES)
+
+
+def _is_full() -> bool:
+    """Whether the GPU has too little left for a library's handle."""
+    with contextlib.suppress(RuntimeError):  # a GPU that has failed does not say
+        return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < _HANDLE
+    return False
 
 
 def _share() -> float:
