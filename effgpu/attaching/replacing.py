@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 
+left_out: set[str] = set()  # what was to be replaced and was not there, for a test to look at
+
 
 @contextlib.contextmanager
 def replaced(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
@@ -14,6 +16,7 @@ def replaced(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
             elif hasattr(owner, name):
                 stack.callback(delattr, owner, name)  # it is inherited
             else:
+                left_out.add(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
                 continue
             setattr(owner, name, value)
         yield

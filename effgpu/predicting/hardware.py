@@ -274,8 +274,9 @@ _true: list[tuple[object, str, object]] = []  # what stands behind the answers t
 @contextlib.contextmanager
 def answering_as(gpu: Gpu | None, asks: Asks, in_use: InUse) -> Iterator[None]:
     """Inside, PyTorch says that this GPU is the only one here, so much of it `in_use`; with None, what is true."""
-    answers = [each for each in _answers(gpu, asks, in_use) if hasattr(*each[:2])] if gpu else []
-    behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name, _ in answers]
+    answers = list(_answers(gpu, asks, in_use)) if gpu else []
+    there = [each[:2] for each in answers if hasattr(*each[:2])]
+    behind = [(owner, name, vars(owner).get(name, getattr(owner, name))) for owner, name in there]
     before, _true[:] = list(_true), [*_true, *behind]
     try:
         with replaced(answers):
