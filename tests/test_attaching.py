@@ -2478,6 +2478,14 @@ def test_weights_that_are_trained_in_later_steps_alone_are_named(how, named, run
     assert told["unknown"] == said * named, errors
 
 
+def test_gradients_that_are_dropped_for_another_pass_are_not_waited_for(run):
+    """As in a GAN whose second loss trains a part of the first one's weights."""
+    build = f"{BUILD}other = torch.optim.AdamW(model.parameters())\n"
+    part = "other.zero_grad()\nmodel[:4](torch.randn(64, 1024).to('cuda')).mean().backward()\nother.step()\n"
+    code, told, errors = run(loop(build, STEP + "model(torch.randn(64, 1024).to('cuda')).mean().backward()\n" + part))
+    assert code == 0 and not told["unknown"], errors
+
+
 @pytest.mark.parametrize("when, named", [("number < 50", True), ("number == 0", False)])
 def test_weights_whose_gradients_are_dropped_before_the_update_are_named(when, named, run):
     drops = f"if {when}: model[0].weight.grad = None\n"

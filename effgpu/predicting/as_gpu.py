@@ -161,6 +161,7 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
 
     def run_backward_here(*args, **kwargs):
+        recorder.optimizers.begin_pass()
         with recorder.translator():  # what checkpointing runs again names a GPU, too
             return run_backward(*args, **kwargs)
 

@@ -78,6 +78,10 @@ class Optimizers:
         if self._recorder.products[-1] and weight.grad is not None and (site := find_site()):
             self._dropped[weight] = site
 
+    def begin_pass(self) -> None:
+        """A backward pass begins, which gives gradients anew: those of before were no part of it."""
+        self._dropped.clear()
+
     def _note_untrained(self, optimizer: Optimizer) -> None:
         """Note the lines that drop gradients of weights which an optimizer has never updated."""
         weights = (weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is None)
