@@ -1193,6 +1193,21 @@ def flops(variant):
 
 
 @pytest.mark.parametrize("kind", GATES)
+def test_a_network_over_time_runs_cell_by_cell_where_the_step_switches_cudnn_off(kind):
+    def without():
+        run = recurrent(kind)
+
+        def step():
+            with torch.backends.cudnn.flags(enabled=False):
+                run()
+
+        return step
+
+    by_cudnn, by_cells = (kernels(each).total() for each in (partial(recurrent, kind), without))
+    assert by_cells > by_cudnn + TIME
+
+
+@pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("options", [{}, {"batch_first": True, "bias": False}, {"num_layers": 3, "dropout": 0.1}])
 def test_a_network_over_time_counts_its_products(kind, options):
     forward = TIME * ROWS * 2 * GATES[kind] * 2 * WIDE * WIDE * options.get("num_layers", 1)

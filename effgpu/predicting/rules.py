@@ -113,14 +113,24 @@ def _recurrent_layers(recorder: "Recorder") -> dict:
         getattr(aten, f"{kind}_cell").default: functools.partial(recurrent.run_cell, recorder.work.note_cell, kind)
         for kind in recurrent.WORKSPACE
     }
-    if not torch.backends.cudnn.enabled:
-        return cells
     runs = ("input", recurrent.run_padded), ("data", recurrent.run_packed)
-    return cells | {
+    layers = {
         getattr(getattr(aten, kind), overload): functools.partial(run, recorder.work.note_recurrent, kind)
         for kind in recurrent.GATES
         for overload, run in runs
     }
+    return cells | {func: functools.partial(_by_cudnn, func, run) for func, run in layers.items()}
+
+
+def _by_cudnn(func: torch._ops.OpOverload, run: Callable, *args, **kwargs) -> object:
+    """A layer in one call of cuDNN, or cell by cell where that is switched off by now."""
+    if torch.backends.cudnn.enabled:
+        return run(*args, **kwargs)
+    was, *_ = torch.backends.mkldnn.set_flags(False, _fp32_precision=None)  # a CPU's library for it
+    try:
+        return func.decompose(*args, **kwargs)
+    finally:
+        torch.backends.mkldnn.set_flags(was, _fp32_precision=None)
 
 
 def _write_into_copy(name: str, tensor: torch.Tensor, *args, **kwargs) -> torch.Tensor:
