@@ -1677,6 +1677,15 @@ def test_a_softmax_that_widens_copies_all_but_fp16_first(function, in_autocast, 
     assert predict(variant, "A100").allocated == pytest.approx(kept + own * elements, rel=0.01)
 
 
+def test_autocast_leaves_a_cumulative_sum_the_type_that_it_is_asked_for():
+    def step():
+        with torch.autocast("cuda", torch.float16):
+            counts = torch.ones(8, 8, dtype=torch.bool, device="cuda").cumsum(1, dtype=torch.float64)
+        assert counts.dtype is torch.float64
+
+    assert not predict(lambda: step, "T4").unknown
+
+
 @pytest.mark.parametrize(
     "measure",
     [

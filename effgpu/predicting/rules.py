@@ -174,7 +174,7 @@ def _find(name: str):
     return getattr(getattr(aten, packet), overload or "default")
 
 
-def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
+def _cast_call(func, dtype: torch.dtype | None, /, *args, **kwargs):
     """at/autocast_mode.cpp, cached_cast: floating-point arguments but doubles, to fp32 or the lower precision."""
     wanted = dtype or torch.get_autocast_dtype("cpu")
 
@@ -188,7 +188,7 @@ def _cast_call(func, dtype: torch.dtype | None, *args, **kwargs):
         return func(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
-def _promote(func, *args, **kwargs):
+def _promote(func, /, *args, **kwargs):
     """CastPolicy::promote: in fp32 if any argument is, else in the lower precision."""
     given = {tensor.dtype for tensor in tensors_of((args, kwargs))}
     return _cast_call(func, torch.float32 if torch.float32 in given else None, *args, **kwargs)
