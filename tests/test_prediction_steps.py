@@ -1818,6 +1818,14 @@ def test_a_sum_of_rows_takes_what_its_blocks_of_threads_leave_to_the_last(gpu, r
     assert rows.allocated - size == pytest.approx(taken, rel=0.02, abs=64 * KiB)
 
 
+def test_of_several_gpus_a_sum_of_rows_is_that_of_the_first():
+    def variant():
+        return partial(torch.ones(16384, 1024).sum, 0)
+
+    t4, a100 = (predict(variant, gpu).allocated for gpu in ("T4", "A100"))
+    assert t4 < a100 and predict(variant, ["T4", "A100"]).allocated == t4, "its peak is what a table shows"
+
+
 ROWS = 4096
 
 

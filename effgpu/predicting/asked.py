@@ -26,6 +26,11 @@ class Asked:
     began: float = field(default_factory=time.time)
 
     @property
+    def first(self) -> Gpu:
+        """Whose peak a result shows: the first of the GPUs that a walk for this capability is for."""
+        return next((gpu for gpu in self.gpus if gpu.capability <= (self.capability or (0, 0))), self.gpus[0])
+
+    @property
     def gpu(self) -> Gpu | None:
         """Whose hardware PyTorch answers for: the first of the GPUs that has this capability."""
         return next((gpu for gpu in self.gpus if gpu.capability == self.capability), None)

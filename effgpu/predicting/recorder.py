@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         """Count what the GPU's kernels of an operation take while they run."""
         if name in TEMPORARY:
             self.storages.take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
-        if buffer := reduction_buffer(func, args, kwargs, self.asked.gpus):
+        if buffer := reduction_buffer(func, args, kwargs, self.asked.first):
             self.storages.take_for_a_moment(buffer)
 
     def _read(self, func, args: tuple, kwargs: dict) -> bool | int | float:

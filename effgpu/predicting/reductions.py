@@ -18,8 +18,8 @@ _ADDRESSED = 2**31  # bytes that a kernel takes at a time: with_32bit_indexing
 _THREADS, _THREADS_ELSEWHERE = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}, 2048
 
 
-def reduction_buffer(func, args: tuple, kwargs: dict, gpus: tuple[Gpu, ...]) -> int:
-    """The most bytes for what the blocks of threads that share a sum leave to the last of them, on any of these GPUs.
+def reduction_buffer(func, args: tuple, kwargs: dict, gpu: Gpu) -> int:
+    """The bytes for what the blocks of threads that share a sum leave to the last of them.
 
     There is a number for each result, block, column of threads and number that a thread reads at once: PyTorch takes
     as much, and uses a part. Only what is reduced across rows counts: along a row there are a few results.
@@ -39,7 +39,7 @@ def reduction_buffer(func, args: tuple, kwargs: dict, gpus: tuple[Gpu, ...]) -> 
     outputs, at_once = tensor.numel() // inputs, _vector(tensor, ordered, reduced)
     while inputs * outputs * tensor.element_size() > _ADDRESSED:
         inputs = -(-inputs // 2)
-    return copied + max(_shared(size, outputs, inputs, at_once, gpu) for gpu in gpus)
+    return copied + _shared(size, outputs, inputs, at_once, gpu)
 
 
 def _accumulated(name: str, tensor: object) -> int:
