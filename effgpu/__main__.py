@@ -4,11 +4,13 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
 from effgpu import __version__
-from effgpu.cli import bench, calibrate, doctor, info, output, predict, report, run, target
+from effgpu.cli import bench, calibrate, doctor, info, misread, output, predict, report, run, target
 from effgpu.cli.exits import INTERRUPTED, REFUSED, SUCCEEDED, UNREAD, Exit
+from effgpu.errors import did_you_mean
 
 _QUESTIONS = {  # an example of each command, and what it answers
     "effgpu predict --gpu T4 -- python train.py": "Will my script fit a GPU, and how long will a step take there?",
@@ -44,14 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    chosen = argparse.Namespace(json="-" if output.asks_for_json(arguments) else None)  # until it is read
     try:
-        chosen = make_parser().parse_args(target.put_variant_last(arguments))
-    except _Misunderstood as error:
-        if output.asks_for_json(arguments):
-            output.print_failed(str(error))
-        raise SystemExit(REFUSED) from error
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
-    try:
+        chosen = _read(arguments)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
         output.check_files(chosen)
         target.check_one_variant(arguments)
         return chosen.command(chosen)
@@ -65,15 +63,29 @@ def _main(arguments: list[str] | None) -> int:
     return code
 
 
-class _Misunderstood(Exception):
-    """What argparse says of arguments."""
+def _read(arguments: list[str]) -> argparse.Namespace:
+    """What argparse reads, or an Exit that says in one sentence what was meant."""
+    parser = make_parser()
+    if arguments and arguments[0] not in parser.by_name and not arguments[0].startswith("-"):
+        guess = did_you_mean(arguments[0], parser.by_name) or f"expected one of {', '.join(parser.by_name)}"
+        raise Exit(REFUSED, f"there is no command {arguments[0]!r}: {guess}")
+    chosen, unknown = parser.parse_known_args(target.put_variant_last(arguments))
+    if unknown and arguments[0] in parser.by_name:
+        options = parser.by_name[arguments[0]]._option_string_actions
+        raise Exit(REFUSED, misread.explain(arguments, chosen, unknown, options))
+    if unknown:
+        parser.error(f"expected no {unknown[0]}")
+    return chosen
 
 
 class _Parser(argparse.ArgumentParser):
+    """One whose errors are one line. `by_name` are the parsers of its commands."""
+
+    by_name: Mapping[str, argparse.ArgumentParser] = {}
+
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
-        raise _Misunderstood(message)
+        name = self.prog.removeprefix("effgpu").strip()
+        raise Exit(REFUSED, f"{f'{name}: ' * bool(name)}{message}; {self.prog} --help says what it takes")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,9 +93,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="effgpu", description="Measure what a training technique does to time, memory and energy.")
     parser.add_argument("--version", action="version", version=f"effgpu {__version__}")
     parser.set_defaults(command=_show_questions)
-    commands = parser.add_subparsers()
+    commands = parser.add_subparsers(metavar="COMMAND")
     for module in (info, run, report, predict, doctor, calibrate, bench):
         module.add(commands)
+    parser.by_name = commands.choices
     return parser
 
 

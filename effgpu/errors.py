@@ -3,6 +3,9 @@
 Each says in one sentence what was expected. Checks before anything runs may raise a plain TypeError or ValueError.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class Refusal(Exception):
     """Why effgpu does not go on. Raised as one of the built-in errors, too: those below."""
@@ -25,3 +28,10 @@ class CannotPredict(CannotRun):
 
     def __str__(self) -> str:
         return f"predict: {self.args[0]}"
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """A question for the name that is closest to what was given: "did you mean --gpu?"; empty where none is close."""
+    bare = {name.strip("-"): name for name in names}
+    close = get_close_matches(given.strip("-"), bare, n=1, cutoff=0.75)
+    return f"did you mean {bare[close[0]]}?" if close else ""
