@@ -23,8 +23,7 @@ from effgpu import results
 from effgpu.__main__ import main
 from effgpu.attaching import ticking
 from effgpu.attaching.commands import read_command
-from effgpu.benching import bench as commands
-from effgpu.benching import processes, side_by_side
+from effgpu.benching import checks, processes, side_by_side
 from effgpu.benching.result import Bench
 from effgpu.measuring import power, timing, turns
 from effgpu.measuring.measurement import Measurement
@@ -211,8 +210,8 @@ def test_as_many_first_steps_as_asked_are_not_timed():
 def test_a_regression_is_judged_by_the_ends_of_the_interval(turns, code, cpu, monkeypatch, capsys):
     times = [(turns[n % 2],) * 2 for n in range(16)] if turns else []
     both = Measurement("a", ((1.0, 1.0),) * 16, cpu), Measurement("b", tuple(times), cpu)
-    monkeypatch.setattr(commands, "bench", lambda given, **options: Bench("bench", both))
-    assert main(["bench", "a", "b", "--fail-if-slower", "5%"]) == code
+    monkeypatch.setattr("effgpu.benching.bench.bench", lambda given, **options: Bench("bench", both))
+    assert main(["bench", "true", "true", "--fail-if-slower", "5%"]) == code
     assert ("more than the 5 % allowed" in capsys.readouterr().err) == (code > 0)
 
 
@@ -414,11 +413,11 @@ def test_what_cannot_be_benched_is_refused_in_one_line(arguments, told, capsys):
 def test_the_words_of_one_command_need_no_quotes(monkeypatch):
     asked = []
 
-    def note(commands, **options):
+    def note(commands, *_, **options):
         asked.append(commands)
         raise ValueError("noted")
 
-    monkeypatch.setattr("effgpu.benching.bench.bench", note)
+    monkeypatch.setattr("effgpu.benching.checks.check", note)
     for words in (["python3", "train.py", "a b"], ["torchrun", "train.py"], ["a.sh", "b.sh"], ["python a.py", "b.sh"]):
         assert main(["bench", "--", *words]) == 2
     assert asked == [["python3 train.py 'a b'"], ["torchrun train.py"], ["a.sh", "b.sh"], ["python a.py", "b.sh"]]
@@ -426,7 +425,7 @@ def test_the_words_of_one_command_need_no_quotes(monkeypatch):
 
 def test_labels_are_the_arguments_that_differ():
     def named(*lines):
-        return commands.name_commands(list(map(read_command, lines)))
+        return checks.name_commands(list(map(read_command, lines)))
 
     assert named("true train.py", "true train.py --bf16") == ["plain", "--bf16"]
     assert named("true t.py --batch 8 --lr 1", "true t.py --batch 16 --lr 1") == ["--batch 8", "--batch 16"]

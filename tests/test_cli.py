@@ -65,6 +65,35 @@ def test_a_reader_that_stops_early_ends_a_command_quietly(arguments, buffered):
     assert answer.stderr == "" and answer.returncode == 141
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        ("predict", "predict: expected a command"),
+        ("predict nope.py", "nope.py: expected a Python file"),
+        ("predict -- python nope.py", "nope.py: expected a Python file"),
+        ("predict nope.py:variant", "nope.py: expected a Python file"),
+        ("predict --gpu RTX4090Ti -- python train.py", "gpu: did you mean RTX 4090? expected one of T4, "),
+        ("predict --taken 2 -- python train.py", "taken: expected a share from 0 to 1, got 2.0"),
+        ("predict --model folder --batch 8 --optimizer adam", "optimizer: expected one of adamw, "),
+        ("predict --model folder --batch 8 --gpu T5", "gpu: expected one of T4, "),
+        ("doctor -- python nope.py", "nope.py: expected a Python file"),
+        ("doctor --gpu T5 -- python train.py", "gpu: expected one of T4, "),
+        ("doctor --gpu 16GB -- python train.py", "gpu: expected a GPU whose speed is known"),
+        ("doctor --gpu T4 --gpu A100 -- python train.py", "doctor: expected one --gpu, got T4 and A100: "),
+        ("bench --precision 0 true", "precision: expected a positive number, got 0.0"),
+        ("bench --seeds 3 true", "command 'true': expected {seed} in it"),
+        ("bench", "bench: expected commands"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_slow_is_imported(asked, told, monkeypatch, capsys):
+    Path("train.py").touch()
+    for slow in ("torch", "effgpu.predicting.predict", "effgpu.diagnosing.doctor", "effgpu.benching.bench"):
+        monkeypatch.setitem(sys.modules, slow, None)  # an import of it fails
+    assert main(asked.split()) == 2
+    assert capsys.readouterr().err.startswith(f"effgpu: error: {told}")
+
+
 ABACUS = Device("Abacus", "cpu", 2**30, 3, versions={"torch": "2.8.0"})
 ABACUS_IS = "device Abacus (CPU, 3 cores) memory 1.00 GiB CPU cores 3 versions torch 2.8.0 No GPU that CUDA can use."
 T4 = Device("Tesla T4", "cuda", 2**34, 2, 40, (7, 5), "570.1", {"bf16": "emulated", "fp8": "no"}, {"cuda": "12.8"})

@@ -32,7 +32,8 @@ def test_predict_says_by_its_exit_code_whether_a_step_fits(width, options, code,
 @pytest.mark.parametrize(
     "asked, why",
     [
-        (["train.py"], "FILE.py:VARIANT"),
+        (["train"], "FILE.py:VARIANT"),
+        (["train.py"], "train.py: expected a Python file, as in `python train.py`, and there is none of this name"),
         (["{path}:other"], "a function called other"),
         (["{path}:torch"], "a function called torch"),
         (["missing.py:variant"], "missing.py: expected a Python file"),

@@ -877,9 +877,28 @@ OTHERS = ["Tesla P100-PCIE-12GB", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA GB200
 OTHERS += ["NVIDIA GeForce RTX 4080 Laptop GPU", "RTX 4080 SUPER", "NVIDIA GH200 144G HBM3e", "RTX 6000"]
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ("RTX4090 Ti", "RTX 4090"),
+        ("NVIDIA A100 64GB", "A100 40 GB"),
+        ("RTX 2080", "RTX 2080 Ti"),
+        ("Tesla V-100S", "V100"),
+        ("RTX 3070 Ti", None),  # another card than the 3090 Ti
+        ("H800", None),
+        ("Voodoo", None),
+    ],
+)
+def test_a_gpu_that_is_not_known_is_refused_with_the_card_of_the_same_number(given, meant):
+    with pytest.raises(
+        ValueError, match=f"^gpu: did you mean {meant}[?] expected" if meant else "^gpu: expected one of"
+    ):
+        find_gpu(given)
+
+
 @pytest.mark.parametrize("gpu", ["A1", "T", "", "0 GiB", 0, -1, None, True, "16", *OTHERS])
 def test_an_unknown_gpu_is_refused(gpu):
-    with pytest.raises(ValueError, match="gpu: expected"):
+    with pytest.raises(ValueError, match=r"gpu: (did you mean .*\? )?expected"):
         find_gpu(gpu)
 
 

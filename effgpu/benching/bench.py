@@ -1,18 +1,16 @@
 """`effgpu bench`: training scripts as they are, each in a process of its own, measured in turns."""
 
 import contextlib
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from effgpu import units
-from effgpu.attaching.commands import Command, read_command
+from effgpu.benching.checks import check, check_commands, read_commands
 from effgpu.benching.commits import check_out
 from effgpu.benching.result import Bench
 from effgpu.benching.side_by_side import SideBySide
-from effgpu.benching.training import SEED, OverSeeds, with_seed
+from effgpu.benching.training import OverSeeds
 from effgpu.comparison import add_control, check_name
 from effgpu.measuring import timing
 from effgpu.measuring.measurement import check_unit
@@ -64,22 +62,16 @@ def bench(
     >>> effgpu.bench(["python train.py", "python train.py --bf16"])
     >>> effgpu.bench(["python train.py --seed {seed}", "python train.py --bf16 --seed {seed}"], seeds=5, until=500)
     """
-    if isinstance(commands, str) or not isinstance(commands, Sequence | Mapping) or not commands:
-        raise TypeError(f"commands: expected a list of commands, or a mapping of labels to commands, got {commands!r}")
-    if refs and (isinstance(commands, Mapping) or len(commands) != 1 or len(set(refs)) < 2):
-        raise ValueError("refs: expected one command, without a label, and at least two commits")
-    units.check_positive(seconds=seconds, timeout=timeout, precision=1.0 if precision is None else precision)
-    if not isinstance(skip, int) or skip < 0:
-        raise ValueError(f"skip: expected a whole number of steps, got {skip!r}")
-    _check_seeds(seeds, until, until_loss, skip)
+    asked = {"seconds": seconds, "timeout": timeout, "precision": precision, "skip": skip}
+    check(commands, refs, **asked, seeds=seeds, until=until, until_loss=until_loss)
     check_name(name)
     check_unit(unit)
     if not hasattr(os, "killpg"):
         raise OSError("effgpu bench needs Linux or macOS: it freezes and ends groups of processes")
     allowed = timing.cap_seconds(seconds)
     with contextlib.ExitStack() as stack:
-        read = stack.enter_context(check_out(commands[0], refs)) if refs else _read_commands(commands)
-        _check_commands(read, seeds)
+        read = stack.enter_context(check_out(commands[0], refs)) if refs else read_commands(commands)
+        check_commands(read, seeds)
         if control:
             read = add_control(read)
         folder = Path(logs or tempfile.mkdtemp(prefix="effgpu-bench-"))
@@ -97,57 +89,3 @@ def bench(
             if not run.has_results():
                 raise
     return run.finish(name, unit)
-
-
-def _check_seeds(seeds: int | None, until: int | None, until_loss: float | None, skip: int) -> None:
-    if seeds is None:
-        if until is not None or until_loss is not None:
-            raise ValueError("until, until_loss: expected seeds with them, as in --seeds 5")
-        return
-    if not isinstance(seeds, int) or seeds < 2:
-        raise ValueError(f"seeds: expected a whole number from 2 on, got {seeds!r}")
-    if until is not None and (not isinstance(until, int) or until < skip + 2):
-        raise ValueError(f"until: expected a step from {skip + 2} on, as the first {skip} are not timed, got {until!r}")
-    if until_loss is not None and not math.isfinite(until_loss):
-        raise ValueError(f"until_loss: expected a number, got {until_loss!r}")
-
-
-def _check_commands(commands: Mapping[str, Command], seeds: int | None) -> None:
-    for command in commands.values():
-        takes = with_seed(command, 0) != command
-        if seeds and not takes:
-            raise ValueError(f"command {str(command)!r}: expected {SEED} in it, as in --seed {SEED}")
-        if takes and not seeds:
-            raise ValueError(f"command {str(command)!r}: expected seeds with {SEED}, as in --seeds 5")
-
-
-def _read_commands(given: Sequence | Mapping) -> dict[str, Command]:
-    if isinstance(given, Mapping):
-        return {str(label): read_command(line) for label, line in given.items()}
-    commands = [read_command(line) for line in given]
-    return dict(zip(name_commands(commands), commands))
-
-
-def name_commands(commands: Sequence[Command]) -> list[str]:
-    """A label for each command: the arguments, options with their values, that not all commands have.
-
-    One command alone has the name of its script.
-    """
-    parts = [_split(command) for command in commands]
-    if len(parts) == 1:  # the script's name
-        return [next((part for part in parts[0] if part.endswith(".py") or part.startswith("-m ")), parts[0][-1])]
-    shared = [part for part in parts[0] if all(part in other for other in parts)]
-    names = [" ".join(part for part in own if part not in shared) or "plain" for own in parts]
-    return [name if name not in names[:at] else f"{name} ({at + 1})" for at, name in enumerate(names)]
-
-
-def _split(command: Command) -> list[str]:
-    """The arguments, with an option's value beside it; the variables come first."""
-    parts = [f"{name}={value}" for name, value in command.variables.items()]
-    for argument in command.arguments:
-        before = parts[-1] if parts else ""
-        if before.startswith("-") and " " not in before and "=" not in before and not argument.startswith("-"):
-            parts[-1] = f"{before} {argument}"
-        else:
-            parts.append(argument)
-    return parts

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from effgpu.attaching.commands import Command
+from effgpu.benching.checks import SEED, with_seed
 from effgpu.benching.losses import at_the_end, reached
 from effgpu.benching.processes import Ended, Fault, Process, end_all, keep, read_device
 from effgpu.benching.progress import Progress
@@ -20,16 +21,8 @@ from effgpu.measuring.measurement import Measurement
 from effgpu.units import format_seconds
 from effgpu.verdicts import INCONCLUSIVE
 
-SEED = "{seed}"  # what stands for the seed in a command
 _HOPELESS = 2  # seeds with which a command fails before it is given up
 _POINTS = 200  # of a stored curve
-
-
-def with_seed(command: Command, seed: int) -> Command:
-    """The command with this seed in its arguments and variables."""
-    arguments = tuple(argument.replace(SEED, str(seed)) for argument in command.arguments)
-    variables = {name: value.replace(SEED, str(seed)) for name, value in command.variables.items()}
-    return replace(command, arguments=arguments, variables=variables)
 
 
 @dataclass

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effgpu.attaching.commands import STARTERS
+from effgpu.benching import checks
 from effgpu.cli import output
 from effgpu.cli.exits import EXCEEDED, FAILED, INTERRUPTED, REFUSED, SUCCEEDED, UNCLEAR, Exit, check_installed, refusing
 
@@ -65,20 +67,24 @@ def run(chosen: argparse.Namespace) -> int:
     """Compare; returns the exit code."""
     if chosen.plot:
         check_installed("--plot", "matplotlib")
+    if not (chosen.commands or chosen.name):
+        raise Exit(REFUSED, "bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
+    options = {name: getattr(chosen, name) for name in _KEYWORDS}
+    with refusing(TypeError, ValueError):
+        commands = _read_commands(chosen)
+        checks.check(commands, chosen.ref, **options)
+    if chosen.plot:
         from effgpu.figures.panels import can_save
         from effgpu.figures.plot import plot
 
         if not can_save(chosen.plot):
             raise Exit(REFUSED, f"--plot: expected a name that ends in .png, .svg or .pdf, got {chosen.plot}")
-    if not (chosen.commands or chosen.name):
-        raise Exit(REFUSED, "bench: expected commands, such as effgpu bench 'python train.py' 'python train.py --bf16'")
     from effgpu import results
     from effgpu.benching.bench import bench
 
-    options = {name: getattr(chosen, name) for name in _KEYWORDS}
     try:
         with refusing(OSError, TypeError, ValueError):
-            result = bench(_read_commands(chosen), refs=chosen.ref, **options)
+            result = bench(commands, refs=chosen.ref, **options)
     except KeyboardInterrupt:
         print("effgpu: interrupted before anything was measured", file=sys.stderr)
         raise
@@ -109,8 +115,6 @@ def _judge(result: "Bench", chosen: argparse.Namespace) -> int:
 
 def _read_commands(chosen: argparse.Namespace) -> list[str] | dict[str, str]:
     """The commands, by label where one has one, those last. Raises ValueError for no label, or the same twice."""
-    from effgpu.attaching.commands import STARTERS
-
     commands = chosen.commands
     if len(commands) > 1 and (chosen.ref or re.fullmatch(STARTERS, Path(commands[0]).name)):  # one command's words
         commands = [shlex.join(commands)]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from effgpu.cli import model, output, target
 from effgpu.cli.exits import REFUSED, SUCCEEDED, Exit, refusing
 from effgpu.errors import BadArgument
+from effgpu.predicting.gpus import check_speed, find_gpu
+from effgpu.units import join_names
 
 if TYPE_CHECKING:
     from effgpu.diagnosing.diagnosis import Diagnosis
@@ -26,7 +28,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     target.add_words(parser)
     loader_help = "what gives batches of a function's step, by its name in the same file: then the step takes a batch"
     parser.add_argument("--loader", metavar="NAME", help=loader_help)
-    parser.add_argument("--gpu", metavar="GPU", help="predict all for this one; else this machine's, or a T4")
+    parser.add_argument(
+        "--gpu", action="append", metavar="GPU", help="predict all for this one; else this machine's, or a T4"
+    )
     parser.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --model")
     model.add_options(parser)
     output.add_options(parser)
@@ -38,17 +42,24 @@ def run(chosen: argparse.Namespace) -> int:
     how = model.check_asked(chosen, "doctor", not_with_a_model=("loader", "trace"))
     if not chosen.model and chosen.batch is not None:
         raise Exit(REFUSED, "doctor: expected --model with --batch")
+    if len(given := chosen.gpu or ()) > 1:
+        raise Exit(REFUSED, f"doctor: expected one --gpu, got {join_names(given)}: effgpu predict takes several")
+    chosen.gpu = next(iter(given), None)
+    if chosen.gpu:
+        with refusing(ValueError):
+            check_speed(find_gpu(chosen.gpu))
     found = _diagnose_model(chosen, how) if chosen.model else _diagnose(chosen)
     output.give(found, chosen, timeline=found.timeline if chosen.trace else None)
     return SUCCEEDED
 
 
 def _diagnose(chosen: argparse.Namespace) -> "Diagnosis":
+    command = target.read_words(chosen.words)
     from effgpu.diagnosing.doctor import doctor
     from effgpu.measuring.device import find_device
 
     here = not chosen.gpu and find_device().type == "cuda"
-    with target.opened(chosen.words, _BEFORE_ON_GPU if here else _BEFORE) as (looked_at, names):
+    with target.opened(chosen.words, command, _BEFORE_ON_GPU if here else _BEFORE) as (looked_at, names):
         if chosen.loader and chosen.loader not in names:
             raise Exit(REFUSED, f"{shlex.join(chosen.words)}: expected a loader called {chosen.loader}")
         found = doctor(looked_at, names[chosen.loader] if chosen.loader else None, chosen.gpu)

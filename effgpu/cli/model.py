@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from effgpu.cli.exits import REFUSED, Exit, check_installed
+from effgpu.cli.exits import REFUSED, Exit, check_installed, refusing
+from effgpu.predicting import choices
 
 _ASKED = ("length", "lora", "four_bits", "checkpointing", "optimizer", "precision")  # keywords of `fine_tuning`
 
@@ -43,7 +44,10 @@ def check_asked(
         raise Exit(REFUSED, "--model: expected --batch, the texts of a step")
     check_installed("--model", "transformers")
     asked = {name: getattr(chosen, name) for name in _ASKED}
-    return {name: value for name, value in asked.items() if _is_given(value)} | {"batch": chosen.batch}
+    how = {name: value for name, value in asked.items() if _is_given(value)} | {"batch": chosen.batch}
+    with refusing(ValueError):
+        choices.check(**how)
+    return how
 
 
 def _is_given(value: object) -> bool:

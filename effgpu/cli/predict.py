@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from effgpu.cli import model, output, target
 from effgpu.cli.exits import EXCEEDED, SUCCEEDED, UNCLEAR, refusing
+from effgpu.predicting.asked import check_taken
+from effgpu.predicting.gpus import find_gpus
+from effgpu.units import align, check_positive
 
 if TYPE_CHECKING:
     from effgpu.predicting.prediction import Prediction
@@ -35,10 +38,10 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Predict; returns the exit code."""
-    from effgpu.predicting.predict import predict
-    from effgpu.units import align, check_positive
-
     how = model.check_asked(chosen, "predict", not_with_a_model=("taken", "trace"), only_with_a_model=("price",))
+    with refusing(ValueError):
+        find_gpus(chosen.gpu)
+        check_taken(chosen.taken)
     if chosen.model:
         return _predict_model(chosen, how)
     epoch = {"--samples": chosen.samples, "--batch": chosen.batch}
@@ -50,7 +53,10 @@ def run(chosen: argparse.Namespace) -> int:
             raise ValueError(f"predict: expected {more} with {next(iter(given))}")
         if chosen.trace and len(chosen.gpu or ()) != 1:
             raise ValueError("--trace: expected one --gpu, whose timeline it is")
-    with target.opened(chosen.words, _BEFORE) as (looked_at, _):
+    command = target.read_words(chosen.words)
+    from effgpu.predicting.predict import predict
+
+    with target.opened(chosen.words, command, _BEFORE) as (looked_at, _):
         predicted = predict(looked_at, chosen.gpu, taken=chosen.taken)
         timeline = predicted.timeline() if chosen.trace else None
     shown = [repr(predicted)]

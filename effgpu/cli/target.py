@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+from effgpu.attaching.commands import read_program
+from effgpu.attaching.scripts import ScriptEnded, ScriptFailed
 from effgpu.cli.exits import FAILED, REFUSED, Exit, refusing
 from effgpu.errors import Refusal
 
@@ -46,26 +48,36 @@ def _find_variants(arguments: list[str]) -> list[str]:
     return [word for word in itertools.takewhile("--".__ne__, arguments) if re.search(r"\.py:\w*$", word)]
 
 
+def read_words(words: list[str]) -> str | list[str] | None:
+    """The command among them, None where they name a function. Refuses, before anything runs, what is neither."""
+    only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
+    is_command = " " in only or only.endswith(".py") or Path(only).is_file() or shutil.which(only)  # as if installed
+    if not is_command or re.fullmatch(r"\S+\.py:\w*", words[0]):
+        _find_file(words[0])
+        return None
+    with refusing(ValueError):
+        read_program(only.strip() or words)
+    return only.strip() or words
+
+
 @contextlib.contextmanager
-def opened(words: list[str], before: str) -> Iterator[tuple[object, dict[str, object]]]:
+def opened(
+    words: list[str], command: str | list[str] | None, before: str
+) -> Iterator[tuple[object, dict[str, object]]]:
     """The variant or the command, and the names of the variant's file. Inside, errors of either become exit codes.
 
-    `before` is said before a script starts; {} stands for its command.
+    `command` is what `read_words` gives for the words. `before` is said before it starts; {} stands for it.
     """
-    from effgpu.attaching.scripts import ScriptEnded, ScriptFailed
-
-    only = words[0] if len(words) == 1 else " "  # a command in quotes has a space
-    is_command = " " in only or Path(only).is_file() or shutil.which(only)  # such as one that a package installed
-    if not is_command or re.fullmatch(r"\S+\.py:\w*", words[0]):
+    if command is None:
         with _failing(words[0]):
             found = _load(words[0], words[1:])
             with refusing(Refusal):
                 yield found
         return
-    print(before.format(only.strip() or shlex.join(words)), file=sys.stderr)
+    print(before.format(command if isinstance(command, str) else shlex.join(command)), file=sys.stderr)
     with refusing(TypeError, ValueError, RuntimeError):
         try:
-            yield only.strip() or words, {}
+            yield command, {}
         except ScriptEnded as ended:
             if ended.output:
                 print(ended.output, file=sys.stderr)
@@ -88,14 +100,8 @@ def _failing(name: str) -> Iterator[None]:
         raise Exit(FAILED, f"{name} failed: {describe_error(error)}{f' ({line})' if line else ''}") from error
 
 
-def _load(asked: str, arguments: Sequence[str]) -> tuple[Callable, dict[str, object]]:
-    """The function of FILE.py:VARIANT, or package.module:VARIANT, and all names of the file, which sees `arguments`.
-
-    The file is run as a module, of its package where it is in one: so a DataLoader's workers find its classes. It stays
-    one, and its folder a place of modules: a step may import what lies beside it, and pickle looks for its classes.
-    """
-    from effgpu.measuring.variants import is_function
-
+def _find_file(asked: str) -> tuple[Path, str]:
+    """The file and the name of FILE.py:VARIANT, or package.module:VARIANT."""
     path, _, name = asked.rpartition(":")
     if not path:
         raise Exit(REFUSED, f"expected a command, as in -- python train.py, or FILE.py:VARIANT; got {asked}")
@@ -106,6 +112,18 @@ def _load(asked: str, arguments: Sequence[str]) -> tuple[Callable, dict[str, obj
         path = found
     if not path.is_file() or path.suffix != ".py":
         raise Exit(REFUSED, f"{path}: expected a Python file")
+    return path, name
+
+
+def _load(asked: str, arguments: Sequence[str]) -> tuple[Callable, dict[str, object]]:
+    """The function of FILE.py:VARIANT, or package.module:VARIANT, and all names of the file, which sees `arguments`.
+
+    The file is run as a module, of its package where it is in one: so a DataLoader's workers find its classes. It stays
+    one, and its folder a place of modules: a step may import what lies beside it, and pickle looks for its classes.
+    """
+    from effgpu.measuring.variants import is_function
+
+    path, name = _find_file(asked)
     folder, full_name = path.resolve().parent, path.stem
     while (folder / "__init__.py").is_file():
         folder, full_name = folder.parent, f"{folder.name}.{full_name}"

@@ -24,7 +24,7 @@ from effgpu.measuring.device import describe, find_device, gc_frozen, is_out_of_
 from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.variants import Variant, check_worked, run_variant
 from effgpu.predicting.asked import Asked
-from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, gpu_here
+from effgpu.predicting.gpus import Gpu, GpuLike, check_speed, find_gpu, gpu_here
 from effgpu.predicting.predict import Largest, largest
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.recorder import Recorder
@@ -62,8 +62,8 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: G
         target = gpu_here(device.name, device.memory, device.capability)
     else:
         target = find_gpu(DEFAULT_GPU if gpu is None else gpu)
-    if target.bandwidth is None and not measured:
-        raise BadArgument(f"gpu: expected a GPU whose speed is known, such as T4, got {target.name}")
+    if not measured:
+        check_speed(target)
     if isinstance(variant, (str, list, tuple)):
         if loader is not None:
             raise BadArgument('loader: expected none for a script, which has its own; name a GPU as gpu="T4"')

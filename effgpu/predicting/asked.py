@@ -2,7 +2,9 @@
 
 import time
 from dataclasses import dataclass, field
+from numbers import Real
 
+from effgpu.errors import BadArgument
 from effgpu.predicting.gpus import Gpu
 
 STEPS = 2  # the first creates the optimizer's state, the second is like all that follow
@@ -34,3 +36,9 @@ class Asked:
     def gpu(self) -> Gpu | None:
         """Whose hardware PyTorch answers for: the first of the GPUs that has this capability."""
         return next((gpu for gpu in self.gpus if gpu.capability == self.capability), None)
+
+
+def check_taken(taken: object) -> None:
+    """Raise ValueError for what is no share, and not None either."""
+    if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
+        raise BadArgument(f"taken: expected a share from 0 to 1, got {taken!r}")

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from numbers import Real
 from pathlib import Path
@@ -177,7 +178,23 @@ def find_gpu(gpu: GpuLike) -> Gpu:
         sizes = [each for each in known.values() if _simplify(family(each.name), _MAKER) == wanted]
         if sizes:
             return min(sizes, key=lambda each: each.memory)
-    raise BadArgument(f'gpu: expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')
+    guess = _guess(gpu, known) if isinstance(gpu, str) else ""
+    raise BadArgument(f'gpu: {guess}expected one of {", ".join(known)} or a size as "16 GiB", got {gpu!r}')
+
+
+def _guess(given: str, known: Iterable[str]) -> str:
+    """Which card may be meant: one with the same number in its name, as others are other cards."""
+    number = re.search(r"\d+", given)
+    alike = [name for name in known if number and number[0] == re.search(r"\d+", name)[0]]
+    names = {_simplify(name, _MAKER): name for name in alike}
+    found = get_close_matches(_simplify(given, _MAKER), names, n=1, cutoff=0.5)
+    return f"did you mean {names[found[0]]}? " if found else ""
+
+
+def check_speed(gpu: Gpu) -> None:
+    """Raise ValueError for a GPU whose speed is not known."""
+    if gpu.bandwidth is None:
+        raise BadArgument(f"gpu: expected a GPU whose speed is known, such as T4, got {gpu.name}")
 
 
 # What does not tell cards apart. The size in a GH200's name is that of its CPU's memory.

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from effgpu.measuring.device import choose_16_bits, find_device
+from effgpu.predicting import choices
 from effgpu.predicting.gpus import GpuLike
 from effgpu.predicting.predict import Largest, largest, predict
 from effgpu.predicting.prediction import Prediction
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 GROUP = 64  # weights of 4 bits that share a scale, as in QLoRA
 BYTES_FOR_SCALES = 1 / GROUP + 4 / (256 * GROUP)  # for each weight: scales in 8 bits, which share scales of 4 bytes
-PRECISIONS = ("mixed", "pure", "tf32", "fp32")
-OPTIMIZERS = {
+_OPTIMIZERS = {  # by the names of `choices`
     "adamw": partial(torch.optim.AdamW, fused=True),
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
@@ -155,17 +154,10 @@ def fine_tuning(
 
     >>> effgpu.predict(effgpu.fine_tuning("distilbert-base-uncased", batch=32, length=512), "T4")
     """
+    choices.check(batch, length, lora, four_bits, optimizer, precision)
     config = read_config(model) if isinstance(model, str) else model
-    for name, value, known in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     length = min(512, longest) if length is None else length
-    check_positive(Integral, batch=batch, length=length)
-    if lora is not None:
-        check_positive(Integral, lora=lora)
-    if four_bits and lora is None:
-        raise ValueError("four_bits: expected lora, too: weights of 4 bits are not trained")
     if length > longest:
         raise ValueError(
             f"length: expected at most {longest} tokens, for which {config.name_or_path} has positions, got {length}"
@@ -181,7 +173,7 @@ def fine_tuning(
         network.to(find_device()).train()
         if checkpointing:
             checkpoint_activations(network)
-        return _step(network, config, batch, length, OPTIMIZERS[optimizer], precision == "mixed")
+        return _step(network, config, batch, length, _OPTIMIZERS[optimizer], precision == "mixed")
 
     return variant
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from time import time
 
 from effgpu.attaching import scripts
@@ -11,7 +11,7 @@ from effgpu.attaching.commands import read_program
 from effgpu.errors import BadArgument
 from effgpu.measuring.device import gc_frozen
 from effgpu.measuring.variants import Variant
-from effgpu.predicting.asked import STEPS, Asked
+from effgpu.predicting.asked import STEPS, Asked, check_taken
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.walking import walk
@@ -41,8 +41,7 @@ def predict(
     is a script's own error.
     """
     check_positive(Integral, steps=steps)
-    if taken is not None and not (isinstance(taken, Real) and 0 <= taken <= 1):
-        raise BadArgument(f"taken: expected a share from 0 to 1, got {taken!r}")
+    check_taken(taken)
     if not (gpus := find_gpus(gpu)):
         raise BadArgument("gpu: expected at least one GPU, got none")
     program = read_program(variant) if isinstance(variant, (str, list, tuple)) else None
