@@ -890,21 +890,32 @@ def test_what_a_command_runs(words, argued, here):
 
 
 @pytest.mark.parametrize(
-    "script",
+    "script, why",
     [
-        "print('so far')\nint('a')",
-        PLAIN.replace("loss.b", "int('a'); loss.b"),
-        "import sys\nsys.exit(3)",
-        "raise RuntimeError('predict: no weights')",
+        ("print('so far')\nint('a')", "train.py failed before its first step: ValueError: .* \\(.*train.py:2\\)"),
+        (
+            PLAIN.replace("loss.b", "int('a'); loss.b"),
+            "train.py failed before its first step: ValueError: .*train.py:9\\)",
+        ),
+        ("raise RuntimeError('predict: no weights')", "train.py failed .*: predict: no weights \\(.*train.py:1\\)"),
+        ("import sys\nsys.exit(3)", "train.py ended itself before its first step \\(exit code 3\\)"),
+        ("raise SystemExit('no')", "train.py ended itself before .* \\(exit code 1\\), see its message above"),
     ],
 )
-def test_a_script_that_fails_shows_its_own_traceback(script, run):
+def test_a_script_that_fails_shows_its_own_traceback(script, why, run):
     code, told, errors = run(script)
     assert (code, list(told)) == (1, ["failed"])
-    assert errors.splitlines()[-1].startswith("effgpu: error: train.py failed before its first step: ")
+    assert re.fullmatch(f"effgpu: error: {why}", errors.splitlines()[-1])
     if "int" in script:
         assert "Traceback" in errors and "ValueError: invalid literal" in errors and "/effgpu/" not in errors
         assert ("so far" in errors) == ("so far" in script)
+
+
+def test_of_an_error_inside_of_pytorch_the_scripts_own_lines_are_shown(run):
+    code, _, errors = run(PLAIN.replace("loss.b", "torch.ones(2, 3) @ torch.ones(2, 3).cuda(); loss.b"))
+    *_, call, error, last = errors.splitlines()
+    assert code == 1 and "fake_tensor" not in errors and "_meta_registrations" not in errors, errors
+    assert set(call) <= set(" ~^") and error.startswith("RuntimeError: ") and re.search(r"\(.*train.py:9\)$", last)
 
 
 def test_of_a_long_line_that_a_script_that_fails_has_written_the_beginning_is_shown(run):

@@ -109,10 +109,11 @@ def main(path: str, parent: int | None = None) -> NoReturn:
         leave(refused=str(why), line=find_line(why.__cause__ or why))
     except BaseException as error:
         _show(error)
-        leave(1, failed=describe_error(error))
+        line = find_line(error)
+        leave(1, failed=f"{describe_error(error)}{f' ({line})' if line else ''}")
     code = code if isinstance(code, int) else int(code is not None)
     if code:
-        leave(code, failed=f"exit code {code}")
+        leave(code, exited=code)
     leave(ended=_explain_end(marks, started, order["needs"]))
 
 
@@ -258,14 +259,24 @@ def _find_place(thread: int) -> str:
 
 
 def _show(error: BaseException) -> None:
-    """Print a traceback as Python would, without the frames of effgpu's."""
+    """Print a traceback as Python would, without effgpu's frames, and PyTorch's inside of what the script called."""
     shown = traceback.TracebackException.from_exception(error)
     one = shown
     while one:
         kept = [frame for frame in one.stack if not _is_ours(frame.filename)]
-        one.stack = traceback.StackSummary.from_list(kept or one.stack)
+        one.stack = traceback.StackSummary.from_list(_without_insides(kept) or kept or one.stack)
         one = one.__cause__ or one.__context__
     print("".join(shown.format()), end="", file=sys.stderr)
+
+
+def _without_insides(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames up to the innermost of the reader's or a library's, and what these call that is not PyTorch's."""
+    from effgpu.attaching.sites import LIBRARY, READER, TORCH, whose
+
+    owners = [whose(frame.filename) for frame in frames]
+    own = max((number for number, owner in enumerate(owners) if owner in (READER, LIBRARY)), default=-1)
+    end = owners.index(TORCH, own + 1) if TORCH in owners[own + 1 :] else None
+    return frames[:end]
 
 
 def describe_error(error: BaseException) -> str:

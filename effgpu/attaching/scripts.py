@@ -61,8 +61,11 @@ def _run(program: Program, plan: str, needs: int | str, options: dict[str, objec
         found = pickle.loads(answer.read_bytes())
     if "result" in found or "again" in found:
         return found
+    at = f"after step {found['steps']}" if found["steps"] else "before its first step"
+    if "exited" in found:
+        above = ", see its message above" if output.strip() else ""
+        raise ScriptFailed(f"{program} ended itself {at} (exit code {found['exited']}){above}", _shorten(output))
     if "failed" in found:
-        at = f"after step {found['steps']}" if found["steps"] else "before its first step"
         raise ScriptFailed(f"{program} failed {at}: {found['failed']}", _shorten(output))
     if "refused" in found:
         line = f" ({found['line']})" if found.get("line") else ""
