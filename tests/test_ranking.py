@@ -1,5 +1,6 @@
 """Tests of doctor's ranking: what hides what, advice that fits the script, ceilings that hold no other gain."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -95,6 +96,18 @@ def test_what_may_be_large_or_nothing_is_not_called_nothing():
     assert "launching, perhaps: could save 67.0 ms" in str(found)
     assert "nothing above 5% of the step" in str(replace(found, examined=(Finding(LAUNCHING, 0.001, 0.0, 0.08),)))
     assert [one["name"] for one in found.to_dict()["perhaps"]] == [LAUNCHING]
+
+
+def test_that_a_step_does_not_fit_is_said_before_its_time(busy):
+    predicted, _ = busy
+    tiny = replace(predicted, gpus=(replace(T4, memory=2**20),))
+    found = Diagnosis("T4", 0.1, 0.1, 0.1, False, (), memory=tiny)
+    first, second, *_ = str(found).splitlines()
+    assert re.fullmatch(r"T4: does not fit: needs .+ – .+ of 1\.00 MiB \(predicted\)", first)
+    assert second == "T4: 100 ms per step [100 ms, 100 ms] (predicted), if it had the room"
+    assert "<p>T4: does not fit" in found._repr_html_()
+    assert str(replace(found, memory=predicted)).startswith("T4: 100 ms per step")
+    assert str(replace(found, measured=True)).startswith("T4: 100 ms per step")  # it ran
 
 
 READS = Event(READ, Site("train.py", 3), waits=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from effgpu import units
 from effgpu.attaching.sites import Site
 from effgpu.predicting.predict import Largest
-from effgpu.predicting.prediction import FITS, Prediction
+from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, Prediction
 from effgpu.predicting.timeline import Timeline
 
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in
@@ -121,10 +121,16 @@ class Diagnosis:
             told.append((f"{one.name}: {one.in_words(self.seconds)}{how}", details))
         return told
 
-    def _heading(self) -> str:
+    def _heading(self) -> list[str]:
+        """The time of a step; before it, that the step does not fit where it was not seen to run."""
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
         how = "measured" if self.measured else "predicted"
-        return f"{self.gpu}: {seconds} per step [{low}, {high}] ({how})"
+        time = f"{self.gpu}: {seconds} per step [{low}, {high}] ({how})"
+        if self.measured or self.memory is None or self.memory.verdict() != DOES_NOT_FIT:
+            return [time]
+        gpu = self.memory.gpus[0]
+        needs = f"needs {self.memory.tell_total(gpu)} of {units.format_bytes(gpu.memory)} (predicted)"
+        return [f"{self.gpu}: does not fit: {needs}", f"{time}, if it had the room"]
 
     def _nothing(self) -> str:
         return f"nothing {'surely ' if self.perhaps else ''}above {THRESHOLD:.0%} of the step"
@@ -160,7 +166,7 @@ class Diagnosis:
         return [*lines, f"  to free at most: {freed}"]
 
     def __repr__(self) -> str:
-        lines = [self._heading(), *self.warnings, ""]
+        lines = [*self._heading(), *self.warnings, ""]
         for number, (finding, details) in enumerate(self._tell(), start=1):
             lines += [f"{number}. {finding}", *(f"   {label:6}  {text}" for label, text in details)]
         lines += [] if self.findings or self.hidden else [self._nothing()]
@@ -170,7 +176,7 @@ class Diagnosis:
         def item(finding: str, details: list[tuple[str, str]]) -> str:
             return "<br>".join([html.escape(finding), *(html.escape(f"{label}: {text}") for label, text in details)])
 
-        above = "<br>".join(map(html.escape, [self._heading(), *self.warnings]))
+        above = "<br>".join(map(html.escape, [*self._heading(), *self.warnings]))
         items = "".join(f"<li>{item(*each)}</li>" for each in self._tell())
         found = f"<ol>{items}</ol>" if items else html.escape(self._nothing())
         below = "<br>".join(map(html.escape, self._below()))
