@@ -5,6 +5,7 @@ Where signals, imports or standard error matter, commands run in a process of th
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def test_alone_it_tells_the_questions_each_with_a_command_that_it_takes(capsys):
     parsed = [make_parser().parse_args(shlex.split(command)[1:]) for command in commands]
     known = next(action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
     assert {one.command for one in parsed} == {each.get_default("command") for each in known.values()}
+
+
+@pytest.mark.parametrize("command", ["predict", "doctor", "bench"])
+def test_the_help_of_a_command_has_examples_that_it_takes_and_names_the_gpus(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = capsys.readouterr().out
+    examples = re.findall(rf"^  effgpu ({command} .*)$", told, re.MULTILINE)
+    assert len(examples) == 3 and all(make_parser().parse_args(shlex.split(each)) for each in examples)
+    assert ("GPUs: T4, P100, " in told) == (command != "bench") and not re.search(r"\[--[a-z-]+ [0-9]", told)
 
 
 def test_it_tells_its_version(capsys):

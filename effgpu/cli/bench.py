@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from effgpu.attaching.commands import STARTERS
 from effgpu.benching import checks
-from effgpu.cli import output
+from effgpu.cli import output, target
 from effgpu.cli.exits import EXCEEDED, FAILED, INTERRUPTED, REFUSED, SUCCEEDED, UNCLEAR, Exit, check_installed, refusing
 
 if TYPE_CHECKING:
@@ -23,14 +23,32 @@ _KEYWORDS += ("seeds", "until", "until_loss")
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the command with its options."""
-    parser = commands.add_parser("bench", help="compare training scripts as they are, in turns")
+    text = "compare training scripts as they are, in turns"
+    more = target.tell_more(
+        "effgpu bench 'python train.py' 'python train.py --bf16'",
+        "effgpu bench --ref main --ref my-branch -- python train.py",
+        "effgpu bench --seeds 5 --until 500 'python train.py --seed {seed}' 'python train.py --bf16 --seed {seed}'",
+        gpus=False,
+    )
+    parser = commands.add_parser("bench", help=text, description=text, **more)
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="such as 'python train.py --bf16', in quotes")
     parser.add_argument("--name", action="append", default=[], metavar="LABEL=COMMAND", help="a command with its label")
     ref_help = "a commit in which to run the one command, after --; at least twice"
     parser.add_argument("--ref", action="append", default=[], metavar="COMMIT", help=ref_help)
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="most of each command; default: 5")
-    parser.add_argument("--precision", type=percentage, metavar="1%", help="interval to aim at; CPU: 3%%, GPU: 1%%")
-    parser.add_argument("--skip", type=int, default=5, metavar="STEPS", help="first steps, not timed; default: 5")
+    parser.add_argument(
+        "--precision",
+        type=percentage,
+        metavar="PERCENT",
+        help="of the interval to aim at, such as 1%%, the default on a GPU; on a CPU: 3%%",
+    )
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=5,
+        metavar="STEPS",
+        help="so many steps at the start are not timed, as they compile and warm up; default: 5",
+    )
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for a step; default: 300"
     )
@@ -48,10 +66,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", metavar="FILE", help="store the result; - is standard output, without table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result, as PNG, SVG or PDF")
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    slower_help = "exit with code 3 if all of the interval is slower by more than this, and with 4 if a part of it is"
-    parser.add_argument("--fail-if-slower", type=percentage, metavar="5%", help=slower_help)
-    memory_help = "exit with code 3 if the peak memory is larger by more than this"
-    parser.add_argument("--fail-if-more-memory", type=percentage, metavar="10%", help=memory_help)
+    slower_help = "such as 5%%: exit with code 3 if all of the interval is slower by more than it, with 4 if a part is"
+    parser.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=slower_help)
+    memory_help = "such as 10%%: exit with code 3 if the peak memory is larger by more than it"
+    parser.add_argument("--fail-if-more-memory", type=percentage, metavar="PERCENT", help=memory_help)
     parser.set_defaults(command=run, makes_folders=("--json",))
 
 

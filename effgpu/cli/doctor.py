@@ -24,12 +24,20 @@ file that is there changes. Before, it is run for some steps to predict what is 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the command with its options."""
     text = "say what holds a training step back, and what each change would save"
-    parser = commands.add_parser("doctor", help=text)
+    more = target.tell_more(
+        "effgpu doctor --gpu T4 -- python train.py --batch 12",
+        "effgpu doctor --gpu T4 --json found.json --trace step.json -- python train.py --batch 12",
+        "effgpu doctor --gpu T4 --model distilbert-base-uncased --batch 32",
+    )
+    parser = commands.add_parser("doctor", help=text, description=text, **more)
     target.add_words(parser)
     loader_help = "what gives batches of a function's step, by its name in the same file: then the step takes a batch"
     parser.add_argument("--loader", metavar="NAME", help=loader_help)
     parser.add_argument(
-        "--gpu", action="append", metavar="GPU", help="predict all for this one; else this machine's, or a T4"
+        "--gpu",
+        action="append",
+        metavar="GPU",
+        help="predict all for this one, all names below; else this machine's, or a T4",
     )
     parser.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --model")
     model.add_options(parser)

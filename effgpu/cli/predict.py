@@ -21,13 +21,20 @@ and leaves nothing that it computed"""
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the command with its options."""
     text = "predict whether a training step fits a GPU, and its time, without having one"
-    parser = commands.add_parser("predict", help=text)
+    more = target.tell_more(
+        "effgpu predict --gpu T4 -- python train.py --batch 12",
+        'effgpu predict --gpu T4 --gpu "A100 80 GB" --samples 50000 --batch 12 -- python train.py --batch 12',
+        "effgpu predict --model distilbert-base-uncased --batch 32 --gpu T4",
+    )
+    parser = commands.add_parser("predict", help=text, description=text, **more)
     target.add_words(parser)
-    gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more; else all that are known'
+    gpu_help = 'such as T4, "A100 80 GB" or "16 GiB", once or more, all names below; else all that are known'
     parser.add_argument("--gpu", action="append", metavar="GPU", help=gpu_help)
     parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch, to tell its time")
     parser.add_argument("--batch", type=int, metavar="B", help="samples of a step, with --samples or --model")
-    taken_help = "the share from 0 to 1 that a boolean index takes; else what is known, or half"
+    taken_help = (
+        "of the rows that are chosen by a condition, as in x[mask], the share from 0 to 1; else what is known, or half"
+    )
     parser.add_argument("--taken", type=float, metavar="SHARE", help=taken_help)
     price_help = "of an hour, to tell what an epoch of --samples costs, with --model"
     parser.add_argument("--price", type=float, metavar="P", help=price_help)

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -16,6 +17,7 @@ from effgpu.attaching.commands import read_program
 from effgpu.attaching.scripts import ScriptEnded, ScriptFailed
 from effgpu.cli.exits import FAILED, REFUSED, Exit, refusing
 from effgpu.errors import Refusal
+from effgpu.predicting.gpus import TABLE, read_table
 
 _HELP = "a training script as it is, after --, as in -- python train.py --batch 12; or a function of a file"
 
@@ -23,6 +25,15 @@ _HELP = "a training script as it is, after --, as in -- python train.py --batch 
 def add_words(parser: argparse.ArgumentParser) -> None:
     """Add the argument `words`: those of the command, or the one that names a function."""
     parser.add_argument("words", nargs="*", metavar="COMMAND | FILE.py:VARIANT", help=_HELP)
+
+
+def tell_more(*examples: str, gpus: bool = True) -> dict[str, object]:
+    """What a command's --help ends with: examples and, with `gpus`, the names of GPUs. Options of `add_parser`."""
+    told = "\n  ".join(["examples:", *examples])
+    if gpus:
+        names = f'GPUs: {", ".join(read_table(TABLE))}, those of effgpu calibrate, or a size such as "16 GiB"'
+        told += f"\n\n{textwrap.fill(names, 100)}"
+    return {"epilog": told, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def put_variant_last(arguments: list[str]) -> list[str]:
