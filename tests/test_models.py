@@ -64,6 +64,19 @@ def test_adapters_leave_the_state_of_a_small_part_and_4_bits_a_quarter_of_its_we
     assert four.resting < lora.resting
 
 
+@pytest.mark.parametrize("optimizer, state", [("adamw", 8), ("momentum", 4), ("sgd", 0), ("adafactor", 1)])
+def test_what_a_scaler_meets_of_adapters_and_classifier_is_trained_in_32_bits(folder, optimizer, state):
+    config = transformers.AutoConfig.from_pretrained(folder / "bert")
+    network = models._choose_kind(config).from_config(config, dtype=torch.float16)
+    models._add_adapters(network, 4, False, torch.float32)
+    trained = {parameter.dtype: parameter.requires_grad for parameter in network.parameters()}
+    assert trained == {torch.float16: False, torch.float32: True}
+    predicted = predict(folder, "bert", "T4", lora=4, optimizer=optimizer)  # in fp16, with a scaler
+    numbers = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    padded = 512 * len(list(network.parameters()))  # each tensor of the state takes whole 512 bytes
+    assert state * numbers <= predicted.owners["optimizer state"] <= state * (numbers + padded)
+
+
 def test_a_weight_of_4_bits_takes_052_bytes_and_is_unpacked_once_in_each_pass(folder):
     layer = torch.nn.Linear(256, 512, bias=False)
     four = models._FourBits(layer, 256, 512)

@@ -256,7 +256,10 @@ def _step(network: "PreTrainedModel", config, batch: int, length: int, optimizer
 
 
 def _add_adapters(network: "PreTrainedModel", rank: int, four_bits: bool, dtype: torch.dtype) -> None:
-    """Freeze the network but for a new classifier, and put an adapter beside every linear layer but the last."""
+    """Freeze the network but for a new classifier, and put an adapter beside every linear layer but the last.
+
+    What is trained is of this type: a GradScaler takes no gradients of 16 bits.
+    """
     from transformers.pytorch_utils import Conv1D
 
     body = network.base_model
@@ -267,6 +270,9 @@ def _add_adapters(network: "PreTrainedModel", rank: int, four_bits: bool, dtype:
         for name, child in list(module.named_children()):
             if isinstance(child, (nn.Linear, Conv1D)):
                 setattr(module, name, _Adapter(child, rank, four_bits, dtype))
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 class _Adapter(nn.Module):
