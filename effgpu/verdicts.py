@@ -8,6 +8,7 @@ from effgpu.measuring.intervals import find_interval, one_sided
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
+_NOISY = 100  # percent: a wider interval tells nothing by its width
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Ratio:
             return f"{SAME} (within {100 * min_effect:g} %)"
         if verdict == INCONCLUSIVE:
             width = 100 * (math.sqrt(self.high / self.low) - 1)
+            if width >= _NOISY:
+                return f"{INCONCLUSIVE} (too noisy, above ±{_NOISY} %)"
             return f"{INCONCLUSIVE} (±{width:.{0 if width >= 10 else 1}f} %)"
         return units.format_speed(self.value, self.low, self.high)
 

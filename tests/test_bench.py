@@ -205,6 +205,12 @@ def test_as_many_first_steps_as_asked_are_not_timed():
     assert max(map(max, measured.turns)) < 0.1
 
 
+def test_of_one_command_alone_it_is_said_that_nothing_is_compared(cpu):
+    both = Measurement("a", ((1.0, 1.0),) * 16, cpu), Measurement("b", ((1.0, 1.0),) * 16, cpu)
+    assert "\nNothing to compare with: give a second command, or --control." in Bench("bench", both[:1]).caption()
+    assert "Nothing to compare" not in Bench("bench", both).caption()
+
+
 # 4: a part of the interval is above, or it is so wide that a large regression may hide in it, or there is none
 @pytest.mark.parametrize("turns, code", [([1, 1.02], 0), ([1.2, 1.22], 3), ([1.04, 1.08], 4), ([0.7, 1.6], 4), ([], 4)])
 def test_a_regression_is_judged_by_the_ends_of_the_interval(turns, code, cpu, monkeypatch, capsys):

@@ -21,6 +21,8 @@ from effgpu.verdicts import INCONCLUSIVE, SAME, Ratio
         (Ratio(1.1, 1.0051, 1.2), "1.10 × slower [1.01, 1.20]"),
         (Ratio(1.1, 1.0049, 1.2), "1.10 × slower [1.005, 1.20]"),
         (Ratio(1.1, 1.0, 1.2), "inconclusive (±9.5 %)"),
+        (Ratio(1.5, 0.5, 1.9), "inconclusive (±95 %)"),
+        (Ratio(1.5, 0.2, 9.86), "inconclusive (too noisy, above ±100 %)"),
         (Ratio(1.011, 1.006, 1.02), "1.01 × slower [1.01, 1.02]"),
         (Ratio(1.009, 1.006, 1.02), "inconclusive (±0.7 %)"),  # an effect too small to matter, which may yet be larger
         (Ratio(1.0, 1.0, 1.0), "same (within 1 %)"),

@@ -69,7 +69,8 @@ class Bench(Comparison):
 
     def caption(self) -> str:
         """That of a comparison, then what to know about the commands."""
-        return "\n".join([super().caption(), *self.notes])
+        alone = ["Nothing to compare with: give a second command, or --control."] if len(self) == 1 else []
+        return "\n".join([super().caption(), *alone, *self.notes])
 
     def how_timed(self) -> str:
         """How the commands ran, in one sentence."""
