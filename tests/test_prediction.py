@@ -873,6 +873,15 @@ def test_a_size_stands_for_a_gpu(text, size):
     assert find_gpu(text).memory == size
 
 
+def test_where_no_time_is_shown_no_note_tells_of_times():
+    def variant():
+        model = torch.nn.Linear(8, 8)
+        return lambda: model(torch.zeros(2, 8)).sum().backward()
+
+    assert "times: in brackets" in str(predict(variant, ["T4", "16 GiB"]))
+    assert "times:" not in str(predict(variant, "16 GiB"))
+
+
 OTHERS = ["Tesla P100-PCIE-12GB", "NVIDIA H100 NVL", "NVIDIA L40", "NVIDIA GB200", "RTX 3060 Ti", "A100 64GB"]
 OTHERS += ["NVIDIA GeForce RTX 4080 Laptop GPU", "RTX 4080 SUPER", "NVIDIA GH200 144G HBM3e", "RTX 6000"]
 

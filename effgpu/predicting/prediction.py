@@ -297,7 +297,9 @@ class Prediction:
             notes.append(f"on {join_names(others)}, {text}")
         if any(self._gives_back(gpu) for gpu in self.gpus):
             notes.append(_GIVES_BACK)
-        return [*self._warnings(), *self.notes, *notes, _RANGE, *[_COMPILED] * self.compiled, *self._unchecked()]
+        if any(gpu.bandwidth for gpu in self.gpus):  # else no time is shown
+            notes += [_RANGE, *[_COMPILED] * self.compiled]
+        return [*self._warnings(), *self.notes, *notes, *self._unchecked()]
 
     def _unchecked(self) -> list[str]:
         """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
