@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 import effgpu
 from effgpu.__main__ import main
+from effgpu.diagnosing import model as diagnosing
+from effgpu.diagnosing.causes import LAUNCHING, PRECISION, TF32
+from effgpu.diagnosing.diagnosis import Diagnosis, Finding
+from effgpu.diagnosing.model import _as_options
+from effgpu.diagnosing.scripts import NO_LOADER
 from effgpu.predicting import models
 from effgpu.predicting.facts import UNTIMED, Fact
 
+FOUND = Diagnosis("T4", 1.0, 1.0, 1.0, False, ())
 transformers = pytest.importorskip("transformers")
 WIDTH, LAYERS, WORDS = 64, 2, 500
 ENCODER = dict(vocab_size=WORDS, dim=WIDTH, hidden_dim=4 * WIDTH, n_layers=LAYERS, n_heads=2)
@@ -211,8 +217,28 @@ def test_doctor_says_what_holds_a_model_back_and_follows_its_options(tmp_path, c
     in_32, in_16 = (predict(tmp_path, "bert", "T4", **size | how) for how in ({}, {"precision": "mixed"}))
     in_32, in_16 = (predicted.time("T4").expected for predicted in (in_32, in_16))
     assert found["seconds"] == pytest.approx(in_32, rel=0.05)
-    assert found["findings"][0]["name"] == "precision"
+    assert found["findings"][0]["name"] == "precision" and found["findings"][0]["advice"] == "--precision mixed"
+    assert found["notes"][-1] == "a model alone has no texts to load: what loading takes was not looked at"
+    assert not any("the script" in note for note in found["notes"])
     assert found["findings"][0]["seconds"] == pytest.approx(in_32 - in_16, rel=0.15)
+
+
+def test_options_are_advised_in_place_of_lines_also_where_two_hide_each_other():
+    lines = {PRECISION: "with torch.autocast(...); fp16 needs a GradScaler", TF32: "high", LAUNCHING: "a larger batch"}
+    ones = {name: Finding(name, 0.1, 0.1, 0.1, advice=advice) for name, advice in lines.items()}
+    pair = Finding("both", 0.1, 0.1, 0.1, advice=f"{lines[LAUNCHING]}; {lines[PRECISION]}")
+    found = Diagnosis("T4", 1.0, 1.0, 1.0, False, tuple(ones.values()), hidden=(pair,), notes=(NO_LOADER,))
+    advised = _as_options(found, "fp32")
+    assert [one.advice for one in advised.examined] == ["--precision mixed", "--precision tf32", "a larger batch"]
+    assert advised.hidden[0].advice == "a larger batch; --precision mixed" and NO_LOADER not in advised.notes
+    assert _as_options(found, "mixed").examined[0].advice == lines[PRECISION]  # what is left is no option's
+
+
+def test_a_model_is_called_by_its_name_where_it_is_slow_or_fails(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(diagnosing, "diagnose_script", lambda program, *_, **__: asked.append(str(program)) or FOUND)
+    diagnosing.diagnose_model(str(folder / "bert"), "T4", batch=2)
+    assert asked == [f"the fine-tuning of {folder / 'bert'}"]
 
 
 def test_without_a_network_a_name_is_refused_with_what_to_do(monkeypatch, capsys):

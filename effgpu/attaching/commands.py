@@ -70,6 +70,7 @@ class Program:
     """What a command runs as `__main__`: a file, or with `is_module` a module's name; with its arguments.
 
     `python` is the interpreter with its own options, `command` what it was read from, with variables and folder.
+    `called` is what it is called where that is not its name.
     """
 
     python: tuple[str, ...]
@@ -77,9 +78,10 @@ class Program:
     is_module: bool
     arguments: tuple[str, ...]
     command: Command
+    called: str = ""
 
     def __str__(self) -> str:
-        return self.name
+        return self.called or self.name
 
 
 def read_program(given: str | Sequence[str]) -> Program:

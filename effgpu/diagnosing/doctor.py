@@ -56,14 +56,7 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: G
     that cannot be predicted, with the reason; torch.OutOfMemoryError if the step does not fit this device. What the
     step raises is raised, with the number of the call; what a script raises as ScriptFailed, a RuntimeError.
     """
-    measured = gpu is None and find_device().type == "cuda"
-    if measured:
-        device = describe()
-        target = gpu_here(device.name, device.memory, device.capability)
-    else:
-        target = find_gpu(DEFAULT_GPU if gpu is None else gpu)
-    if not measured:
-        check_speed(target)
+    target, measured = find_target(gpu)
     if isinstance(variant, (str, list, tuple)):
         if loader is not None:
             raise BadArgument('loader: expected none for a script, which has its own; name a GPU as gpu="T4"')
@@ -94,6 +87,16 @@ def doctor(variant: Variant | str | Sequence[str], loader: object = None, gpu: G
                 raise
             return rank(target, seen, None, str(error))
     return replace(rank(target, seen, predicted), batches=largest_batch)
+
+
+def find_target(gpu: GpuLike | None) -> tuple[Gpu, bool]:
+    """The GPU of a diagnosis, and whether it is the one that is here. Raises ValueError for an unknown speed."""
+    if gpu is None and find_device().type == "cuda":
+        device = describe()
+        return gpu_here(device.name, device.memory, device.capability), True
+    target = find_gpu(DEFAULT_GPU if gpu is None else gpu)
+    check_speed(target)
+    return target, False
 
 
 def _what_was_measured(seen: Observed) -> str:
