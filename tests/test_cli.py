@@ -215,7 +215,7 @@ AS_ONE_TYPES = "python train.py --lr 0.1"
             f"doctor --gpu T4 {AS_ONE_TYPES}",
             f"put -- before your command, as in effgpu doctor --gpu T4 -- {AS_ONE_TYPES}",
         ),
-        ("predict train.py:f --eta 8 --batch 8", "as in effgpu predict train.py:f --batch 8 -- --eta 8"),
+        ("predict train.py:f --batch 8 --samples 9 --eta 8", "train.py:f --batch 8 --samples 9 -- --eta 8"),
         (f"bench {AS_ONE_TYPES}", f"bench: quote each command, as in effgpu bench '{AS_ONE_TYPES}'"),
         (f"bench --skip 1 {AS_ONE_TYPES} python b.py", f"as in effgpu bench --skip 1 '{AS_ONE_TYPES}' 'python b.py'"),
         ("predict --gpus T4", "predict: there is no option --gpus: did you mean --gpu?"),
