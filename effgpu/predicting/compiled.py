@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from effgpu.measuring.torch_internals import _current_graph_task_id
+from effgpu.measuring.ops import tensors_of
+from effgpu.measuring.torch_internals import FakeTensor, _current_graph_task_id
 from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
 from effgpu.predicting.imports import is_insider
 
@@ -51,8 +52,15 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
         if budget < 1:
             recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
 
-    def run_untraced(func=None, *_, **__):
+    trace = torch.jit.trace
+
+    @functools.wraps(trace)
+    def run_untraced(func=None, example_inputs=None, *args, **options):
+        weights = func.parameters() if isinstance(func, torch.nn.Module) else ()
+        if not any(isinstance(each, FakeTensor) for each in tensors_of([*weights, example_inputs])):
+            return trace(func, example_inputs, *args, **options)
         recorder.say(ASSUMED, "traced code takes what it takes without torch.jit.trace")
+        func.save = functools.partial(torch.jit.save, func)
         return func
 
     def is_compiling():  # PyTorch's own code runs as it is

@@ -76,7 +76,17 @@ def of_jit(files: Files) -> Iterator[tuple[object, str, object]]:
 
         return pack_program
 
+    save = torch.jit.save
+
+    @functools.wraps(save)
+    def save_any(m, f, *args, **kwargs):
+        if isinstance(m, torch.jit.ScriptModule) or not _is_fake(m):
+            save(m, f, *args, **kwargs)
+        else:  # what was to be traced, and is as it was
+            _leave_out(files, "torch.jit.save", m, f)
+
     yield torch.jit, "load", load_program
+    yield torch.jit, "save", save_any
     for kind in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
         yield kind, "save", saving(kind.save)
         yield kind, "save_to_buffer", packing(kind.save_to_buffer)

@@ -122,7 +122,7 @@ def _recurrent_layers(recorder: "Recorder") -> dict:
     return cells | {func: functools.partial(_by_cudnn, func, run) for func, run in layers.items()}
 
 
-def _by_cudnn(func: torch._ops.OpOverload, run: Callable, *args, **kwargs) -> object:
+def _by_cudnn(func, run: Callable, *args, **kwargs) -> object:
     """A layer in one call of cuDNN, or cell by cell where that is switched off by now."""
     if torch.backends.cudnn.enabled:
         return run(*args, **kwargs)
