@@ -188,7 +188,8 @@ def find_batch(comparison: Comparison, batches: list[int], folder: Path = LESSON
         if abs(off) < SAME_MEMORY or (off > 0 and batch not in batches):
             break
     off, batch = min(tried)
-    if off > ALIKE:
+    has_its_own = len(tried) > 1 and len({each for each, _ in tried}) == 1  # a size that no batch changes
+    if off > ALIKE and not has_its_own:
         return path, None
     batches[:] = dict.fromkeys([batch, *batches])
     return path, batch
