@@ -184,7 +184,11 @@ for epoch in range(9):
     ("copied", "advice", "note"),
     [
         ("torch.stack([row.cuda() for row in rows])", "one copy of the whole batch", "pinned memory, 32 copies"),
-        ("(rows * 2).to('cuda', non_blocking=True)", "tensor.pin_memory() of what the", "pageable memory, 1 copy"),
+        (
+            "(rows * 2).to('cuda', non_blocking=True)",
+            "what the script makes of the loader's",
+            "pageable memory, 1 copy",
+        ),
     ],
 )
 def test_how_a_batch_is_copied_decides_the_advice(copied, advice, note, run):

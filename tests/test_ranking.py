@@ -11,7 +11,7 @@ from torch import nn
 
 import effgpu
 from effgpu.attaching.sites import Site
-from effgpu.diagnosing import causes
+from effgpu.diagnosing import causes, ranking
 from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.causes import (
     CAUSES,
@@ -71,14 +71,34 @@ def test_two_that_take_as_long_hide_each_other_and_are_named_together(busy):
     assert set(pair.name.split(" and ")) == {LOADING, PRECISION} and pair.seconds > 0.4 * found.seconds
     text = str(found)
     assert text.splitlines()[2].startswith(f"1. {pair.name}: could save ")
-    assert text.splitlines()[3] == "   seen    each hides the other: to change one alone saves much less"
-    assert "below 5% each alone: " in text and "nothing above" not in text
+    assert text.splitlines()[3].startswith("   seen    each hides the other; alone could save: ")
+    (small,) = (line for line in text.splitlines() if "below 5% each: " in line)
+    assert not any(name in small for name in (LOADING, PRECISION)) and "nothing above" not in text
     for name in (LOADING, PRECISION):
         assert CAUSES[name].advice(seen) in pair.advice
     told = found.to_dict()
     assert told["hidden"][0]["share"] == pytest.approx(pair.seconds / found.seconds)
     fast = rank(T4, replace(seen, loading=(step / 9,) * 3), predicted)
     assert not fast.hidden and fast.findings[0].name == PRECISION
+
+
+def test_a_pair_stands_in_the_ranking_in_place_of_its_two():
+    """Each saves something alone, and the two much more."""
+    ones = (
+        Finding(OPTIMIZER, 0.02, 0.01, 0.03),
+        Finding(COPYING, 0.01, 0.005, 0.02),
+        Finding(WAITS, 0.001, 0.0, 0.002),
+    )
+    both = frozenset({COPYING, WAITS})
+    result = Diagnosis("T4", 0.1, 0.1, 0.1, False, ones)
+    pairs = {both: (0.03, 0.02, 0.04), frozenset({OPTIMIZER, COPYING}): (0.031, 0.02, 0.04)}
+    hidden = ranking._hidden(result, pairs)
+    shown = replace(result, hidden=hidden, together=ranking._together(result, pairs, hidden))
+    lines = str(shown).splitlines()
+    assert [line[3:].partition(":")[0] for line in lines if line[:1].isdigit()] == [f"{COPYING} and {WAITS}", OPTIMIZER]
+    assert f"alone could save: {COPYING} 10.0 ms, {WAITS} 1.00 ms" in str(shown)
+    assert shown.together is None and "together" not in str(shown), "it would tell of half of a pair"
+    assert ranking._together(result, pairs, ()) is not None
 
 
 def test_of_measured_pairs_those_are_named_that_save_more_than_both(busy):
@@ -133,10 +153,14 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (LAUNCHING, {"events": (UPDATED, UPDATED, COPIED), "optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
         (LAUNCHING, {"events": (UPDATED, COPIED, COPIED), "optimizers": (("SGD", False),)}, "a larger batch"),
         (COPYING, {"events": (COPIED,), "has_loader": True}, "DataLoader(..., pin_memory=True) and .to(device, non"),
-        (COPYING, {"events": (COPIED,)}, "tensor.pin_memory() before the copy and .to(device, non_blocking=True)"),
-        (COPYING, {"events": (ASKS,), "pinned": True}, "tensor.pin_memory() of what the script makes of the loader's"),
+        (
+            COPYING,
+            {"events": (COPIED,)},
+            "all data on the GPU before the loop, if it fits; or DataLoader(..., pin_memory",
+        ),
+        (COPYING, {"events": (ASKS,), "pinned": True}, "what the script makes of the loader's batch, made on the GPU"),
         (COPYING, {"events": (MULTIPLIED, *[COPIED] * 16)}, "one copy of the whole batch"),
-        (COPYING, {"events": (MULTIPLIED, COPIED) * 16}, "tensor.pin_memory() before the copy and .to("),
+        (COPYING, {"events": (MULTIPLIED, COPIED) * 16}, "all data on the GPU before the loop, if it fits; or"),
         (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
         (WAITS, {"events": (READS, FILTERS)}, "keep the value on the GPU"),

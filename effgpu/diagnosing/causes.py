@@ -127,15 +127,15 @@ def _copy_faster(seen: Observed) -> str:
     waiting = [event for event in seen.events if event.kind == COPY and event.waits]
     if not waiting:
         return "fewer bytes: copy uint8 or 16 bits, and convert on the GPU"
-    changes = [] if all(event.pinned for event in waiting) else [_pin(seen)]
+    pinned = all(event.pinned for event in waiting)
+    if not pinned and seen.pinned:  # so what is copied is not what the loader gave
+        return "what the script makes of the loader's batch, made on the GPU, or in the data set or collate_fn"
+    # Not tensor.pin_memory() in the loop: it copies, too, and while the step waits
+    # (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html).
+    first = "" if pinned or seen.has_loader else "all data on the GPU before the loop, if it fits; or "
+    changes = [] if pinned else ["DataLoader(..., pin_memory=True)"]
     changes += [] if all(event.non_blocking for event in waiting) else [".to(device, non_blocking=True)"]
-    return " and ".join(changes)
-
-
-def _pin(seen: Observed) -> str:
-    if seen.pinned:  # so what is copied is not what the loader gave
-        return "tensor.pin_memory() of what the script makes of the loader's batch, or make it on the GPU"
-    return "DataLoader(..., pin_memory=True)" if seen.has_loader else "tensor.pin_memory() before the copy"
+    return first + " and ".join(changes)
 
 
 def _longest_run(events: Iterable[Event]) -> int:

@@ -1,6 +1,7 @@
 """What holds a step back, as it is shown: a list of findings, the largest first."""
 
 import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from effgpu import units
@@ -12,7 +13,6 @@ from effgpu.predicting.timeline import Timeline
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in
 # predicting/spreads.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
 THRESHOLD = 0.05
-_HIDE = "each hides the other: to change one alone saves much less"
 _LISTS = ("findings", "hidden", "perhaps", "examined")
 
 
@@ -59,7 +59,8 @@ class Diagnosis:
 
     `seconds` is the time of the step, `low` to `high` its interval or range. `examined` are all ceilings, the largest
     first; `findings` those of 5 % of the step and more. They do not add up: `together` is what the two largest save
-    when both are changed. `hidden` are pairs that save little alone, as each hides the other, and much together.
+    when both are changed. `hidden` are pairs that save little alone, as each hides the other, and much together: a
+    pair is shown in place of its two.
     `memory` is the prediction of the step's memory. `batches` is how many times the loader's batch fits into the GPU;
     None where that is not known. `notes` say what was not looked at, and what was assumed. `warnings` tell what no
     finding holds: memory that grows from step to step or spills to the host, a clock that is held down. `timeline` is
@@ -107,19 +108,20 @@ class Diagnosis:
         }
 
     def _tell(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Each finding in one line, with what was seen, the reader's lines and what to change: pairs of label, text.
-
-        Pairs of which each hides the other stand below.
-        """
+        """Each finding in one line, with what was seen, the reader's lines and what to change: pairs of label, text."""
         told = []
-        for one in (*self.findings, *self.hidden):
+        for one in sorted((*self._alone(self.findings), *self.hidden), key=lambda one: -one.seconds):
             how = f" ({'measured' if one.measured else 'predicted'})" * self.measured  # and not all of it may be
-            seen = _HIDE if one in self.hidden else one.note
-            details = [("seen", seen)] if seen else []
+            details = [("seen", one.note)] if one.note else []
             details += [("line", str(line)) for line in one.lines[:3]]
             details.append(("change", one.what_to_change))
             told.append((f"{one.name}: {one.in_words(self.seconds)}{how}", details))
         return told
+
+    def _alone(self, found: Iterable[Finding]) -> list[Finding]:
+        """Those that no pair tells of."""
+        told = {name for pair in self.hidden for name in pair.name.split(" and ")}
+        return [one for one in found if one.name not in told]
 
     def _heading(self) -> list[str]:
         """The time of a step; before it, that the step does not fit where it was not seen to run."""
@@ -140,11 +142,10 @@ class Diagnosis:
         lines = []
         if self.together:
             lines.append(f"{self.together.name}, together: {self.together.in_words(self.seconds)}")
-        for one in self.perhaps:
+        for one in self._alone(self.perhaps):
             lines.append(f"{one.name}, perhaps: {one.in_words(self.seconds)}; to try: {one.what_to_change}")
-        if small := ", ".join(one.name for one in self.examined if one not in self._large):
-            alone = " alone" if self.hidden else ""
-            lines.append(f"looked at, and below {THRESHOLD:.0%} each{alone}: {small}")
+        if small := ", ".join(one.name for one in self._alone(self.examined) if one not in self._large):
+            lines.append(f"looked at, and below {THRESHOLD:.0%} each: {small}")
         return lines + self._describe_memory() + units.join_places(self.notes)
 
     def _describe_memory(self) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 
+from effgpu import units
 from effgpu.diagnosing.causes import (
     CAUSES,
     COMPILING,
@@ -60,7 +61,8 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         pairs = {names: saving for names, saving in seen.saved.items() if len(names) == 2}
     else:
         pairs = _pair(timeline, seen, result, names)
-    return replace(result, together=_together(result, pairs), hidden=_hidden(result, pairs))
+    hidden = _hidden(result, pairs)
+    return replace(result, together=_together(result, pairs, hidden), hidden=hidden)
 
 
 def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
@@ -124,9 +126,11 @@ def _best(result: Diagnosis) -> list[str]:
     return [one.name for one in result.findings if one.measured == result.measured and one.name != TF32][:2]
 
 
-def _together(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> Finding | None:
+def _together(result: Diagnosis, pairs: dict[frozenset[str], Range], hidden: tuple[Finding, ...]) -> Finding | None:
+    """What the two largest findings save when both are changed, where no pair tells of either."""
     best = _best(result)
-    saving = pairs.get(frozenset(best)) if len(best) == 2 else None
+    told = any(name in pair.name.split(" and ") for pair in hidden for name in best)
+    saving = pairs.get(frozenset(best)) if len(best) == 2 and not told else None
     return saving and Finding(" and ".join(best), *saving, measured=result.measured)
 
 
@@ -139,9 +143,18 @@ def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Find
         hides = beyond >= THRESHOLD * result.seconds and ones[0].seconds <= _ALONE * saving[0]
         if hides and saving[1] > 0 and not names & taken:
             taken |= names
-            joined = {what: " and ".join(getattr(one, what) for one in ones) for what in ("name", "lesson")}
-            advice = "; ".join(one.advice for one in ones)
-            found.append(Finding(joined["name"], *saving, result.measured, lesson=joined["lesson"], advice=advice))
+            each = ", ".join(f"{one.name} {units.format_seconds(max(0.0, one.seconds))}" for one in ones)
+            found.append(
+                Finding(
+                    " and ".join(one.name for one in ones),
+                    *saving,
+                    result.measured,
+                    lines=tuple(line for one in ones for line in one.lines[:1]),
+                    note=f"each hides the other; alone could save: {each}",
+                    lesson=" and ".join(one.lesson for one in ones),
+                    advice="; ".join(one.advice for one in ones),
+                )
+            )
     return tuple(found)
 
 
