@@ -429,11 +429,11 @@ def numbers(outcomes: list[Outcome]) -> dict[str, str]:
     steps = [o for o in outcomes if not o.case.rests]
     errors = [abs(o.error) for o in steps]
     exact = [abs(o.error) for o in steps if not o.case.unknown]
-    told = f"{len(errors)} published runs: median error {median(errors):.1%}, worst {max(errors):.1%}; "
+    told = f"{len(errors)} published steps: median error {median(errors):.1%}, worst {max(errors):.1%}; "
     told += f"{sum(error <= 0.05 for error in errors)} are met within 5 %. "
     told += f"The {len(exact)} that are fully specified: {median(exact):.1%} and {max(exact):.1%}."
     worst = "at least one: see the table." if any(o.is_false_fit for o in outcomes) else "none."
-    return {r"\d+ published runs: .*": told, "There is .*": f"There is {worst}"}
+    return {r"\d+ published steps: .*": told, "There is .*": f"There is {worst}"}
 
 
 def tables(outcomes: list[Outcome]) -> dict[str, list[str]]:
