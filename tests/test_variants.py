@@ -207,6 +207,7 @@ def test_a_function_that_each_build_compiles_is_compiled_however_many_builds_the
         (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
         (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
         (lambda: torch.empty(0).device, lambda: torch.set_default_device("meta")),
+        (torch.get_default_device, lambda: torch.set_default_device("meta")),
         (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
         (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
         (torch.get_deterministic_debug_mode, lambda: torch.use_deterministic_algorithms(True, warn_only=True)),

@@ -41,6 +41,7 @@ CHECKED = {
     "torch.overrides._pop_mode_temporarily": "2.14.1",
     "torch.overrides._get_current_function_mode_stack": "2.14.1",
     "torch.utils._device.DeviceContext": "2.14.1",
+    "torch._GLOBAL_DEVICE_CONTEXT": "2.14.1",
     "torch.utils._device._device_constructors": "2.14.1",
     "torch.utils._pytree.tree_map_only": "2.14.1",
     "torch._C.DisableTorchFunction": "2.14.1",

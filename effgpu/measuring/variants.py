@@ -14,7 +14,7 @@ import torch
 from effgpu.errors import BadArgument, BadType, CannotRun
 from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import is_out_of_memory, release_memory
-from effgpu.measuring.torch_internals import exchange_compiled_shapes, has_compiled
+from effgpu.measuring.torch_internals import _GLOBAL_DEVICE_CONTEXT, exchange_compiled_shapes, has_compiled
 from effgpu.measuring.workers import Workers
 
 Step = Callable[[], object]
@@ -185,6 +185,8 @@ def _get_default_device() -> torch.device:
 
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # None also removes the mode, which takes time
+    if device.type == "cpu":  # the None that stays makes torch.get_default_device of PyTorch 2.9 fail, which others ask
+        vars(_GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
 def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
