@@ -307,7 +307,7 @@ def test_an_error_names_what_was_guessed_before_it(run):
     assert (code, list(told)) == (1, ["failed"]) and "Traceback" in errors
     last = errors.splitlines()[-1]
     assert "'[64, 100]' is invalid" in last and last.endswith(
-        "not known here: train.py:8 takes 50% of what it chooses from by value (taken=0.5)"
+        "not known here: train.py:8 takes 50% of what it chooses from by value (taken=0.5) (train.py:8)"
     )
 
 
@@ -1450,8 +1450,8 @@ model = torch.nn.Linear(8, 8).to("cuda")
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 batches = queue.Queue()
 def fetch():
+    open("failing", "w")  # before the first batch, so it stays
     batches.put(torch.randn(4, 8))
-    open("failing", "w")
     batches.put(None + 1)
 threading.Thread(target=fetch).start()
 for _ in range(3):
@@ -1731,6 +1731,10 @@ works = [
     dist.all_gather_into_tensor(output_tensor=copy, input_tensor=here, async_op=True),
     dist.reduce_scatter_tensor(copy, here, async_op=True),
     dist.reduce_scatter(copy, [here], async_op=True),
+    dist.gather(here, [copy], async_op=True),
+    dist.scatter(copy, [here], async_op=True),
+    dist.all_to_all([copy], [here], async_op=True),
+    dist.all_to_all_single(copy, here, async_op=True),
     *dist.batch_isend_irecv([dist.P2POp(dist.isend, here, 0), dist.P2POp(dist.irecv, copy, 0)]),
 ]
 assert all([work.wait() for work in works]) and works[0].is_completed()
@@ -1870,7 +1874,7 @@ def test_a_script_that_catches_running_out_of_memory_goes_on_with_less(run, here
     assert told["allocated"] == alone["allocated"] and seconds(told) == pytest.approx(seconds(alone)), errors
     assert told["reserved"]["high"] < 1.3 * alone["reserved"]["high"] and not alone["notes"]
     assert re.fullmatch(
-        r"train.py:11 runs out of memory on a T4 \(predicted\), and train.py:8 catches .*: what follows is predicted",
+        r"train.py:12 runs out of memory on a T4 \(predicted\), and train.py:9 catches .*: what follows is predicted",
         *told["notes"],
     )
 
