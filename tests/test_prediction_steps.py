@@ -2467,3 +2467,30 @@ def test_a_line_that_asks_for_the_exact_type_of_a_tensor_is_named():
     assert "exact type" in why and "if type(made) is not torch.Tensor" in why
     with pytest.raises(RuntimeError, match=r"has no attribute 'logits'.*ask isinstance"):
         predict(partial(asking, lambda made: made.logits), "T4")
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_what_a_pass_on_the_gpu_makes_waits_for_what_a_forward_pass_has_made(by):
+    ran = []
+
+    def step():
+        x = torch.ones(8, requires_grad=True)
+        made = x
+        for _ in range(9):  # more than the pass makes
+            made = made.exp()
+        made.register_hook(lambda _: ran.append("forward"))
+        total = x.square().sum()
+        if by == "grad":
+            (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+        else:
+            total.backward(create_graph=True)
+            gradient, x.grad = x.grad, None
+        gradient.register_hook(lambda _: ran.append("penalty"))
+        (made.sum() + gradient.square().sum()).backward()
+
+    predict(lambda: step, "T4")
+    assert ran[:2] == ["forward", "penalty"]
+    ran.clear()
+    step()
+    assert ran == ["penalty", "forward"]  # as the CPU does

@@ -55,6 +55,8 @@ CHECKED = {
     "torch.Tensor._indices": "2.14.1",
     "torch.Tensor._values": "2.14.1",
     "torch.autograd.graph.Node._sequence_nr": "2.14.1",
+    "torch._C._FunctionBase._set_sequence_nr": "2.14.1",  # of each Node
+    "torch._C._autograd._get_sequence_nr": "2.14.1",
     "torch.cuda.memory._set_allocator_settings": "2.14.1",
     "torch.UntypedStorage._cdata": "2.14.1",
     "torch._C._are_functorch_transforms_active": "2.14.1",

@@ -18,6 +18,7 @@ from effgpu.predicting import compiled, flex, imports, loading, profilers, quant
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED
 from effgpu.predicting.hardware import Asks, InUse, answering_as
+from effgpu.predicting.order import Order
 from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder, is_meta
 from effgpu.predicting.rules import boxes_at_once, kernels
@@ -160,10 +161,12 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
 
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
 
+    run = functools.partial(Order().run, run_backward) if recorder.capability else run_backward
+
     def run_backward_here(*args, **kwargs):
         recorder.optimizers.begin_pass()
         with recorder.translator():  # what checkpointing runs again names a GPU, too
-            return run_backward(*args, **kwargs)
+            return run(*args, **kwargs)
 
     def has_bf16(including_emulation=True):
         if not including_emulation and recorder.capability >= (8, 0):
