@@ -2458,6 +2458,25 @@ def test_a_copy_and_a_cuda_graph_that_come_later_are_named(run):
     ]
 
 
+BY_AN_OBJECT = """
+self.rounds += 1
+self.{counts} += 1
+if self.{counts} >= 50:
+    self.average = self.average or copy.deepcopy(model)
+"""
+
+
+@pytest.mark.parametrize("counts, named", [("rounds", True), ("losses[0]", False)])
+def test_a_step_may_be_counted_by_an_object(counts, named, run):
+    step = textwrap.indent(STEP + BY_AN_OBJECT.format(counts=counts), " " * 8)
+    training = (
+        f"import copy\nclass Training:\n    rounds, losses, average = 0, [0.0], None\n    def step(self):\n{step}"
+    )
+    _, told, errors = run(loop(f"{BUILD}{training}training = Training()\n", "training.step()", steps=9))
+    found = [what.partition(": train.py:")[0] for what in told["assumptions"]]
+    assert found == ["without the copy that is made only in some steps"] * named, errors
+
+
 GROWING = STEP.replace("torch.randn(64, 1024)", "torch.randn(rows, 1024)")
 
 
@@ -2487,6 +2506,13 @@ def test_a_size_that_the_number_of_a_step_decides_is_named(line, named, run, exp
     number = 1 + f"{choose}{BUILD}".count("\n") + 2
     said = f"a size that the step's number decides is that of the step that was counted: train.py:{number}: {line}"
     assert told["assumptions"] == [said] * named, errors
+
+
+@pytest.mark.parametrize("counts", ["number", "table"])
+def test_a_name_of_a_functions_own_is_no_number_of_a_step(counts, run):
+    choose = f"def choose({counts}):\n    rows = 64\n    if {counts} != 64: rows = 2 * {counts}\n    return rows\n"
+    _, told, errors = run(loop(f"{choose}table = 0\n{BUILD}", f"rows = choose(64)\n{GROWING}\ntable += 1", steps=9))
+    assert not told["assumptions"], errors
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ _PASSES = ("backward", "grad")
 _COPIES = ("deepcopy", "AveragedModel")  # of a model, as for a moving average or the best one
 _CAPTURES = ("CUDAGraph", "make_graphed_callables")
 _COUNTS = ("range", "enumerate")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DRAWS = ("random", "rand", "uniform", "random_sample")
 _SIZED = (  # whose arguments are sizes
     *("rand", "randn", "randint", "zeros", "ones", "empty", "full", "arange", "range", "reshape", "view", "expand"),
@@ -125,9 +126,8 @@ def _is_within(code: CodeType, line: int) -> bool:
 @once_a_file
 def _tests(file: str) -> list[_Rare]:
     """The tests of a file that ask for a remainder, or compare what counts the rounds of a loop, by their lines."""
-    nodes, counters = _read(file)
     found = []
-    for node in nodes:
+    for node, counters in _read(file):
         if isinstance(node, ast.If | ast.IfExp):
             parts = [*ast.walk(node.test)]
             remainder = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in parts)
@@ -138,10 +138,37 @@ def _tests(file: str) -> list[_Rare]:
     return sorted(found, key=lambda rare: rare.test.lineno)
 
 
-def _read(file: str) -> tuple[list[ast.AST], set[str]]:
-    """The nodes of a file's code, and the names that count the rounds of its loops."""
-    nodes = [*ast.walk(parse(file))]
-    return nodes, {name for node in nodes for name in _counted(node)}
+def _read(file: str) -> list[tuple[ast.AST, set[str]]]:
+    """The nodes of a file's code, each with the names there that count the rounds of a loop."""
+    shared: set[str] = set()  # by all functions: what is an object's, or declared to be global
+    scopes = [*_scopes(parse(file), set(), shared)]
+    return [(node, counters | shared) for nodes, counters in scopes for node in nodes]
+
+
+def _scopes(scope: ast.AST, outer: set[str], shared: set[str]) -> Iterator[tuple[list[ast.AST], set[str]]]:
+    """The nodes of the own code of a file or a function, with the names that count in it; then of the functions in it.
+
+    `outer` are the names that count around it, which a function may give to something of its own.
+    """
+    nodes = [*_own(scope)]
+    counted = {name for node in nodes for name in _counted(node)}
+    declared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    shared |= {name for name in counted if name in declared or name.startswith(".")}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    counters = counted | (outer - (bound - declared))
+    yield nodes, counters
+    for node in nodes:
+        if isinstance(node, _FUNCTIONS):
+            yield from _scopes(node, counters, shared)
+
+
+def _own(scope: ast.AST) -> Iterator[ast.AST]:
+    """What is in it, and not in a function that it holds; that function itself, too."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, _FUNCTIONS):
+            yield from _own(node)
 
 
 def _comes(node: ast.If | ast.IfExp, later: set[bool], does: Callable[[ast.AST], bool]) -> range:
@@ -196,11 +223,11 @@ def _unfreezes(node: ast.AST) -> bool:
 @once_a_file
 def _sizes(file: str) -> list[int]:
     """The lines that give a name what a step's number decides, where that name is used as a size."""
-    nodes, counters = _read(file)
-    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    used = {name for node in nodes for name in _sizes_in(node) if not counters & _sizes_in(node)}
+    nodes = _read(file)
+    functions = {node.name for node, _ in nodes if isinstance(node, ast.FunctionDef)}
+    used = {name for node, counters in nodes for name in _sizes_in(node) if not counters & _sizes_in(node)}
     found = []
-    for node in nodes:
+    for node, counters in nodes:
         if isinstance(node, ast.If) and any(_later(part, counters) for part in ast.walk(node.test)):
             given = [each for each in _inside(node.body) if isinstance(each, ast.Assign) and _is_number(each.value)]
         else:
@@ -246,26 +273,32 @@ def _sizes_in(node: ast.AST) -> set[str]:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return {name for each in ast.walk(node) if (name := _name(each))}
+
+
+def _name(node: ast.AST) -> str:
+    """What a name, or an attribute of whatever object, is called; nothing of all else."""
+    return node.id if isinstance(node, ast.Name) else f".{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
 def _counted(node: ast.AST) -> Iterator[str]:
-    """The name that a loop counts its rounds in."""
+    """The name that a loop counts its rounds in. An object's counts one by one: it may add up a loss."""
     if isinstance(node, ast.For) and called_name(node.iter) in _COUNTS:
         target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
     elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
         target = node.target
     else:
         return
-    if isinstance(target, ast.Name):
-        yield target.id
+    ones = isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant) and node.value.value == 1
+    if isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and ones):
+        yield _name(target)
 
 
 def _later(node: ast.AST, counters: set[str]) -> set[bool]:
     """What a comparison of a counter becomes in later steps: true, false, or now this, now that."""
     if not isinstance(node, ast.Compare):
         return set()
-    left, right = (isinstance(side, ast.Name) and side.id in counters for side in (node.left, node.comparators[0]))
+    left, right = (_name(side) in counters for side in (node.left, node.comparators[0]))
     if left == right:
         return set()
     if isinstance(node.ops[0], ast.Gt | ast.GtE):
