@@ -70,7 +70,7 @@ def make_headline(make_measurement):
         ({"peak": 500}, "−50 % memory, same time (within 1 %)"),
         ({"peak": 500, "noise": True}, "−50 % memory"),
         ({"seconds": 2.0, "peak": 500}, "−50 % memory, 2.00 × slower [2.00, 2.00]"),
-        ({"peak": 995, "noise": True}, "inconclusive (±79 %)"),
+        ({"peak": 995, "noise": True}, "inconclusive (too noisy, above ±79 %)"),
         ({"seconds": None}, "out of memory"),
         ({"old_failed": True}, "runs where old does not (out of memory)"),
     ],
