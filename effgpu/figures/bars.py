@@ -19,6 +19,7 @@ from effgpu.figures.panels import (
     ORANGE,
     PINK,
     RED,
+    SLATE,
     STYLE,
     WIDTH,
     draw_legend,
@@ -109,7 +110,7 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     for row, m in enumerate(comparison):
         level = _level(comparison, m, quantity)
         middle, low, high = level or (0.0, 0.0, 0.0)
-        color = DIM if comparison.full_size else BLUE if row else GREY  # beside panels where blue and grey are parts
+        color = SLATE if comparison.full_size else BLUE if row else GREY  # beside panels where blue and grey are parts
         ax.barh(row, middle, height=0.62, color=color, hatch="////" if on_cpu and quantity != "memory" else None)
         named = bool(comparison.full_size)  # beside marks of predictions
         _draw_interval(ax, row, middle, low, high, f"{100 * CONFIDENCE:g} % interval of a measured time" * named)

@@ -16,7 +16,7 @@ from effgpu import units
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, on an opaque ground that reads in light and dark.
 GREY, BLUE, ORANGE, GREEN, RED, SKY, PINK = "#8A8F98", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-DIM = "#4B5563"
+DIM, SLATE = "#4B5563", "#A3ABB8"  # of lines, and of bars on which they can be seen
 LINES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)
 STYLE = {
     "axes.facecolor": "white",
