@@ -1474,6 +1474,20 @@ def test_a_script_that_waits_for_a_thread_that_has_failed_is_ended(here):
     assert not [each for each in psutil.process_iter(["environ"]) if environment["TMPDIR"] in str(each.info)]
 
 
+TEMPORARY = """
+import os, tempfile
+here = {"dir": "temporary"}
+folder, file = tempfile.TemporaryDirectory(**here), tempfile.NamedTemporaryFile(**here)
+open(os.path.join(folder.name, "data"), "w").write("unpacked")
+"""
+
+
+def test_what_python_would_remove_at_a_scripts_end_is_removed(run, here):
+    (here / "temporary").mkdir()
+    code, _, errors = run(TEMPORARY + PLAIN)
+    assert code == 0 and not [*(here / "temporary").iterdir()], errors
+
+
 def test_a_script_that_trains_on_is_predicted_though_a_thread_has_failed(run):
     code, _, errors = run("import threading\nthreading.Thread(target=lambda: 1 / 0).start()\n" + PLAIN)
     assert code == 0, errors

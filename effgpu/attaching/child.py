@@ -5,6 +5,7 @@ The process ends when its plan does, in the middle of the script: nothing that a
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing.process
 import os
@@ -15,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -55,7 +57,7 @@ def main(path: str, parent: int | None = None) -> NoReturn:
     It ends as soon as the other end of the pipe is closed whose descriptor is `parent`, if it is given.
     """
     order = pickle.loads(Path(path).read_bytes())
-    process = os.getpid()
+    process, inherited = os.getpid(), _temporary()
 
     def leave(code: int = 0, **answer: object) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -63,6 +65,7 @@ def main(path: str, parent: int | None = None) -> NoReturn:
             sys.stderr.flush()
         if os.getpid() == process:
             _call_all(marks.leaving)
+            _call_all([remove for each, remove in _temporary().items() if each not in inherited])
         if os.getpid() != process:
             answer = {"refused": f"trains in a process of its own: {_TRAIN_HERE}"}
         part = Path(f"{order['answer']}.part")
@@ -284,6 +287,12 @@ def describe_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     notes = [f"; {note.removeprefix(NOTE)}" for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
     return "".join([type(error).__name__, *(f": {cut(line)}" for line in lines[:1]), *notes])
+
+
+def _temporary() -> dict[int, Callable]:
+    """How to remove what tempfile removes where Python ends by itself, by its id: folders, and files that are open."""
+    removes = {tempfile.TemporaryDirectory: "cleanup", tempfile._TemporaryFileWrapper: "close"}
+    return {id(each): getattr(each, removes[type(each)]) for each in gc.get_objects() if type(each) in removes}
 
 
 def _call_all(functions: list[Callable]) -> None:
