@@ -206,6 +206,17 @@ def test_a_copy_into_memory_of_the_cpu_is_a_hidden_wait_unless_it_asks_for_none(
     assert code == 0 and [line["line"] for line in found["lines"]] == lines, errors
 
 
+def test_clipping_gradients_is_no_hidden_wait_unless_its_norm_is_read(run):
+    script = COPIES.replace("COPIED", "rows.cuda()").replace(
+        "        optimizer.step()",
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()",
+    )
+    for text, waits in ((script, 0), (script.replace("1.0)", "1.0).item()"), 1)):
+        code, told, errors = run(text)
+        (found,) = (each for each in told["examined"] if each["name"] == WAITS)
+        assert code == 0 and found["note"].endswith(f": {waits}"), errors
+
+
 def test_work_on_the_cpu_in_the_loop_counts_as_loading(run):
     enlarged = "torch.nn.functional.interpolate(rows[None], 16 * 4096).squeeze(0)[:, :4096].cuda()"
     code, told, errors = run(COPIES.replace("COPIED", enlarged))

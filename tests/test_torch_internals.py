@@ -70,6 +70,9 @@ WORKS = {  # what is not just something to call
     "torch.nn.Module._buffers": lambda buffers: buffers == {},
     "torch.nn.Module._parameters": lambda parameters: list(parameters) == ["weight", "bias"],
     "torch.optim.optimizer._default_to_fused_or_foreach": takes("params", "differentiable", "use_fused"),
+    "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": lambda group: (
+        list(group([[torch.ones(2)]])) == [(torch.device("cpu"), torch.float32)]
+    ),
     "torch._GLOBAL_DEVICE_CONTEXT": lambda held: isinstance(vars(held), dict),
     "torch.overrides._len_torch_function_stack": lambda ask: ask() == 0,
     "torch.utils.data.DataLoader._get_iterator": takes("self"),

@@ -527,6 +527,17 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
             data = recorder.imitate(data.detach(), True)
         return make_subclass(kind, data, *args, **options)
 
+    clipping = sys.modules[torch.nn.utils.clip_grad_norm_.__module__]
+    group = clipping._group_tensors_by_device_and_dtype  # in C++, where fake tensors are on the CPU
+
+    @functools.wraps(group)
+    def group_in_place(tensors, *args, **options):
+        return {
+            (recorder.device_of(one) if isinstance(one := lists[0][0], FakeTensor) else device, dtype): (lists, indices)
+            for (device, dtype), (lists, indices) in group(tensors, *args, **options).items()
+        }
+
+    yield clipping, group.__name__, group_in_place
     train = torch.nn.Module.train
 
     @functools.wraps(train)
