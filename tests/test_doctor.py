@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import effgpu
 from effgpu.__main__ import main
+from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing import batches, turns
 from effgpu.diagnosing import doctor as module
@@ -43,7 +44,7 @@ from effgpu.measuring.intervals import CONFIDENCE, divide_confidence, interval_o
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kernels import OTHER, Kernel
 from effgpu.predicting.predict import predict
-from effgpu.predicting.timeline import COPY, KERNEL, NOTHING, READ, Event, Timeline
+from effgpu.predicting.timeline import COPY, CPU, KERNEL, LOAD, NOTHING, OWN, READ, Event, Timeline
 from effgpu.units import GiB, format_bytes, format_seconds
 
 T4 = find_gpu("T4")
@@ -303,6 +304,21 @@ def test_without_waits_loading_hides_behind_the_gpu_and_with_one_it_does_not():
     assert seconds(work, load=load) == pytest.approx(1e-3, rel=1e-3)
     assert seconds(work, wait, load=load) == pytest.approx(1.5e-3 + 2e-5 + T4.kernel, rel=1e-2)
     assert seconds(work, wait, load=(3e-3,) * 3, workers=2) == pytest.approx(3e-3, rel=0.02), "workers load meanwhile"
+
+
+def test_a_batch_and_work_after_a_steps_last_wait_find_the_gpu_idle():
+    work, wait, batch, own = of(1e-3), Event(READ, None, waits=True), Event(LOAD, None, calls=0.0), Site("a.py", 1)
+    drawing, line = Event(OWN, own, calls=0.0), {own: 5e-4}
+    for kept, about in ((batch, {"load": (5e-4,) * 3}), (drawing, {"working": line})):
+        assert seconds(kept, wait, work, **about) == pytest.approx(1e-3, rel=0.05), "while the last step's work runs"
+        assert seconds(wait, kept, work, **about) == pytest.approx(1.5e-3, rel=0.05)
+    twice = seconds(wait, batch, work, batch, work, load=(5e-4,) * 3)
+    assert twice == pytest.approx(2.25e-3, rel=0.05), "the second half is loaded while the GPU works"
+    assert seconds(wait, batch, work, load=(5e-4,) * 3, workers=2) == pytest.approx(1e-3, rel=0.05)
+
+    timeline = Timeline((wait, batch, drawing, work), T4, load=(5e-4,) * 3, working=line, launch=1e-6)
+    names = [span.name for span in timeline.spans() if span.track == CPU]
+    assert names == ["read a value", "wait for the value", "load", "work of the script's own", "add"]
 
 
 def test_a_copy_from_ordinary_memory_makes_the_cpu_wait_and_takes_longer():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -256,6 +257,43 @@ def test_work_of_numpy_in_the_loop_counts_as_loading_and_what_the_loader_does_co
     assert told["seconds"] > 1.4 * idle["seconds"], "one sort is the loader's, the other one the loop's"
     (loading,) = (each for each in idle["examined"] if each["name"] == LOADING)
     assert not loading["lines"] and "own work" not in loading["note"]
+
+
+ENDING = """
+import torch
+from torch.utils.data import DataLoader
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        import time
+
+        time.sleep(0.002)
+        return torch.zeros(256)
+
+
+model = torch.nn.Linear(256, 2**16).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+total = 0.0
+for batch in DataLoader(Images(), 16):
+    optimizer.zero_grad()
+    loss = sum(model(batch.cuda().repeat(512, 1)).square().mean() for _ in range(2))
+    loss.backward()
+    optimizer.step()
+    total += loss.item()
+"""
+
+
+def test_loading_hides_behind_nothing_where_the_loss_is_read_after_the_update(run):
+    for script, hidden in ((ENDING, False), (ENDING.replace("+= loss.item()", "+= loss.detach()"), True)):
+        code, found, _ = run(script)
+        (loading,) = (one for one in found["examined"] if one["name"] == LOADING)
+        assert code == 0
+        took = float(re.search(r"loading takes ([\d.]+) ms", loading["note"])[1]) / 1000
+        assert (loading["seconds"] < took * 0.95) == hidden
 
 
 def test_what_a_healthy_script_has_is_a_stable_json_and_a_trace(run, here):  # noqa: F811

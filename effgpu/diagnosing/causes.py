@@ -391,7 +391,7 @@ CAUSES = {
             LOADING,
             "02",
             _load_faster,
-            without=lambda line, seen: replace(line, load=NOTHING, working=0.0),
+            without=lambda line, seen: replace(line, load=NOTHING, working={}),
             note=_tell_loading,
         ),
         Cause(

@@ -21,7 +21,7 @@ from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.torch_internals import FakeTensor, _BaseDataLoaderIter
 from effgpu.predicting.hardware import as_it_is
 from effgpu.predicting.placing import ScriptRecorder
-from effgpu.predicting.timeline import NOTHING, Event, Range
+from effgpu.predicting.timeline import LOAD, NOTHING, Event, Range
 from effgpu.predicting.translator import on_real_tensors
 
 _HANGING = "its workers gave no batch in {:.0f} s, as where they wait for a thread or a lock from before their start"
@@ -83,6 +83,8 @@ class Loading:
                     self._batches[loader] = give(iterator)
                 self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
             self._taking.append((loader, len(self._events)))
+            if self.recorder:
+                self.recorder.work.note_host(LOAD)
             return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
 
         yield _BaseDataLoaderIter, "__init__", prepare_noted

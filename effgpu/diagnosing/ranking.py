@@ -70,7 +70,7 @@ def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
         prediction.timeline(gpu),
         load=seen.loading,
         workers=seen.workers,
-        working=sum(seen.working.values()),
+        working=seen.working,
         compiling=seen.compiling,
     )
 

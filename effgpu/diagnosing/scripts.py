@@ -226,13 +226,13 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
     graphs, halved, notes = Graphs(recorder.work.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
-    recorder.own.end()
     working = find_work(Counter(worked) + Counter(recorder.own.in_each()), predicted)
     usual = len(recorder.work.evaluations)
     if not (within or is_open):
         with in_16_bits(gpu):
             halved = yield from _repeat(recorder, _count_products(predicted.events))
         notes += (_OTHER_WORK,) * (not halved)
+    recorder.own.end()
     marks.doing = "now its loader is measured"
     with on_this_machine():
         try:

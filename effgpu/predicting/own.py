@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from time import thread_time
 from types import CodeType, FrameType
@@ -20,7 +20,8 @@ class OwnWork:
     The walk of a call of PyTorch's takes longer than the call does, so what is inside of one does not count.
     """
 
-    def __init__(self):
+    def __init__(self, noted: Callable[[Site], None] = lambda site: None):
+        self._noted = noted  # is told of each, when it is over
         self.counts = False  # whether the steps that follow are looked at
         self._steps: list[dict[Site, float]] = []
         self._loop: tuple[CodeType, ...] = ()
@@ -78,6 +79,7 @@ class OwnWork:
     def _note(self) -> None:
         if self._line and (took := thread_time() - self._since - self._calls * self._tracing) >= _LEAST:
             self._steps[-1][self._line] = self._steps[-1].get(self._line, 0.0) + took
+            self._noted(self._line)
 
     def _trace(self, frame: FrameType, event: str, arg: object):
         if event == "call":

@@ -37,7 +37,7 @@ from effgpu.predicting.own import OwnWork
 from effgpu.predicting.parameters import is_plain
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.refusals import check_array, check_devices
-from effgpu.predicting.timeline import is_non_blocking
+from effgpu.predicting.timeline import OWN, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
     FACTORIES,
@@ -86,7 +86,7 @@ class ScriptRecorder(Recorder):
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
-        self.own = OwnWork()
+        self.own = OwnWork(lambda site: self.work.note_host(OWN, site))
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
 
     def translator(self) -> "_Placer":
@@ -126,6 +126,7 @@ class ScriptRecorder(Recorder):
         counts = self.work.counts and not self.loading and threading.current_thread() is threading.main_thread()
         if counts and any(tensor.numel() > LARGE for tensor in tensors_of([made])) and (site := find_site()):
             self.worked[site] = self.worked.get(site, 0.0) + seconds
+            self.work.note_host(OWN, site)
 
     def next_step(self) -> None:
         """A step is over."""

@@ -5,8 +5,9 @@ starts a kernel when the one before is done and the CPU has called it. Where the
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from effgpu.predicting.spreads import LAUNCH_RANGE
 from effgpu.predicting.time import FUSES
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
+LOAD, OWN = "load", "own work"  # what the CPU does, and asks nothing of the GPU
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
 Range = tuple[float, float, float]  # middle, low, high
 NOTHING: Range = (0.0, 0.0, 0.0)
@@ -30,7 +32,7 @@ WORK, WAIT = "work", "wait"
 
 
 class Event(NamedTuple):
-    """What the CPU asks of the GPU: kernels, a value that it reads, or a copy to the GPU.
+    """What the CPU asks of the GPU: kernels, a value that it reads, or a copy to the GPU. Or what it does meanwhile.
 
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
     has done it, `non_blocking` that a copy asks for no wait. `scale` is the share of the GPU's work that is left.
@@ -119,16 +121,17 @@ class Timeline:
     """A step on a GPU: its events, and what the CPU does beside them, in seconds.
 
     `load` is what the loader takes for a step: by the CPU that launches, or where there are `workers` by them, all
-    together. `working` is what the script itself computes on the CPU in a step, `compiling` what compiling takes.
-    `launch` is the time of calling an operation. `off` is by how much the GPU's predicted work may be off, as a factor.
-    `fused` is the share of their time that kernels take which compiled code fuses.
+    together. `working` is what the script itself computes on the CPU in a step, by line. Both are where events say so,
+    and where none does, at the step's begin. `compiling` is what compiling takes, `launch` the time of calling an
+    operation. `off` is by how much the GPU's predicted work may be off, as a factor. `fused` is the share of their time
+    that kernels take which compiled code fuses.
     """
 
     events: tuple[Event, ...]
     gpu: Gpu
     load: Range = NOTHING
     workers: int = 0
-    working: float = 0.0
+    working: dict[Site, float] = field(default_factory=dict)
     compiling: float = 0.0
     launch: float = 0.0
     off: float = 1.0
@@ -152,17 +155,20 @@ class Timeline:
         A cost says whether the GPU runs anything, for how long, how long the CPU calls it, and whether it then waits.
         """
         cpu = gpu = 0.0
-        ends = []
+        ends, (batches, own), beside = [], self._begin(), self._beside()
         for number in range(_STEPS):
-            began, ready = cpu, (number + 1) * load
-            cpu = max(cpu, ready) if self.workers else cpu + load
-            cpu += self.working + self.compiling
+            began, taken = cpu, number + batches
+            cpu = max(cpu, taken * load) if self.workers else cpu + batches * load
+            loaded = cpu
+            cpu += own + self.compiling
             noted = last if number == _STEPS - 1 else None
             if noted is not None:
-                noted.append((began, cpu, cpu, cpu, cpu))
-            for runs, seconds, calling, waits in costs:
+                noted.append((began, loaded, cpu, cpu, cpu))
+            for (runs, seconds, calling, waits), (share, working) in zip(costs, beside):
                 called = cpu
-                cpu += calling
+                taken += share
+                cpu = max(cpu, taken * load) if share and self.workers else cpu + share * load
+                cpu += working + calling
                 begins = max(gpu, cpu)
                 if runs:
                     gpu = begins + seconds
@@ -172,6 +178,23 @@ class Timeline:
                 cpu = free
             ends.append(max(cpu, gpu))
         return ends
+
+    def _beside(self) -> list[tuple[float, float]]:
+        """Of each event the share of the step's loading, and the seconds of the script's own work."""
+        found = Counter((event.kind, event.site if event.kind == OWN else None) for event in self.events)
+        return [
+            (
+                1 / found[LOAD, None] if event.kind == LOAD else 0.0,
+                self.working.get(event.site, 0.0) / found[OWN, event.site] if event.kind == OWN else 0.0,
+            )
+            for event in self.events
+        ]
+
+    def _begin(self) -> tuple[float, float]:
+        """The same of the step's begin, of what no event says where it is."""
+        placed = {event.site for event in self.events if event.kind == OWN}
+        loads = any(event.kind == LOAD for event in self.events)
+        return float(not loads), sum(seconds for site, seconds in self.working.items() if site not in placed)
 
     def settings(self) -> list[dict[str, float]]:
         """As expected, and with each thing that is uncertain at either end: arguments for `seconds`."""
@@ -203,13 +226,16 @@ class Timeline:
         costs = [(*self._gpu_seconds(e), e.calls * self.launch, e.waits) for e in self.events]
         played: list[tuple[float, ...]] = []
         self._play(costs, self.load[0], played)
-        (zero, ready, *_), *played = played
+        (zero, loaded, ready, *_), *played = played
         worked = ready - self.compiling
-        loaded = worked - self.working if self.load[0] else zero
         loading = (WAIT, "wait for the loader") if self.workers else (WORK, "load")
         spans = [Span(CPU, *loading, zero, loaded), Span(CPU, WORK, "work of the script's own", loaded, worked)]
         spans.append(Span(CPU, WORK, "compile", worked, ready))
         for event, (called, launched, begins, ends, free) in zip(self.events, played):
+            if event.kind in (LOAD, OWN):
+                doing = loading if event.kind == LOAD else (WORK, "work of the script's own")
+                spans.append(Span(CPU, *doing, called, launched, event))
+                continue
             name = _name(event)
             spans.append(Span(CPU, WORK, name, called, launched, event))
             spans.append(Span(GPU, WORK, name, begins, ends, event))

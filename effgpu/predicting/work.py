@@ -24,7 +24,7 @@ from effgpu.predicting.kernels import (
 )
 from effgpu.predicting.rules import convolution_workspace
 from effgpu.predicting.scores import Scores
-from effgpu.predicting.timeline import BACKWARD, COPY, FORWARD, KERNEL, READ, UPDATE, Event, copy_waits
+from effgpu.predicting.timeline import BACKWARD, COPY, FORWARD, KERNEL, LOAD, OWN, READ, UPDATE, Event, copy_waits
 from effgpu.units import MiB
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Work:
     def note_evaluation(self, begin: int) -> None:
         """What was noted since, so many events after the step's first, is an evaluation, if nothing was trained."""
         events = [event._replace(evaluating=True) for event in self.events[begin:]]
-        if events and all(event.phase == FORWARD for event in events):
+        if any(event.kind not in (LOAD, OWN) for event in events) and all(event.phase == FORWARD for event in events):
             self.events[begin:] = events
             self.evaluations.append(tuple(events))
 
@@ -164,6 +164,11 @@ class Work:
             waits = copy_waits(size, pinned=pinned, non_blocking=non_blocking)
             about = {"bytes": size, "waits": waits, "pinned": pinned, "non_blocking": non_blocking}
             self.events.append(Event(COPY, sites.find_site(until=self.loop), **about))
+
+    def note_host(self, kind: str, site: sites.Site | None = None) -> None:
+        """The CPU takes a batch of a loader here, or works itself."""
+        if self.counts:
+            self.events.append(Event(kind, site, calls=0.0, beside=True))
 
     def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
