@@ -17,6 +17,7 @@ from effgpu.predicting.timeline import (
     BACKWARD,
     BATCHED,
     COPY,
+    FORWARD,
     KERNEL,
     NOTHING,
     OUTSIDE_ATTENTION,
@@ -84,7 +85,7 @@ class Cause:
     """`advice` are the lines to change, for what was seen. `concerns` says whether an event is one of the cause's.
 
     `without` is the step's timeline without the cause; where it is not given, its events are left out. `note` says
-    what was seen, from the events that it concerns.
+    what was seen, from the events that it concerns. `place` gives an event's line, where it is one to change.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Cause:
     concerns: Callable[[Event, Observed], bool] = lambda event, seen: False
     without: Callable[[Timeline, Observed], Timeline] | None = None
     note: Callable[[Observed, list[Event]], str] = lambda seen, events: ""
+    place: Callable[[Event], Site | None] = lambda event: event.site
 
     def change(self, timeline: Timeline, seen: Observed) -> Timeline:
         """The step's timeline without the cause."""
@@ -246,6 +248,7 @@ def _as_tf32(event: Event) -> Event:
 
 _SOFTMAX = ("_softmax", "_softmax_backward_data")
 _OTHER_PRODUCTS = (*OUTSIDE_ATTENTION, "convolution_backward")
+_MASKS = ("masked_fill", "masked_fill_", "where", "add", "add_")
 _BYTES = {"_softmax": (4, 16), "_softmax_backward_data": (6, 20)}  # for each score: 16 bits, and 32 in long rows
 
 
@@ -286,25 +289,50 @@ def _find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
 
 
 def _fuse_attention(timeline: Timeline, seen: Observed) -> Timeline:
-    """Nothing between the batched products, and these as fast as a fused kernel's, which does some of them twice."""
+    """Nothing between the batched products, and these as fast as a fused kernel's, which does some of them twice.
+
+    What changes the scores may be a causal mask, of which a fused kernel computes half.
+    """
     scores, products = _find_attention(timeline.events)
+    share = 0.5 if _masks(timeline.events, scores) else 1.0
     kept = (
-        _as_fused(event) if place in products else event
+        _as_fused(event, share) if place in products else event
         for place, event in enumerate(timeline.events)
         if place not in scores
     )
     return replace(timeline, events=tuple(kept))
 
 
-def _as_fused(event: Event) -> Event:
-    """The event, with its batched products as fast as in fused attention, for which they move no bytes of scores."""
+def _masks(events: Sequence[Event], scores: set[int]) -> bool:
+    """Whether a forward pass may mask scores: a bias that is added looks the same."""
+    return any(events[place].phase == FORWARD and _names(events[place], _MASKS) for place in scores)
+
+
+def _as_fused(event: Event, share: float) -> Event:
+    """The event, with this share of its batched products as fast as in fused attention, which moves no scores."""
 
     def fuse(kernel: Kernel) -> Kernel:
         layout = "efficient" if kernel.format in ("fp32", "tf32") else "flash" + " backward" * (event.phase == BACKWARD)
-        return kernel._replace(kind=kernels.ATTENTION, product=None, layout=layout, bytes=0)
+        return kernel._replace(
+            kind=kernels.ATTENTION, product=None, layout=layout, bytes=0, flops=int(share * kernel.flops)
+        )
 
     changed = (fuse(kernel) if kernel.name in BATCHED else kernel for kernel in event.kernels)
     return event._replace(kernels=tuple(changed))
+
+
+def _called_at(event: Event) -> Site | None:
+    """The innermost line of a forward pass that called an operation."""
+    return event.inner if event.phase != BACKWARD else None
+
+
+def _attend_at_once(seen: Observed) -> str:
+    scores, _ = _find_attention(seen.events)
+    inside = [site.inside for place in scores if (site := _called_at(seen.events[place]))]
+    if inside and all(file.startswith("transformers/") for file in inside):
+        return 'attn_implementation="sdpa", as an argument of from_pretrained or of the config'
+    causal = " (is_causal=True in place of a causal mask)" * _masks(seen.events, scores)
+    return f"scaled_dot_product_attention(q, k, v){causal}, or need_weights=False for nn.MultiheadAttention"
 
 
 def _reads_scores(event: Event, seen: Observed) -> bool:
@@ -375,10 +403,11 @@ CAUSES = {
         Cause(
             ATTENTION,
             "12",
-            lambda seen: "scaled_dot_product_attention(q, k, v), or need_weights=False for nn.MultiheadAttention",
+            _attend_at_once,
             _reads_scores,
             _fuse_attention,
             lambda seen, events: f"{len(events)} softmaxes read their scores from memory",
+            _called_at,
         ),
         Cause(
             LAUNCHING,

@@ -162,7 +162,7 @@ def _explain(finding: Finding, seen: Observed) -> Finding:
     """The finding with its advice, its lines, the most frequent first, and what was seen."""
     cause = CAUSES[finding.name]
     concerned = [event for event in seen.events if cause.concerns(event, seen)]
-    lines = Counter(event.site for event in concerned if event.site)
+    lines = Counter(site for event in concerned if (site := cause.place(event)))
     if finding.name == LOADING:
         lines.update(seen.working)
     if finding.name == LAUNCHING and (loop := find_loop(seen.events)):
