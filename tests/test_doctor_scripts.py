@@ -521,6 +521,14 @@ def test_workers_that_wait_for_ever_are_given_up(run):
     assert any("its workers gave no batch in 1 s" in note for note in told["notes"]), told["notes"]
 
 
+def test_compiling_for_other_shapes_is_not_said_to_take_nothing(run):
+    script = IN_MEMORY.replace("torch.nn.Linear(256, 10).cuda()", "torch.compile(torch.nn.Linear(256, 10).cuda())")
+    for text, compiled in ((script, True), (IN_MEMORY, False)):
+        code, told, errors = run(text)
+        assert code == 0 and ("recompiling" in [one["name"] for one in told["examined"]]) != compiled, errors
+        assert any("compiling again" in note for note in told["notes"]) == compiled
+
+
 def test_one_that_ends_early_is_refused(run):
     code, told, errors = run(loop(steps=4))
     assert (code, list(told)) == (2, ["failed"]) and "ended after 4 steps, and 6 are needed" in errors

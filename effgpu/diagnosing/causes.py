@@ -66,7 +66,7 @@ class Observed:
     remade: bool = False
     padding: float = 0.0
     unused: dict[Site, int] = field(default_factory=dict)
-    compiling: float = 0.0
+    compiling: float | None = 0.0  # None where it was not looked at
     compiled: bool = False
     shapes: int = 1
     optimizers: tuple[tuple[str, bool | None], ...] = ()

@@ -71,7 +71,7 @@ def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
         load=seen.loading,
         workers=seen.workers,
         working=seen.working,
-        compiling=seen.compiling,
+        compiling=seen.compiling or 0.0,
     )
 
 
@@ -92,6 +92,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
+    without |= set() if seen.compiling is not None else {COMPILING}
     return [name for name in CAUSES if name not in without]
 
 
@@ -187,7 +188,7 @@ def _idle_seconds(seen: Observed, timeline: Timeline, unread: Timeline, work: Ti
         return None
     fed = seen.saved.get(feeding(frozenset().union(*seen.saved)), NOTHING)
     busy, waits = work.range(), saved(timeline, unread)
-    left = seen.step[0] - fed[0] - waits[0] - seen.compiling
+    left = seen.step[0] - fed[0] - waits[0] - (seen.compiling or 0.0)
     calls = _all_calls(seen, timeline.events)
     if calls is not None and calls < BEHIND * left:
         return NOTHING
@@ -196,7 +197,7 @@ def _idle_seconds(seen: Observed, timeline: Timeline, unread: Timeline, work: Ti
         seen.step[0] - fed[0] - busy[0] - waits[0],
         *(seen.step[low] - fed[high] - busy[high] - waits[high] for low, high in ends),
     ]
-    return tuple(max(0.0, seconds - seen.compiling) for seconds in idle)
+    return tuple(max(0.0, seconds - (seen.compiling or 0.0)) for seconds in idle)
 
 
 def _all_calls(seen: Observed, events: tuple[Event, ...]) -> float | None:

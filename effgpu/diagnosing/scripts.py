@@ -39,6 +39,7 @@ from effgpu.predicting.weights import weights_set_aside
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
 _OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
+_COMPILED = "what compiling again for other shapes takes was not looked at"
 NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
 ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only what takes long was looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
@@ -246,6 +247,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it cannot be timed: {why}",)
         padding = padding_share(tokens)
+    notes += (_COMPILED,) * predicted.compiled
     notes += (NO_LOADER if not working else ONLY_CALLS,) * (not taken)
     said = tuple(fact for fact in predicted.said if fact != WORKERS_IDLE)  # they did run, for the loader
     return replace(predicted, said=said), Observed(
@@ -262,6 +264,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
         streams=isinstance(getattr(loader, "dataset", None), IterableDataset),
         remade=loading.is_remade(loader),
         padding=padding,
+        compiling=None if predicted.compiled else 0.0,
         unused=graphs.unused(),
         compiled=predicted.compiled,
         notes=notes,
