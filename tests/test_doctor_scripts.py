@@ -529,6 +529,23 @@ def test_compiling_for_other_shapes_is_not_said_to_take_nothing(run):
         assert any("compiling again" in note for note in told["notes"]) == compiled
 
 
+TRAINER = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+sizes = dict(hidden_size=256, num_hidden_layers=1, num_attention_heads=4, intermediate_size=1024, vocab_size=999)
+rows = [{"input_ids": torch.arange(128), "labels": 1}] * 640
+arguments = TrainingArguments("out", per_device_train_batch_size=64, report_to=[])
+Trainer(BertForSequenceClassification(BertConfig(**sizes)), arguments, train_dataset=rows).train()
+"""
+
+
+def test_what_is_advised_for_a_trainer_are_its_arguments(run):
+    code, told, errors = run(TRAINER)
+    advice = {one["name"]: one["advice"] for one in told["examined"]}
+    assert code == 0 and advice[PRECISION] == "TrainingArguments(fp16=True)", errors
+    assert advice[WAITS].startswith("TrainingArguments(logging_nan_inf_filter=False)")
+
+
 def test_one_that_ends_early_is_refused(run):
     code, told, errors = run(loop(steps=4))
     assert (code, list(told)) == (2, ["failed"]) and "ended after 4 steps, and 6 are needed" in errors

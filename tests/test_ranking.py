@@ -99,6 +99,8 @@ def test_a_pair_stands_in_the_ranking_in_place_of_its_two():
     assert f"alone could save: {COPYING} 10.0 ms, {WAITS} 1.00 ms" in str(shown)
     assert shown.together is None and "together" not in str(shown), "it would tell of half of a pair"
     assert ranking._together(result, pairs, ()) is not None
+    less = dict.fromkeys(pairs, (0.001, 0.0, 0.002))
+    assert ranking._together(result, less, ()) is None, "either alone saves more"
 
 
 def test_of_measured_pairs_those_are_named_that_save_more_than_both(busy):
@@ -132,9 +134,11 @@ def test_that_a_step_does_not_fit_is_said_before_its_time(busy):
 
 READS = Event(READ, Site("train.py", 3), waits=True)
 FILTERS = Event(READ, Site("/x/transformers/trainer.py", 9), waits=True)
+MASKS = READS._replace(site=Site("train.py", 3, "transformers/masking_utils.py:354"))
 COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
 ASKS = COPIED._replace(non_blocking=True)
 MULTIPLIED = Event(KERNEL, None, (Kernel("mm", PRODUCT, "fp32", 0, 0),))
+HALVED = Event(KERNEL, None, (Kernel("mm", PRODUCT, "fp16", 2, 0, product=(1, 1, 1, 1)),))
 UPDATED = Event(KERNEL, None, phase=UPDATE)
 
 
@@ -146,6 +150,12 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (LOADING, {"has_loader": True, "workers": 8}, "less work per sample"),
         (LOADING, {"has_loader": True, "handing": 0.001}, "whole batches of what is in memory: tensors[rows]"),
         (LOADING, {"has_loader": True, "handing": 0.001, "workers": 2}, "fewer bytes, such as uint8, to hand over"),
+        (LOADING, {"has_loader": True, "handing": 0.6, "loading": (1.0,) * 3}, f"{causes._AT_ONCE}; where each sample"),
+        (LOADING, {"has_loader": True, "trainer": True}, "TrainingArguments(dataloader_num_workers=2"),
+        (LOADING, {"working": {READS.site: 1.0}}, "what train.py:3 computes, in the DataLoader's workers"),
+        (LOADING, {"working": {READS.site: 1.0}, "events": (READS,)}, "what train.py:3 computes, every 100 steps"),
+        (PRECISION, {"trainer": True, "halved": (HALVED,)}, "TrainingArguments(fp16=True)"),
+        (PRECISION, {"halved": (HALVED,)}, "with torch.autocast(...)"),
         (OPTIMIZER, {"optimizers": (("SGD", False),)}, "SGD(..., fused=True)"),
         (OPTIMIZER, {"optimizers": (("AdamW", True),)}, "fewer updates"),
         (OPTIMIZER, {"optimizers": (("Lion", None),)}, "fewer updates: accumulate gradients over larger batches; or"),
@@ -159,11 +169,17 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
             "all data on the GPU before the loop, if it fits; or DataLoader(..., pin_memory",
         ),
         (COPYING, {"events": (ASKS,), "pinned": True}, "what the script makes of the loader's batch, made on the GPU"),
+        (
+            COPYING,
+            {"events": (ASKS._replace(evaluating=True),), "pinned": True},
+            "DataLoader(..., pin_memory=True), of",
+        ),
         (COPYING, {"events": (MULTIPLIED, *[COPIED] * 16)}, "one copy of the whole batch"),
         (COPYING, {"events": (MULTIPLIED, COPIED) * 16}, "all data on the GPU before the loop, if it fits; or"),
         (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
         (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
         (WAITS, {"events": (READS, FILTERS)}, "keep the value on the GPU"),
+        (WAITS, {"events": (MASKS, FILTERS)}, "TrainingArguments(logging_nan_inf_filter=False)"),
         (WAITS, {"events": (FILTERS,)}, "TrainingArguments(logging_nan_inf_filter=False)"),
         (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),
     ],

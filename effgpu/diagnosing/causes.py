@@ -4,6 +4,7 @@ To add a cause, add a row to `CAUSES`.
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class Observed:
     `optimizers` has the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose
     updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
-    events in 16 bits.
+    events in 16 bits. `trainer` says that transformers' Trainer has the loop.
     """
 
     events: tuple[Event, ...] = ()
@@ -64,6 +65,7 @@ class Observed:
     persistent: bool = False
     streams: bool = False
     remade: bool = False
+    trainer: bool = False
     padding: float = 0.0
     unused: dict[Site, int] = field(default_factory=dict)
     compiling: float | None = 0.0  # None where it was not looked at
@@ -105,7 +107,10 @@ class Cause:
 
 def _load_faster(seen: Observed) -> str:
     if sum(seen.working.values()) > seen.loading[0]:
-        line = next(iter(seen.working)).place
+        site = next(iter(seen.working))
+        line = site.place
+        if any(event.kind == READ and event.site == site for event in seen.events):  # no worker has what the GPU made
+            return f"what {line} computes, every 100 steps, or on the GPU"
         return f"what {line} computes, in the DataLoader's workers, as its data set's or collate_fn's, or on the GPU"
     cores = os.cpu_count() or 1
     if not seen.has_loader:
@@ -115,8 +120,11 @@ def _load_faster(seen: Observed) -> str:
     at_once = "whole batches from the data set itself, with batch_size=None" if seen.streams else _AT_ONCE
     if seen.handing and seen.workers:
         return f"fewer bytes, such as uint8, to hand over; {at_once}, without workers"
-    if seen.handing:
-        return at_once
+    if seen.handing:  # a loader that takes longer may read and decode: nothing tells
+        files = "; where each sample is read or decoded: fewer bytes, such as uint8, to hand over, and num_workers=2"
+        return at_once + files * (seen.handing < seen.loading[0])
+    if seen.trainer and not seen.workers:
+        return "TrainingArguments(dataloader_num_workers=2, dataloader_persistent_workers=True)"
     if seen.workers >= 2 * cores:
         return "less work per sample: decode, resize or tokenise once, before the training; augment batches on the GPU"
     keep = "" if seen.persistent else ", persistent_workers=True"
@@ -130,6 +138,8 @@ def _copy_faster(seen: Observed) -> str:
     if not waiting:
         return "fewer bytes: copy uint8 or 16 bits, and convert on the GPU"
     pinned = all(event.pinned for event in waiting)
+    if not pinned and seen.pinned and all(event.evaluating for event in waiting if not event.pinned):
+        return "DataLoader(..., pin_memory=True), of the evaluation, too, and .to(device, non_blocking=True)"
     if not pinned and seen.pinned:  # so what is copied is not what the loader gave
         return "what the script makes of the loader's batch, made on the GPU, or in the data set or collate_fn"
     # Not tensor.pin_memory() in the loop: it copies, too, and while the step waits
@@ -173,8 +183,8 @@ def _tell_update(seen: Observed, events: list[Event]) -> str:
 
 def _read_less(seen: Observed) -> str:
     sites = [event.site for event in seen.events if event.kind == READ and event.site]
-    files = [site.inside.rpartition(":")[0] or site.file for site in sites]
-    if files and all(file.endswith(_TRAINER) for file in files):
+    filters = [(site.inside.rpartition(":")[0] or site.file).endswith(_TRAINER) for site in sites]
+    if any(filters) and all(filter or site.inside for filter, site in zip(filters, sites)):  # libraries' reads alone
         return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
     return "keep the value on the GPU, loss.detach(), and read it every 100 steps"
 
@@ -209,6 +219,8 @@ def _halve(seen: Observed) -> str:
         return "fp16 with a GradScaler (the Trainer's fp16=True): this GPU has no tensor cores for bf16"
     if now & {"fp16", "bf16"}:
         return "what autocast does not reach: move the loss and all forward passes into it"
+    if seen.trainer:
+        return f"TrainingArguments({next(iter(then & {'fp16', 'bf16'}), 'bf16')}=True)"
     around = "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
     refused = any(_names(event, ("binary_cross_entropy",)) for event in seen.events)
     return around + ", and BCELoss to be BCEWithLogitsLoss" * refused
@@ -223,6 +235,14 @@ def _train_alone(timeline: Timeline, seen: Observed) -> Timeline:
     """Without the evaluation, and what loading takes for it."""
     load = tuple(max(0.0, whole - part) for whole, part in zip(timeline.load, seen.evaluating))
     return replace(timeline, events=tuple(e for e in timeline.events if not e.evaluating), load=load)
+
+
+def runs_trainer() -> bool:
+    """Whether transformers' Trainer has the loop that runs, where a step ends."""
+    frame = sys._getframe(1)
+    while frame and not frame.f_code.co_filename.endswith(_TRAINER):
+        frame = frame.f_back
+    return frame is not None
 
 
 _AT_ONCE = "whole batches of what is in memory: tensors[rows] for rows in torch.randperm(len(tensors)).split(size)"

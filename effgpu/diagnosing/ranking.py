@@ -132,6 +132,8 @@ def _together(result: Diagnosis, pairs: dict[frozenset[str], Range], hidden: tup
     best = _best(result)
     told = any(name in pair.name.split(" and ") for pair in hidden for name in best)
     saving = pairs.get(frozenset(best)) if len(best) == 2 and not told else None
+    if saving and saving[0] < max(one.seconds for one in result.examined if one.name in best):
+        return None  # either alone saves more: together, other waits show
     return saving and Finding(" and ".join(best), *saving, measured=result.measured)
 
 
@@ -144,6 +146,7 @@ def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Find
         hides = beyond >= THRESHOLD * result.seconds and ones[0].seconds <= _ALONE * saving[0]
         if hides and saving[1] > 0 and not names & taken:
             taken |= names
+            notes = (one.note for one in ones if one.name == LOADING)  # what its advice goes by
             each = ", ".join(f"{one.name} {units.format_seconds(max(0.0, one.seconds))}" for one in ones)
             found.append(
                 Finding(
@@ -151,7 +154,7 @@ def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Find
                     *saving,
                     result.measured,
                     lines=tuple(line for one in ones for line in one.lines[:1]),
-                    note=f"each hides the other; alone could save: {each}",
+                    note="; ".join([f"each hides the other; alone could save: {each}", *filter(None, notes)]),
                     lesson=" and ".join(one.lesson for one in ones),
                     advice="; ".join(one.advice for one in ones),
                 )

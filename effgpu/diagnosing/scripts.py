@@ -19,7 +19,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.agreement import check_walked
 from effgpu.diagnosing.batches import count_ahead, padding_share
-from effgpu.diagnosing.causes import PRECISION, TF32, Observed
+from effgpu.diagnosing.causes import PRECISION, TF32, Observed, runs_trainer
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis
 from effgpu.diagnosing.loaders import Loading, on_this_machine
 from effgpu.diagnosing.observing import Graphs, goes_to
@@ -118,6 +118,7 @@ def _measure(marks: Marks, gpu: Gpu, loading: Loading, moving: "Moving", disturb
         loop=marks.loop or (marks.mark.__code__,),
     )
     seen, optimizers = yield from observe(supply)
+    seen.trainer = runs_trainer()
     if is_open:
         seen.notes += (_OPEN,)
     if loader is None:
@@ -263,6 +264,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
         persistent=bool(getattr(loader, "persistent_workers", False)),
         streams=isinstance(getattr(loader, "dataset", None), IterableDataset),
         remade=loading.is_remade(loader),
+        trainer=runs_trainer(),
         padding=padding,
         compiling=None if predicted.compiled else 0.0,
         unused=graphs.unused(),
