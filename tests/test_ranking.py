@@ -21,6 +21,7 @@ from effgpu.diagnosing.causes import (
     OPTIMIZER,
     PADDING,
     PRECISION,
+    VALIDATION,
     WAITS,
     Observed,
 )
@@ -181,6 +182,7 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (WAITS, {"events": (READS, FILTERS)}, "keep the value on the GPU"),
         (WAITS, {"events": (MASKS, FILTERS)}, "TrainingArguments(logging_nan_inf_filter=False)"),
         (WAITS, {"events": (FILTERS,)}, "TrainingArguments(logging_nan_inf_filter=False)"),
+        (VALIDATION, {}, "with torch.no_grad(): around what is not trained there, which saves memory above all"),
         (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),
     ],
 )
