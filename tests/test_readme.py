@@ -228,7 +228,7 @@ def test_picture_is_the_notebooks():
 
 def test_numbers_on_published_runs_are_those_of_the_page():
     readme, page = README.read_text(), (ROOT / "docs" / "predict.md").read_text()
-    numbers = r"(\d+)\s+published\s+runs\W+median\s+error\s+([\d.]+)\s?%\W+worst\s+([\d.]+)\s?%"
+    numbers = r"(\d+)\s+published\s+steps\W+median\s+error\s+([\d.]+)\s?%\W+worst\s+([\d.]+)\s?%"
     assert re.search(numbers, readme).groups() == re.search(numbers, page).groups()
     assert ("no false" in readme) == ("There is none." in page)
     for group in ("transformers", "convolutional networks"):
