@@ -218,6 +218,26 @@ def test_clipping_gradients_is_no_hidden_wait_unless_its_norm_is_read(run):
         assert code == 0 and found["note"].endswith(f": {waits}"), errors
 
 
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        ("torch.cuda.synchronize()", "no synchronize() in the loop"),
+        ("torch.accelerator.synchronize()", "no synchronize() in the loop"),
+        ("torch.cuda.empty_cache()", "no empty_cache() in the loop"),
+        ("print(model.weight.norm().item()); torch.cuda.synchronize()", "no synchronize() in the loop"),
+        ("print(model.weight.norm().item())\n        torch.cuda.synchronize()", "keep the value on the GPU"),
+    ],
+)
+def test_a_call_that_waits_for_the_gpu_is_a_hidden_wait_with_its_own_advice(call, advice, run):
+    script = COPIES.replace("COPIED", "rows.cuda()")
+    code, told, errors = run(script + f"        {call}\n")
+    (found,) = (each for each in told["examined"] if each["name"] == WAITS)
+    (line, *_) = found["lines"]
+    assert code == 0 and line["line"] == script.count("\n") + 1 and found["advice"].startswith(advice), errors
+    assert found["note"].endswith(f": {1 + ('item' in call)}")
+    assert any("empty_cache() in the step" in note for note in told["notes"]) == ("empty_cache" in call)
+
+
 def test_work_on_the_cpu_in_the_loop_counts_as_loading(run):
     enlarged = "torch.nn.functional.interpolate(rows[None], 16 * 4096).squeeze(0)[:, :4096].cuda()"
     code, told, errors = run(COPIES.replace("COPIED", enlarged))

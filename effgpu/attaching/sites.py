@@ -39,10 +39,14 @@ class Site(NamedTuple):
         """The same, with the library's."""
         return self.place + f" (in {self.inside})" * bool(self.inside)
 
-    def __str__(self) -> str:
+    @property
+    def code(self) -> str:
+        """What the line says; empty where that is not known."""
         linecache.checkcache(self.file)  # which may have changed since an earlier answer
-        code = linecache.getline(self.file, self.line).strip()
-        return f"{self.where}: {code}" if code else self.where
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.where}: {code}" if (code := self.code) else self.where
 
 
 def find_site(*, outermost: bool = False, until: tuple[CodeType, ...] = ()) -> Site | None:

@@ -181,12 +181,21 @@ def _tell_update(seen: Observed, events: list[Event]) -> str:
     return f"the step of {seen.optimizers[0][0]} takes longest" if several else ""
 
 
+_KEEP = "keep the value on the GPU, loss.detach(), and read it every 100 steps"
+_NEEDLESS = {
+    "synchronize": "no synchronize() in the loop: only a stopwatch needs it",
+    "empty_cache": "no empty_cache() in the loop: PyTorch gives memory back by itself before it runs out",
+}
+
+
 def _read_less(seen: Observed) -> str:
     sites = [event.site for event in seen.events if event.kind == READ and event.site]
     filters = [(site.inside.rpartition(":")[0] or site.file).endswith(_TRAINER) for site in sites]
     if any(filters) and all(filter or site.inside for filter, site in zip(filters, sites)):  # libraries' reads alone
         return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
-    return "keep the value on the GPU, loss.detach(), and read it every 100 steps"
+    needless = {site: [each for each in _NEEDLESS if f"{each}(" in site.code] for site in sites}
+    read = [] if needless and all(needless.values()) else [_KEEP]
+    return "; ".join([*read, *dict.fromkeys(_NEEDLESS[each] for calls in needless.values() for each in calls)])
 
 
 def _launch_less(seen: Observed) -> str:

@@ -74,7 +74,13 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         _observed_by(recorder),
         answering_as(
             recorder.asked.gpu,
-            Asks(recorder.note_capability, recorder.note_name, recorder.note_memory),
+            Asks(
+                recorder.note_capability,
+                recorder.note_name,
+                recorder.note_memory,
+                recorder.work.wait,
+                recorder.note_emptied_cache,
+            ),
             InUse(recorder.storages.in_use, recorder.storages.most_in_use, recorder.storages.forget_most),
         ),
         imports.changed(

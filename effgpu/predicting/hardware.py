@@ -18,12 +18,11 @@ from effgpu.predicting.gpus import Gpu
 
 FIRST_GPU = tensor_types.GPU
 _CUDA = "12.8"  # where PyTorch was built without
-_NOTHING = """init _lazy_init set_device synchronize empty_cache ipc_collect set_stream manual_seed manual_seed_all seed
+_NOTHING = """init _lazy_init set_device ipc_collect set_stream manual_seed manual_seed_all seed
 seed_all set_rng_state set_rng_state_all reset_accumulated_memory_stats set_sync_debug_mode _sleep"""
 _ZERO = """current_device initial_seed get_sync_debug_mode utilization memory_usage temperature power_draw clock_rate
 device_memory_used _exchange_device _maybe_exchange_device"""
-_ACCELERATOR_NOTHING = """set_device_index set_device_idx synchronize set_stream empty_cache
-reset_accumulated_memory_stats"""
+_ACCELERATOR_NOTHING = "set_device_index set_device_idx set_stream reset_accumulated_memory_stats"
 _ACCELERATOR_ZERO = "current_device_index current_device_idx"
 
 
@@ -125,11 +124,16 @@ def _tell_memory(in_use: InUse) -> dict[str, Callable]:
 
 
 class Asks(NamedTuple):
-    """Whom to call where an answer is the named GPU's own: of its kind, of its name, and of its memory."""
+    """Whom to call where an answer is the named GPU's own: of its kind, of its name, and of its memory.
+
+    And where the CPU waits until the GPU has done all, or has it `give_back` what it has reserved.
+    """
 
     kind: Callable[[], None]
     name: Callable[[], None]
     memory: Callable[[], None]
+    wait: Callable[[], None]
+    give_back: Callable[[], None]
 
 
 class _Properties:
@@ -199,6 +203,11 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         asks.name()
         return driver_name(gpu)
 
+    waiting = {
+        "synchronize": lambda *_, **__: asks.wait(),
+        "empty_cache": lambda *_, **__: asks.give_back(),
+    }
+
     def ask(answer: object) -> Callable:
         def give(*_: object, **__: object) -> object:
             asks.kind()
@@ -216,6 +225,7 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         "get_arch_list": ask(["sm_{}{}".format(*gpu.capability)]),
         "mem_get_info": left,
         **memory,
+        **waiting,
         "reset_max_memory_allocated": memory["reset_peak_memory_stats"],
         "reset_max_memory_cached": memory["reset_peak_memory_stats"],
         "host_memory_stats": lambda *_, **__: Counter(),
@@ -244,11 +254,13 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         "current_stream": lambda *_, **__: Stream(),
         "get_memory_info": left,
         **memory,
+        **waiting,
         **{name: _gives(None) for name in _ACCELERATOR_NOTHING.split()},
         **{name: _gives(0) for name in _ACCELERATOR_ZERO.split()},
     }
     yield from ((torch.cuda, name, answer) for name, answer in cuda.items())
-    yield from ((torch.cuda.memory, name, answer) for name, answer in (memory | {"mem_get_info": left}).items())
+    others = memory | {"mem_get_info": left, "empty_cache": waiting["empty_cache"]}
+    yield from ((torch.cuda.memory, name, answer) for name, answer in others.items())
     yield from ((torch.accelerator, name, answer) for name, answer in accelerator.items())
     yield from tensor_types.on_gpu()
     yield from _elsewhere()

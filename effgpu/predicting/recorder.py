@@ -159,6 +159,12 @@ class Recorder(TorchDispatchMode):
             self.note_capability()
             self._note_own("sizes that follow from a GPU's memory are those")
 
+    def note_emptied_cache(self) -> None:
+        """The GPU gives back what PyTorch has reserved, once it has done all."""
+        self.work.wait()
+        if self.work.counts:
+            self.say(UNTIMED, "it takes to ask for the memory anew that empty_cache() in the step has given back")
+
     def note_settings(self, given: str, by: str) -> None:
         """Something asks for these settings of the allocator, which is predicted as it is without."""
         if self.capability and (settings := find_settings(given)):
