@@ -6,6 +6,7 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 
 import contextlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from effgpu.attaching.replacing import replaced
+from effgpu.attaching.sites import LIBRARY, READER, whose
 from effgpu.predicting import tensor_types
 from effgpu.predicting.gpus import Gpu
 
@@ -103,6 +105,16 @@ class Stream(contextlib.AbstractContextManager):
 def _gives(answer: object) -> Callable:
     """A function of its own each time: torch._dynamo refuses one object under two names."""
     return lambda *_, **__: answer
+
+
+def _where_asked(do: Callable[[], None]) -> Callable:
+    """A call that does this where the reader or a library makes it: not where PyTorch or effgpu itself does."""
+
+    def call(*_: object, **__: object) -> None:
+        if whose(sys._getframe(1).f_code.co_filename) in (READER, LIBRARY):
+            do()
+
+    return call
 
 
 def _tell_memory(in_use: InUse) -> dict[str, Callable]:
@@ -203,10 +215,7 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         asks.name()
         return driver_name(gpu)
 
-    waiting = {
-        "synchronize": lambda *_, **__: asks.wait(),
-        "empty_cache": lambda *_, **__: asks.give_back(),
-    }
+    waiting = {"synchronize": _where_asked(asks.wait), "empty_cache": _where_asked(asks.give_back)}
 
     def ask(answer: object) -> Callable:
         def give(*_: object, **__: object) -> object:
