@@ -223,6 +223,8 @@ def test_clipping_gradients_is_no_hidden_wait_unless_its_norm_is_read(run):
     [
         ("torch.cuda.synchronize()", "no synchronize() in the loop"),
         ("torch.accelerator.synchronize()", "no synchronize() in the loop"),
+        ("torch.cuda.current_stream().synchronize()", "no synchronize() in the loop"),
+        ("end = torch.cuda.Event(); end.record(); end.synchronize()", "no synchronize() in the loop"),
         ("torch.cuda.empty_cache()", "no empty_cache() in the loop"),
         ("print(model.weight.norm().item()); torch.cuda.synchronize()", "no synchronize() in the loop"),
         ("print(model.weight.norm().item())\n        torch.cuda.synchronize()", "keep the value on the GPU"),

@@ -1,7 +1,7 @@
 """What PyTorch says of the hardware while a step is walked: the answers of the GPU that is named, not of this machine.
 
 transformers, accelerate and diffusers ask through torch.cuda and torch.accelerator, too: fp16=True, bf16=True, TF32 and
-`enabled=torch.cuda.is_available()` are what they are there. Streams and events do nothing: kernels take no time here.
+`enabled=torch.cuda.is_available()` are what they are there. Kernels take no time here, so streams and events only wait.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Event:
     def record(self, *_: object, **__: object) -> None:
         """Nothing to do."""
 
-    wait = synchronize = record
+    wait = record
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -91,7 +91,7 @@ class Stream(contextlib.AbstractContextManager):
     def wait_stream(self, *_: object, **__: object) -> None:
         """Nothing to do."""
 
-    wait_event = synchronize = wait_stream
+    wait_event = wait_stream
 
     def query(self) -> bool:
         """Whether its work is done."""
@@ -216,6 +216,7 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         return driver_name(gpu)
 
     waiting = {"synchronize": _where_asked(asks.wait), "empty_cache": _where_asked(asks.give_back)}
+    event, stream = (type(kind.__name__, (kind,), {"synchronize": waiting["synchronize"]}) for kind in (Event, Stream))
 
     def ask(answer: object) -> Callable:
         def give(*_: object, **__: object) -> object:
@@ -248,10 +249,10 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         "is_current_stream_capturing": _gives(False),
         "is_tf32_supported": ask(gpu.capability >= (8, 0)),
         "can_device_access_peer": _gives(False),
-        "Event": Event,
-        "Stream": Stream,
-        "current_stream": lambda *_, **__: Stream(),
-        "default_stream": lambda *_, **__: Stream(),
+        "Event": event,
+        "Stream": stream,
+        "current_stream": lambda *_, **__: stream(),
+        "default_stream": lambda *_, **__: stream(),
         "stream": lambda *_, **__: contextlib.nullcontext(),
         **{name: _gives(None) for name in _NOTHING.split()},
         **{name: _gives(0) for name in _ZERO.split()},
@@ -260,7 +261,7 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         "is_available": _gives(True),
         "device_count": _gives(1),
         "current_accelerator": lambda *_, **__: FIRST_GPU,
-        "current_stream": lambda *_, **__: Stream(),
+        "current_stream": lambda *_, **__: stream(),
         "get_memory_info": left,
         **memory,
         **waiting,
