@@ -1021,7 +1021,7 @@ def doctor():
     """One training step as a bar of three parts: loading, waiting, computing. Below it the same step three times, each
     time with one part left out or shorter. What is missing at the right end is what that change saves at most."""
     ax = card(312, "Leave one thing out, and see")
-    load, wait, compute = ("loading", 76, ORANGE), ("waits", 48, PALE), ("computing", 200, BLUE)
+    load, wait, compute = ("loading", 76, PALE), ("waits", 48, ORANGE), ("computing", 200, BLUE)
     without(ax, 70, "the step as it is", (load, wait, compute))
     without(ax, 134, "the same batch again", (wait, compute), 342)
     without(ax, 198, "nothing is read from the GPU", (load, compute), 342)

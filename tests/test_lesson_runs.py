@@ -64,7 +64,7 @@ MUTATIONS = {
     "22_out_of_memory": ("loss = loss / len(labels)  # new", "loss = loss / len(some_labels)  # new"),
     "23_lora": ("torch.zeros(outputs, rank, device=device)", "torch.ones(outputs, rank, device=device)"),
     "24_table_of_2022": ("x = checkpoint(block, x, use_reentrant=False)  # new", "x = block(x)  # new"),
-    "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[1:])  # new"),
+    "25_doctor": ("get_total_norm(gradients)  # new", "get_total_norm(gradients[:1])  # new"),
     "26_large_vocabulary": ("return total / (labels != -100).sum()  # new", "return total / len(labels)  # new"),
     "27_keep_or_recompute": (
         "partial(create_selective_checkpoint_contexts, keep_products)  # new",

@@ -145,11 +145,16 @@ def map_of_the_course() -> str:
 
 
 def measured(link) -> list[str]:
-    """A table for each GPU whose results are stored: what its lessons measured, beside the prediction for it."""
+    """A table for each GPU whose results are stored: what its lessons measured, beside the prediction for it.
+
+    Left out are techniques that their lesson compares no more.
+    """
     by_gpu = defaultdict(list)
     for number, lesson in lessons().items():
         for comparison in stored(lesson.name):
-            by_gpu[comparison.device.label].append((number, replace(lesson, comparisons=(comparison,)).headline))
+            headline = replace(lesson, comparisons=(comparison,)).headline
+            if lesson.main is None or headline.label in [each.label for each in lesson.main]:
+                by_gpu[comparison.device.label].append((number, headline))
     lines = []
     for gpu, headlines in by_gpu.items():
         lines += [
