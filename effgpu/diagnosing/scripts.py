@@ -86,7 +86,7 @@ def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Pla
     """
     loading, moving, disturbances, files = Loading(), Moving(), Disturbances(), Files(began)
     marks.listeners += [loading.next_step, moving.next_step]
-    marks.leaving.append(functools.partial(files.clean, goes_on=False))
+    marks.leaving += [functools.partial(files.clean, goes_on=False), files.close]
     seeing = loading.replacing(disturbances.note), moving.replacing(), disturbances.replacing()
     with weights_set_aside(files), replaced(itertools.chain(*seeing)):
 

@@ -38,6 +38,7 @@ def alone() -> Iterator[tuple[object, str, object]]:
     yield distributed, "init_process_group", start_alone
     for name, do in _ON_ONE_RANK.items():
         yield distributed, name, _at_once(getattr(distributed, name), do)
+    yield distributed, "batch_isend_irecv", lambda ops: [_Done(each.tensor) for each in ops]
     yield distributed_nn, "all_gather", lambda tensor, *_, **__: (tensor.clone(),)
     yield distributed_nn, "all_reduce", lambda tensor, *_, **__: tensor.clone()
 

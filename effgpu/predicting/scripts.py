@@ -61,7 +61,7 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
-    marks.leaving.append(partial(recorder.files.clean, goes_on=False))
+    marks.leaving += [partial(recorder.files.clean, goes_on=False), recorder.files.close]
 
     def check_first(*_: object) -> None:  # a step of LBFGS may run the model for minutes
         if not marks.total:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
@@ -251,7 +252,8 @@ def explain(error: BaseException) -> str | None:
         return "a DTensor, as of parallelize_module, cannot be predicted: leave it out, for one rank"
     if found := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
         return f"{found[1]} cannot be predicted: let the script call plain operations in its place"
-    if "shape_env must not be None" in str(error):
+    inside = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    if "shape_env must not be None" in str(error) or "create_symbolic_nested_int" in inside:  # PyTorch 2.9 has no words
         return "the step makes sizes that depend on values, as nested tensors have them: predict it with padded ones"
     if any(words in str(error) for words in _ASKS_CUDA):
         return "the step calls torch.cuda itself, and there is no GPU here: leave out what has no answer without one"
