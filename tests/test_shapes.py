@@ -24,6 +24,12 @@ CALLS = [  # with two tensors of one shape
     lambda run, a, b: run(aten.unbind.int, a, 1),
     lambda run, a, b: run(aten.topk.default, a, 1),
     lambda run, a, b: run(aten.native_dropout.default, a, 0.5, True),
+    lambda run, a, b: run(aten._unsafe_view.default, b, [-1]),
+    lambda run, a, b: run(aten.add_.Tensor, b, a),
+    lambda run, a, b: run(aten.mul_.Tensor, b, 0.5),
+    lambda run, a, b: run(aten.add_.Tensor, b, torch.empty(9, 9)),
+    lambda run, a, b: run(aten.t_.default, b),
+    lambda run, a, b: run(aten.resize_.default, b, [7, 7]),
 ]
 
 
@@ -55,6 +61,15 @@ def test_what_is_remembered_is_what_fake_tensor_mode_gives(call, rows, columns, 
         expected = result_with(lambda func, *args, **options: func(*args, **options))
         run = lambda func, *args, **options: shapes.run(mode, func, args, options)
         assert [result_with(run) for _ in range(2)] == [expected] * 2  # the second time from memory
+
+
+def test_what_changes_a_tensor_gives_that_tensor_and_a_view_its_storage():
+    with FakeTensorMode() as mode:
+        for _ in range(2):
+            a, b = torch.empty(2, 3), torch.empty(2, 3)
+            assert shapes.run(mode, aten.add_.Tensor, (a, b), {"alpha": 2}) is a
+            viewed = shapes.run(mode, aten._unsafe_view.default, (a, [6]), {})
+            assert viewed.shape == (6,) and viewed.untyped_storage()._cdata == a.untyped_storage()._cdata
 
 
 def test_numbers_of_other_types_and_another_default_are_told_apart():

@@ -21,9 +21,9 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import parameters
 
 aten = torch.ops.aten
-_PURE, _VIEW, _LISTED = "pure", "view", "listed"
-_VIEWS = """view t transpose.int permute expand detach alias unsqueeze squeeze.dim slice.Tensor select.int split.Tensor
-unbind.int"""
+_PURE, _VIEW, _LISTED, _IN_PLACE = "pure", "view", "listed", "in place"
+_VIEWS = """view _unsafe_view t transpose.int permute expand detach alias unsqueeze squeeze.dim slice.Tensor select.int
+split.Tensor unbind.int"""
 _REFUSED = re.compile(r'"\w*cpu\w*" not implemented for \'([\w.]+)\'')
 _NAMES = {"Half": "float16", "BFloat16": "bfloat16", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32"}
 _NAMES |= {"Long": "int64", "Bool": "bool"}
@@ -81,12 +81,17 @@ def _run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
         return func(*args, **kwargs)
     if kind == _LISTED:
         return None
+    if kind == _IN_PLACE:
+        if key not in _known:
+            result = func(*args, **kwargs)
+            if result is args[0] and _outline(args, mode) == key[2]:
+                _remember(key, None)
+            return result
+        return args[0]
     if kind == _PURE and key not in _known:
         result = func(*args, **kwargs)
-        if len(_known) >= _MOST:
-            _known.clear()
         with contextlib.suppress(TypeError, RuntimeError):
-            _known[key] = _outline_of_new(result, mode, {storage_key(t) for t in tensors_of(args)})
+            _remember(key, _outline_of_new(result, mode, {storage_key(t) for t in tensors_of(args)}))
         return result
     with in_kernel_invocation_manager(mode):
         if kind == _PURE:
@@ -95,9 +100,15 @@ def _run(mode: FakeTensorMode, func, args: tuple, kwargs: dict):
         return list(map(wrap, made)) if isinstance(made, list) else wrap(made)
 
 
+def _remember(key: tuple, outline: object) -> None:
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[key] = outline
+
+
 @functools.cache
 def _kind(func) -> str | None:
-    """How an operation's result can be made; None for one that writes into tensors, or depends on their values."""
+    """How an operation's result can be made; None for one that depends on values, or writes into several."""
     name, arguments, results = func._schema.name, func._schema.arguments, func._schema.returns
     if func.namespace != "aten" or _BY_VALUES & set(func.tags):
         return None
@@ -105,7 +116,10 @@ def _kind(func) -> str | None:
         return _LISTED  # it changes a list of tensors in place, and gives nothing
     if func in _views():
         return _VIEW
-    return None if any(each.alias_info for each in (*arguments, *results)) else _PURE
+    written = [each.name for each in arguments if each.alias_info]
+    if written == ["self"] == [arguments[0].name] and arguments[0].alias_info.is_write:
+        return _IN_PLACE if len(results) == 1 and torch.Tag.inplace_view not in func.tags else None
+    return None if written or any(each.alias_info for each in results) else _PURE
 
 
 @functools.cache
