@@ -111,14 +111,20 @@ def name_file(path: str) -> str:
 
     A notebook's cell lies in a file with a number for its name. IPython's tracebacks call it `In[7]`, and so do we.
     """
-    parts = Path(path).parts
-    installed = next((number for number, part in enumerate(parts) if part in _INSTALLED), None)
-    if installed is not None:
-        return "/".join(parts[installed + 1 :])
+    if (installed := _name_installed(path)) is not None:
+        return installed
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if cell := shell and getattr(shell.compile, "format_code_name", lambda path: None)(path):  # since IPython 8
         return cell[1]
     return "cell" if any(part in path for part in _CELLS) else Path(path).name
+
+
+@functools.cache
+def _name_installed(path: str) -> str | None:
+    """The name of an installed library's file, from the library's folder on; None for another file."""
+    parts = Path(path).parts
+    installed = next((number for number, part in enumerate(parts) if part in _INSTALLED), None)
+    return None if installed is None else "/".join(parts[installed + 1 :])
 
 
 def once_a_file(find: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,7 +1,9 @@
 """The operations that a step calls, and the bytes that they touch."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -66,6 +68,7 @@ class _Counting(TorchDispatchMode):
         return result
 
 
+@functools.cache
 def runs_kernel(operation) -> bool:
     """Whether an operation runs a kernel: views, empty tensors and notes to the profiler do not."""
     name = operation.overloadpacket.__name__
@@ -76,11 +79,10 @@ def bytes_touched(operation, name: str, args: tuple, kwargs: dict, result: objec
     """Bytes that a call reads and writes, without caches. An argument that it changes in place counts as both."""
     touched, most = 0, _rows(name, args, result)
     given = name_arguments(operation, args, kwargs)
-    for argument in operation._schema.arguments:
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        reads = not (argument.is_out or (writes and name in _OVERWRITE))
+    for argument in arguments_of(operation):
+        reads = not (argument.is_out or (argument.is_written and name in _OVERWRITE))
         size = sum(map(_size, tensors_of(given.get(argument.name))))
-        touched += (reads + writes) * (size if most is None else min(size, most))
+        touched += (reads + argument.is_written) * (size if most is None else min(size, most))
         most = None
     inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
     return touched + sum(_size(tensor) for tensor in tensors_of(result) if id(tensor) not in inputs)
@@ -101,9 +103,31 @@ def _rows(name: str, args: tuple, result: object) -> int | None:
     return max(values, default=None) if name in _WRITE_ROWS else None
 
 
+class Argument(NamedTuple):
+    """One of an operation's: its name, whether the operation writes into it, and whether it is there only for that."""
+
+    name: str
+    is_written: bool
+    is_out: bool
+
+
+@functools.cache
+def arguments_of(operation) -> tuple[Argument, ...]:
+    """The arguments of an operation. PyTorch makes those of a schema anew each time that it is asked for them."""
+    return tuple(
+        Argument(each.name, each.alias_info is not None and each.alias_info.is_write, each.is_out)
+        for each in operation._schema.arguments
+    )
+
+
+@functools.cache
+def _names_of(operation) -> tuple[str, ...]:
+    return tuple(argument.name for argument in arguments_of(operation))
+
+
 def name_arguments(operation, args: tuple, kwargs: dict) -> dict:
     """What an operation is called with, by the names of its arguments."""
-    return dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
+    return dict(zip(_names_of(operation), args)) | kwargs
 
 
 def lists_of(args: tuple) -> list:

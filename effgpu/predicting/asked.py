@@ -1,5 +1,6 @@
 """What a walk is asked for: the GPUs, and how far it goes. A script's process gets the same."""
 
+import functools
 import time
 from dataclasses import dataclass, field
 from numbers import Real
@@ -27,7 +28,7 @@ class Asked:
     awaits_update: bool = False
     began: float = field(default_factory=time.time)
 
-    @property
+    @functools.cached_property
     def first(self) -> Gpu:
         """Whose peak a result shows: the first of the GPUs that a walk for this capability is for."""
         return next((gpu for gpu in self.gpus if gpu.capability <= (self.capability or (0, 0))), self.gpus[0])

@@ -75,7 +75,7 @@ class Counting:
         elif name in _KEEPS:
             for known in tensors_of(args[:1]):
                 for noted in (self._ranges, self._shares):
-                    if known in noted:
+                    if noted and known in noted:
                         noted.update((made, noted[known]) for made in tensors_of(result))
 
     def _follow_truths(self, func, name: str, args: tuple, result: object) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from effgpu.measuring.ops import bytes_touched, lists_of, name_arguments, runs_kernel, tensors_of
+from effgpu.measuring.ops import arguments_of, bytes_touched, lists_of, name_arguments, runs_kernel, tensors_of
 
 PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
 NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
@@ -149,7 +149,7 @@ def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> l
         return []
     moved = bytes_touched(func, name, args, kwargs, result)
     named = name_arguments(func, args, kwargs)
-    args = tuple(named.get(argument.name) for argument in func._schema.arguments)  # all of them, in their order
+    args = tuple(named.get(argument.name) for argument in arguments_of(func))  # all of them, in their order
     if name in _PRODUCTS and not has_sparse(args):
         return [_multiply(name, args, moved)]
     if name in ("convolution", "convolution_backward"):

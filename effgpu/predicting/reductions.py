@@ -12,6 +12,7 @@ _SUMS = ("sum", "mean", "nansum", "prod", "linalg_vector_norm", "norm")
 _VARIANCES = ("var", "std", "var_mean", "std_mean")
 _PLACES = ("argmax", "argmin", "max", "min")
 _EXTREMES = ("amax", "amin", "any", "all")
+_REDUCTIONS = {*_SUMS, *_VARIANCES, *_PLACES, *_EXTREMES}
 _WARP, _MOST_THREADS, _MOST_VALUES, _LEAST_VALUES = 32, 512, 256, 16
 _ADDRESSED = 2**31  # bytes that a kernel takes at a time: with_32bit_indexing
 # CUDA C++ Programming Guide, technical specifications per compute capability: threads of a multiprocessor.
@@ -24,12 +25,14 @@ def reduction_buffer(func, args: tuple, kwargs: dict, gpu: Gpu) -> int:
     There is a number for each result, block, column of threads and number that a thread reads at once: PyTorch takes
     as much, and uses a part. Only what is reduced across rows counts: along a row there are a few results.
     """
+    if (name := func.overloadpacket.__name__) not in _REDUCTIONS:
+        return 0
     given = name_arguments(func, args, kwargs)
     tensor, dims = given.get("self"), given.get("dim")
-    size = _accumulated(func.overloadpacket.__name__, tensor)
+    size = _accumulated(name, tensor)
     if not size or not tensor.numel() or not tensor.dim():
         return 0
-    copied = 8 * tensor.numel() * (_is_widened(func.overloadpacket.__name__, tensor) and tensor.element_size() < 8)
+    copied = 8 * tensor.numel() * (_is_widened(name, tensor) and tensor.element_size() < 8)
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     reduced = {dim % tensor.dim() for dim in dims}
     inputs = math.prod(tensor.shape[dim] for dim in reduced)

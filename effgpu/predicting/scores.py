@@ -24,7 +24,8 @@ class Scores:
         """Follow an operation. Whether it reads scores of attention that is over."""
         name = func.overloadpacket.__name__
         self._products += name in OUTSIDE_ATTENTION
-        made = {self._made_after[each] for each in tensors_of((args, kwargs)) if each in self._made_after}
+        given = tensors_of((args, kwargs)) if self._made_after else ()
+        made = {self._made_after[each] for each in given if each in self._made_after}
         if name == "_softmax":
             self._attended |= made
         if not made and name in BATCHED:

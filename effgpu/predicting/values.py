@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from effgpu.measuring.ops import name_arguments, tensors_of
+from effgpu.measuring.ops import arguments_of, name_arguments, tensors_of
 from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key, tree_map_only
 
 aten = torch.ops.aten
@@ -178,5 +178,4 @@ def _is_certain(func) -> bool:
 @functools.cache
 def _written(func) -> tuple[str, ...]:
     """The arguments that an operation changes."""
-    arguments = func._schema.arguments
-    return tuple(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tuple(each.name for each in arguments_of(func) if each.is_written)
