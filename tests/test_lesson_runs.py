@@ -74,6 +74,19 @@ MUTATIONS = {
     "29_limit": ("gradient @ weight  # the", "pass  # the"),
 }
 
+DEFINES = ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
+TAKE_LONG = {*MEASURES, "predict", "largest", "measure"}
+ONCE = {  # words of cells that train, or predict, for 3 to 25 seconds, and that no checked cell needs
+    "00_measuring": ("intervals = []",),
+    "05_batch_size": ("def one_batch(", "critical batch size"),
+    "08_mixed_precision": ("def train(dtype)",),
+    "15_lr_schedules": ("constant_losses = ",),
+    "17_distilbert_150k": ("runs = {}",),
+    "18_pruning": ("trials = [",),
+    "20_multi_gpu": ("1000 * gradients / rate",),
+}
+ON_THE_HUB = "from effgpu.course import hub\n"  # begins a solution that needs a network
+
 
 NO_NETWORK = """
 import socket
@@ -90,16 +103,25 @@ def test_each_lesson_has_a_mistake_to_notice():
     assert list(MUTATIONS) == [path.stem for path in LESSONS]
 
 
+@pytest.mark.parametrize("lesson", ONCE)
+def test_what_runs_only_once_is_one_cell_that_no_checked_cell_needs(lesson):
+    (path,) = [path for path in LESSONS if path.stem == lesson]
+    needed = {cell.id for cell in checked_with_what_they_need(read(path))}
+    for words in ONCE[lesson]:
+        (cell,) = [cell for cell in code(read(path)) if words in cell.source]
+        assert cell.id not in needed
+
+
 @pytest.mark.slow
 @each_lesson
 def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, tmp_path, monkeypatch):
-    """All cells; the technique done wrong, which the checked cells notice; again all that do not measure; solutions."""
+    """All cells; the technique done wrong, which the checked cells notice; again all that are quick; solutions."""
     cells = code(read(path))
     with start_kernel(path, tmp_path, monkeypatch) as run:
         assert not run(cells)
         assert told(cells) == told(read(path).cells), "the checked cells differ from the stored ones"
         check_noticed(path, cells, *MUTATIONS[path.stem], run)
-        again = [nbformat.from_dict(cell) for cell in cells if is_checked(cell) or not takes_long(cell)]
+        again = [nbformat.from_dict(cell) for cell in cells if is_checked(cell) or not takes_long(path, cell)]
         assert not run(again), "the second run in one kernel"
         assert told(again) == told(cells), "the checked cells of the second run differ from those of the first"
         for number, (source, text) in enumerate(solutions(path), start=1):
@@ -111,9 +133,6 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
             assert not numbers(" ".join(PRINTS.findall(text))) - numbers(printed), f"solution {number}: {printed}"
 
 
-DEFINES = ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom
-TAKE_LONG = {*MEASURES, "predict", "largest", "measure"}
-ON_THE_HUB = "from effgpu.course import hub\n"  # begins a solution that needs a network
 SHORTER = {"18_pruning": ("in range(3)]", "in range(1)]")}  # what a vocabulary of 50,257 makes long
 REAL = [path for path in LESSONS if any("\nreal = False" in f"\n{cell.source}" for cell in code(read(path)))]
 
@@ -179,10 +198,12 @@ def check_noticed(path, cells, right, wrong, run):
         assert told(mutated) != told([cell for cell in cells if cell.id in ids]), f"nobody noticed {wrong!r}"
 
 
-def takes_long(cell) -> bool:
-    """Whether a cell measures, predicts or draws, and defines nothing but its result."""
+def takes_long(path, cell) -> bool:
+    """Whether a cell measures, predicts or draws, and defines nothing but its result; or is named in `ONCE`."""
     if is_magic(cell) or "importlib.util" in cell.source:
         return False
+    if any(words in cell.source for words in ONCE.get(path.stem, ())):
+        return True
     statements = ast.parse(cell.source).body
     return any(measures(each, TAKE_LONG) for each in statements) and not any(
         isinstance(each, DEFINES) for each in statements
