@@ -2153,6 +2153,13 @@ def test_a_step_that_trains_few_of_the_weights_says_so(run):
     assert note == "the step that was counted trains less than 0.01% of the weights of all modules"
 
 
+def test_a_model_of_shapes_alone_has_no_weights_that_a_step_could_train(run):
+    """Such as one on "meta" whose weights are counted for a law of scaling, as in nanochat."""
+    shapes = "with torch.device('meta'): large = torch.nn.Linear(2**15, 2**15)\n"
+    _, told, errors = run(loop(BUILD + shapes))
+    assert not told["notes"], errors
+
+
 def test_a_step_whose_optimizer_trains_copies_on_the_cpu_does_not_say_which_share_it_trains(run):
     copies = """
 copies = [p.detach().cpu() for p in model.parameters()]

@@ -510,7 +510,7 @@ class Recorder(TorchDispatchMode):
     def trained_share(self) -> float:
         """The share of the modules' weights that the optimizers which have made a step train; 0 if it is not known."""
         held = (each for module in self._modules for each in module._parameters.values() if each is not None)
-        weights = {id(each): each.numel() for each in held}
+        weights = {id(each): each.numel() for each in held if not is_meta(each)}  # such a model has none, only shapes
         groups = (group for one in self.optimizers.stepped for group in one.param_groups)
         given = {id(each): each for group in groups for each in group["params"]}
         known = sum(weights[name] for name, each in given.items() if name in weights and each.requires_grad)
