@@ -2142,6 +2142,25 @@ def test_threads_of_a_script_have_its_gpu_and_read_its_tensors(run):
     assert not any("differ in size" in each for each in told["assumptions"])
 
 
+FETCHING = """
+def fetch():
+    batch = None
+    for _ in range(9):
+        following = torch.randn(4096, 1024).to("cuda").sub_(0.5) * 2
+        if batch is not None:
+            yield batch
+        batch = following
+
+batches = fetch()
+"""
+
+
+def test_a_batch_that_is_fetched_a_step_ahead_makes_no_two_steps_differ(run):
+    """As timm's PrefetchLoader does: a step makes one batch, too, and uses the one before."""
+    _, told, errors = run(loop(BUILD + FETCHING, STEP.replace('torch.randn(64, 1024).to("cuda")', "next(batches)")))
+    assert not any("differ in size" in each for each in told["assumptions"]), errors
+
+
 def test_a_step_that_trains_few_of_the_weights_says_so(run):
     head = "for layer in model[:-1]: layer.requires_grad_(False)\n"
     few = "model.extend(torch.nn.Linear(1024, 1024).cuda() for _ in range(8))\n"

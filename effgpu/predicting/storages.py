@@ -40,6 +40,7 @@ class Storages:
         self._made: list[list[Block]] = [[]]  # by the forward pass of each step, and of the one that has begun
         self._before: dict[Site | None, list[int]] = {}  # sizes of what was there at the end of the last step
         self._grew: set[Site | None] = set()  # where that was more than a step before
+        self._stayed: set[int] = set()  # blocks that a forward pass has made, and that were there a whole step later
 
     def start(self) -> None:
         """Count from here on."""
@@ -190,8 +191,16 @@ class Storages:
 
     @property
     def made(self) -> list[int]:
-        """Bytes of activations that the forward pass of each step has made."""
-        return [sum(block.size for block in blocks if block.owner == "activations") for blocks in self._made[:-1]]
+        """Bytes of activations that the forward pass of each step has made.
+
+        Of what stays, only what the last step has made, too, as a batch that is fetched a step ahead.
+        """
+        again = {block.site for blocks in self._made[-2:-1] for block in blocks}
+
+        def counts(block: Block) -> bool:
+            return block.owner == "activations" or (id(block) in self._stayed and block.site in again)
+
+        return [sum(block.size for block in blocks if counts(block)) for blocks in self._made[:-1]]
 
     def made_smaller(self) -> bool:
         """Whether the last step's forward pass made less than that of the step before."""
@@ -223,6 +232,7 @@ class Storages:
         for block in self.blocks if len(self._ends) > 1 else ():
             if block.owner == "activations" and block.died == math.inf and block.born <= self._ends[-2]:
                 block.owner = "other"
+                self._stayed.add(id(block))
 
     def _sizes_alive(self) -> dict[Site | None, list[int]]:
         """By line, the sizes of what is on the GPU now."""

@@ -197,7 +197,6 @@ def _compare_sizes(recorder: Recorder, peak: int) -> None:
     made = recorder.storages.made[-2:]
     if len(made) < 2:
         return
-    made[0] += sum(size for *_, size in recorder.storages.kept)  # what stays of it is no activation any more
     if abs(made[1] - made[0]) < _SMALL * peak or len({*map(format_bytes, made)}) < 2:
         return
     sizes = " and ".join(map(format_bytes, made))
