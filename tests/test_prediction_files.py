@@ -336,6 +336,23 @@ def test_archives_hold_weights_that_were_not_written(here):
     assert not [*here.iterdir()]
 
 
+def test_a_lock_from_before_can_be_taken(here):
+    """Such as that of load_dataset, from an earlier run: filelock waits for ever where a file has no name any more."""
+    filelock = pytest.importorskip("filelock")
+    (here / "data.lock").touch()
+    before = os.stat("data.lock")
+
+    def variant():
+        for _ in range(2):
+            with filelock.FileLock("data.lock", timeout=2) as lock:
+                assert lock.is_locked
+        model = torch.nn.Linear(256, 256)
+        return lambda: model(torch.randn(8, 256)).sum().backward()
+
+    predict(variant, "T4")
+    assert os.stat("data.lock") == before
+
+
 def test_a_file_that_another_program_keeps_writing_is_from_before_too(here):
     """Its times are those of now."""
     log = here / "log.txt"

@@ -280,7 +280,7 @@ class _Calls:
     def open_number(self, real: Callable, file, flags, *args, **kwargs):
         reads = not flags & (os.O_WRONLY | os.O_RDWR)
         way = _Way(reads, *(bool(flags & each) for each in (os.O_CREAT, os.O_TRUNC, os.O_EXCL)))
-        with self._placed(file, way) as there:
+        with self._placed(file, way, named=True) as there:  # filelock takes a file without a name for a deleted one
             if there is not file:
                 flags &= ~(os.O_EXCL | getattr(os, "O_NOFOLLOW", 0))  # its name is a link, and it is there
             return real(there, flags, *args, **kwargs)
@@ -290,8 +290,8 @@ class _Calls:
             return real(there, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _placed(self, file: object, way: _Way) -> Iterator[object]:
-        """Inside, the file is there that is opened this way: itself, or what stands in its place."""
+    def _placed(self, file: object, way: _Way, *, named: bool = False) -> Iterator[object]:
+        """Inside, the file is there that is opened this way: itself, or what stands in its place, `named` or not."""
         files = self._files
         path, instead, is_gone = files.follow(file)
         if path is None:
@@ -313,7 +313,7 @@ class _Calls:
             files.note_written(path)
         elif source or is_gone or files.leave_path(path):
             stays = None if is_gone or way.anew else source or path
-            yield files.stand_in(path, stays)
+            yield files.stand_in(path, stays, named=named)
         else:
             if way.anew:
                 files.pop_saved(path)
