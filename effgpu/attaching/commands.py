@@ -14,7 +14,7 @@ _TAKE_A_VALUE = ("-W", "-X")  # Python's own options that are two words
 _HAS_EFFGPU = "from importlib.util import find_spec; exit(not (find_spec('effgpu') and find_spec('torch')))"
 _ONE_PROCESS = "one process is predicted"
 _LAUNCHERS = {  # their options that take no value, as far as they are in use; all others take one
-    "torchrun": "standalone no-python run-path virtual-local-rank",
+    "torchrun": "standalone no-python run-path virtual-local-rank use-env",
     "accelerate": """cpu mps multi_gpu tpu use_xpu use_deepspeed use_fsdp use_megatron_lm use_parallelism_config quiet
     dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation same_network no_python debug no_tpu_cluster
     enable_cpu_affinity""",
@@ -98,8 +98,10 @@ def read_program(given: str | Sequence[str]) -> Program:
         words = _without_launcher(name, words[1:], variables)
     elif re.fullmatch(_PYTHON, name):
         python, words = _read_python(words)
-        if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+        if words[:2] == ["-m", "torch.distributed.run"]:
             words = _without_launcher("torchrun", words[2:], variables)
+        elif words[:2] == ["-m", "torch.distributed.launch"]:
+            words = _without_launch(words[2:], variables)
         elif words[:2] == ["-m", "accelerate.commands.launch"]:
             words = _without_launcher("accelerate", ["launch", *words[2:]], variables)
     if (ranks := {**os.environ, **variables}.get("WORLD_SIZE", "1")) != "1":
@@ -172,6 +174,16 @@ def _without_launcher(launcher: str, words: list[str], variables: dict[str, str]
     if "gradient_accumulation_steps" in options:
         variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = options["gradient_accumulation_steps"]
     return words
+
+
+def _without_launch(given: list[str], variables: dict[str, str]) -> list[str]:
+    """The same of torch.distributed.launch, which without `--use-env` tells the program its rank by an argument."""
+    words = _without_launcher("torchrun", [*given], variables)
+    its_own = given[: len(given) - len(words)]
+    if not {"--use-env", "--use_env"}.isdisjoint(its_own):
+        return words
+    after = 2 if words[:1] == ["-m"] else 1  # the name of the program
+    return [*words[:after], "--local-rank=0", *words[after:]]
 
 
 def _file(words: Sequence[str]) -> str:
