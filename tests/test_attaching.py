@@ -2530,6 +2530,7 @@ GROWING = STEP.replace("torch.randn(64, 1024)", "torch.randn(rows, 1024)")
         ("rows = choose(number)", True),
         ("if number == 50: rows = 256", True),
         ("if number == 50: table = table[::-1]", False),
+        ("if number == 50: most = 32; sample = torch.zeros(most, 4)", False),
         ("rate = 0.1 if number < 50 else 0.01", False),
         ("last = min(number + 64, 1024)", False),
         ("if number == 0: rows = 8 * len(model)", False),

@@ -225,16 +225,19 @@ def _sizes(file: str) -> list[int]:
     """The lines that give a name what a step's number decides, where that name is used as a size."""
     nodes = _read(file)
     functions = {node.name for node, _ in nodes if isinstance(node, ast.FunctionDef)}
-    used = {name for node, counters in nodes for name in _sizes_in(node) if not counters & _sizes_in(node)}
+    uses = [(node, sizes) for node, counters in nodes if (sizes := _sizes_in(node)) and not counters & sizes]
     found = []
     for node, counters in nodes:
         if isinstance(node, ast.If) and any(_later(part, counters) for part in ast.walk(node.test)):
             given = [each for each in _inside(node.body) if isinstance(each, ast.Assign) and _is_number(each.value)]
+            within = {id(part) for each in node.body for part in ast.walk(each)}  # as where a text is sampled
         else:
+            within = set()
             given = [node] if isinstance(node, ast.Assign) and _follows(node.value, counters, functions) else []
         names = {target.id for each in given for target in each.targets if isinstance(target, ast.Name)}
         names -= {_indexed(each.value) for each in given}  # rows in another order
-        if names & used - counters:
+        names -= counters
+        if names and any(names & sizes for use, sizes in uses if id(use) not in within):
             found.append(node.lineno)
     return sorted(found)
 
