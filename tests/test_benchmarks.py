@@ -21,7 +21,7 @@ from effgpu.course.lessons import LESSONS, find_lessons, find_origin
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs, family
 from effgpu.predicting.full_size import predict_here
 from effgpu.predicting.gpus import TABLE, find_gpu, read_table
-from effgpu.predicting.kernels import OTHER, Kernel, Segment
+from effgpu.predicting.kinds import OTHER, Kernel, Segment
 from effgpu.predicting.time import step_time
 
 pytestmark = pytest.mark.usefixtures("short_collections")

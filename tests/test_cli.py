@@ -20,13 +20,31 @@ from effgpu.measuring import device
 from effgpu.measuring.device import Device
 
 HEAVY = ("transformers", "datasets", "matplotlib")
+TRAINS = """
+import torch
+model = torch.nn.Linear(8, 8).to("cuda")
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(9):
+    for sample in torch.randn(8, 8).to("cuda"):
+        model(sample).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    "arguments, unwanted", [([], ("torch", *HEAVY)), (["--help"], ("torch", *HEAVY)), (["info"], HEAVY)]
+    "arguments, unwanted",
+    [
+        ([], ("torch", *HEAVY)),
+        (["--help"], ("torch", *HEAVY)),
+        (["info"], HEAVY),
+        (["predict", "--gpu", "T4", "--", "python", "train.py"], ("torch", *HEAVY)),  # which the script's process loads
+        (["doctor", "--gpu", "T4", "--", "python", "train.py"], ("torch", *HEAVY)),
+    ],
 )
 def test_what_is_asked_for_at_once_loads_nothing_heavy(arguments, unwanted):
+    Path("train.py").write_text(TRAINS)
     script = (
         "import sys\nfrom effgpu.__main__ import main\n"
         f"try: main({arguments})\nexcept SystemExit: pass\n"

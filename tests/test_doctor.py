@@ -21,7 +21,7 @@ from effgpu.__main__ import main
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing import batches, turns
-from effgpu.diagnosing import doctor as module
+from effgpu.diagnosing import functions as module
 from effgpu.diagnosing.batches import change_tensors, padding_share, time_handing
 from effgpu.diagnosing.causes import (
     ATTENTION,
@@ -42,7 +42,7 @@ from effgpu.diagnosing.observing import Observer
 from effgpu.diagnosing.turns import emptied, in_16_bits
 from effgpu.measuring.intervals import CONFIDENCE, divide_confidence, interval_of_blocks
 from effgpu.predicting.gpus import find_gpu
-from effgpu.predicting.kernels import OTHER, Kernel
+from effgpu.predicting.kinds import OTHER, Kernel
 from effgpu.predicting.predict import predict
 from effgpu.predicting.timeline import COPY, CPU, KERNEL, LOAD, NOTHING, OWN, READ, Event, Timeline
 from effgpu.units import GiB, format_bytes, format_seconds

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from effgpu.predicting.kernels import PRODUCT
+from effgpu.predicting.kinds import PRODUCT
 from effgpu.predicting.predict import predict
 
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)

@@ -4,7 +4,7 @@ import pytest
 
 from effgpu.attaching.sites import Site
 from effgpu.diagnosing.loops import _count_rounds, find_loop
-from effgpu.predicting.kernels import OTHER, Kernel
+from effgpu.predicting.kinds import OTHER, Kernel
 from effgpu.predicting.timeline import BACKWARD, KERNEL, Event
 
 LOOPS = """

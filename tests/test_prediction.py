@@ -26,7 +26,7 @@ from effgpu.predicting.facts import UNKNOWN, Fact
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import Gpu, find_gpu, known_gpus
 from effgpu.predicting.hardware import as_it_is, driver_name
-from effgpu.predicting.kernels import PRODUCT
+from effgpu.predicting.kinds import PRODUCT
 from effgpu.predicting.predict import _bisect, largest, predict
 from effgpu.predicting.prediction import (
     DOES_NOT_FIT,

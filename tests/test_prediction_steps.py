@@ -28,7 +28,7 @@ from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting import guesses, uses
 from effgpu.predicting.allocator import round_size
 from effgpu.predicting.gpus import Gpu, find_gpu
-from effgpu.predicting.kernels import ATTENTION
+from effgpu.predicting.kinds import ATTENTION
 from effgpu.predicting.predict import largest, predict
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, LESS, MAY_NOT_FIT
 from effgpu.predicting.statistic import Statistic

@@ -24,7 +24,7 @@ from effgpu.measuring.device import multiplying_as
 from effgpu.predicting import audited, calibration
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import TABLE, Gpu, find_gpu, known_gpus, own_table, read_table
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
+from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, KINDS, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel, Segment
 from effgpu.predicting.predict import predict
 from effgpu.predicting.rates import kernel_seconds
 from effgpu.predicting.spreads import EXTRAPOLATED, LEAST_OF_RATIOS, NINE_OF_TEN, SPREAD_OF_RATIOS, SPREAD_OF_SOURCES

@@ -28,7 +28,7 @@ from effgpu.diagnosing.causes import (
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.gpus import find_gpu
-from effgpu.predicting.kernels import PRODUCT, Kernel
+from effgpu.predicting.kinds import PRODUCT, Kernel
 from effgpu.predicting.predict import predict
 from effgpu.predicting.timeline import COPY, KERNEL, READ, UPDATE, Event
 

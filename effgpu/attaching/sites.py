@@ -7,13 +7,14 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
-
-_TORCH, _EFFGPU = (str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_TORCH, _EFFGPU = (
+    str(Path(file).parent) + os.sep for file in (find_spec("torch").origin, Path(__file__).parent)
+)  # PyTorch is looked for, not loaded: who asks for a script's process does without it
 _COURSE = f"{_EFFGPU}course{os.sep}"  # stands for a reader
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = "site-packages", "dist-packages"

@@ -63,10 +63,9 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _diagnose(chosen: argparse.Namespace) -> "Diagnosis":
     command = target.read_words(chosen.words)
-    from effgpu.diagnosing.doctor import doctor
-    from effgpu.measuring.device import find_device
+    from effgpu.diagnosing.doctor import doctor, find_target
 
-    here = not chosen.gpu and find_device().type == "cuda"
+    here = not chosen.gpu and find_target(None)[1]
     with target.opened(chosen.words, command, _BEFORE_ON_GPU if here else _BEFORE) as (looked_at, names):
         if chosen.loader and chosen.loader not in names:
             raise Exit(REFUSED, f"{shlex.join(chosen.words)}: expected a loader called {chosen.loader}")

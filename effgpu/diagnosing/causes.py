@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from effgpu.attaching.sites import Site
-from effgpu.diagnosing.loops import find_loop
-from effgpu.predicting import kernels
-from effgpu.predicting.kernels import PRODUCT, Kernel
+from effgpu.predicting import kinds
+from effgpu.predicting.kinds import PRODUCT, Kernel
 from effgpu.predicting.timeline import (
     BACKWARD,
     BATCHED,
@@ -37,6 +37,14 @@ _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
 
 
+class Loop(NamedTuple):
+    """The line of a loop from which the CPU calls most, its rounds, and their share of the forward pass's calls."""
+
+    site: Site
+    rounds: int
+    share: float
+
+
 @dataclass
 class Observed:
     """What was seen of a step: of the real one, or where the script has no GPU, of the one on fake tensors.
@@ -50,11 +58,13 @@ class Observed:
     `optimizers` has the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose
     updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
-    events in 16 bits. `trainer` says that transformers' Trainer has the loop.
+    events in 16 bits, `loop` is the one that calls most of its forward pass. `trainer` says that transformers' Trainer
+    has the loop of the steps.
     """
 
     events: tuple[Event, ...] = ()
     halved: tuple[Event, ...] = ()
+    loop: Loop | None = None
     has_loader: bool = False
     loading: Range = NOTHING
     handing: float = 0.0
@@ -201,7 +211,7 @@ def _read_less(seen: Observed) -> str:
 def _launch_less(seen: Observed) -> str:
     if _updating_share(seen.events) > _MOST:
         return _update_faster(seen)
-    if loop := find_loop(seen.events):
+    if loop := seen.loop:
         return f"one call for all {loop.rounds} rounds of the loop at {loop.site.place}, if none needs the one before"
     return 'a larger batch, or torch.compile(model, mode="reduce-overhead")' if seen.compiled else _COMPILE
 
@@ -210,7 +220,7 @@ def _tell_launching(seen: Observed, events: list[Event]) -> str:
     share = _updating_share(seen.events)
     if share > _MOST:
         return f"{share:.0%} of the CPU's calls are in the optimizer's step"
-    loop = find_loop(seen.events)
+    loop = seen.loop
     return f"{loop.share:.0%} of the forward pass's calls are in a loop of {loop.rounds} rounds" if loop else ""
 
 
@@ -343,7 +353,7 @@ def _as_fused(event: Event, share: float) -> Event:
     def fuse(kernel: Kernel) -> Kernel:
         layout = "efficient" if kernel.format in ("fp32", "tf32") else "flash" + " backward" * (event.phase == BACKWARD)
         return kernel._replace(
-            kind=kernels.ATTENTION, product=None, layout=layout, bytes=0, flops=int(share * kernel.flops)
+            kind=kinds.ATTENTION, product=None, layout=layout, bytes=0, flops=int(share * kernel.flops)
         )
 
     changed = (fuse(kernel) if kernel.name in BATCHED else kernel for kernel in event.kernels)

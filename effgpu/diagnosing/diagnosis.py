@@ -13,6 +13,8 @@ from effgpu.predicting.timeline import Timeline
 # A share of the step. Predicted ratios of times are off by 4 % where all else is known (LEAST_OF_RATIOS in
 # predicting/spreads.py), so a smaller ceiling cannot be told from none. And it would not pay for a change.
 THRESHOLD = 0.05
+NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
+ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only what takes long was looked at"
 _LISTS = ("findings", "hidden", "perhaps", "examined")
 
 

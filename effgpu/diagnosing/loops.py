@@ -6,23 +6,15 @@ The events show the rounds, the code what the loop goes through. Layers, each wi
 import ast
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from effgpu.attaching.sites import Site, called_name, once_a_file, parse
+from effgpu.diagnosing.causes import Loop
 from effgpu.predicting.timeline import FORWARD, Event
 
 _FEWEST = 8  # rounds: fewer may be scales, heads or crops
 _TRAINS = ("backward", "grad", "step")
-
-
-class Loop(NamedTuple):
-    """The line of a loop from which the CPU calls most, its rounds, and their share of the forward pass's calls."""
-
-    site: Site
-    rounds: int
-    share: float
 
 
 def find_loop(events: Iterable[Event]) -> Loop | None:

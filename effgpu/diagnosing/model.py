@@ -7,9 +7,8 @@ from typing import NoReturn
 
 from effgpu.attaching.commands import read_program
 from effgpu.diagnosing.causes import PRECISION, TF32
-from effgpu.diagnosing.diagnosis import Diagnosis, Finding
-from effgpu.diagnosing.doctor import find_target
-from effgpu.diagnosing.scripts import NO_LOADER, ONLY_CALLS, diagnose_script
+from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, Diagnosis, Finding
+from effgpu.diagnosing.doctor import diagnose_script, find_target
 from effgpu.predicting.models import fine_tuning
 
 _NO_TEXTS = "a model alone has no texts to load: what loading takes was not looked at"

@@ -20,7 +20,6 @@ from effgpu.diagnosing.causes import (
     Observed,
 )
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
-from effgpu.diagnosing.loops import find_loop
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.timeline import COPY, Event, Range, Timeline, saved
@@ -169,8 +168,8 @@ def _explain(finding: Finding, seen: Observed) -> Finding:
     lines = Counter(site for event in concerned if (site := cause.place(event)))
     if finding.name == LOADING:
         lines.update(seen.working)
-    if finding.name == LAUNCHING and (loop := find_loop(seen.events)):
-        lines[loop.site] += 1
+    if finding.name == LAUNCHING and seen.loop:
+        lines[seen.loop.site] += 1
     return replace(
         finding,
         lesson=cause.lesson,

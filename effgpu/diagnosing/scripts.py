@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -13,20 +12,17 @@ from dataclasses import replace
 import torch
 from torch.utils.data import IterableDataset
 
-from effgpu.attaching import scripts
-from effgpu.attaching.commands import Program
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
-from effgpu.diagnosing.agreement import check_walked
 from effgpu.diagnosing.batches import count_ahead, padding_share
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed, runs_trainer
-from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis
+from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.loaders import Loading, on_this_machine
+from effgpu.diagnosing.loops import find_loop
 from effgpu.diagnosing.observing import Graphs, goes_to
-from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.torch_internals import _current_graph_task_id
-from effgpu.predicting.asked import STEPS, Asked
+from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import WORKERS_IDLE
 from effgpu.predicting.files import Files
 from effgpu.predicting.gpus import Gpu
@@ -40,39 +36,7 @@ _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
 _OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
 _COMPILED = "what compiling again for other shapes takes was not looked at"
-NO_LOADER = "no DataLoader: what the script takes to make its batches was not looked at"
-ONLY_CALLS = "no DataLoader: of what the script takes to make its batches, only what takes long was looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
-WALKED = 1 + STEPS + 3  # steps that a script has to make without a GPU: one whose graphs are looked at, two in 16 bits
-
-
-def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
-    """What holds the script's step back on this GPU, by its own loop. With `measured`, it is the GPU that is here.
-
-    Raises ScriptFailed for an error of the script's, and RuntimeError where it cannot be followed.
-    """
-    predicted, walked, why = None, Observed(), f"{gpu.name} is not in the table of GPUs"
-    if gpu.bandwidth is not None:
-        try:
-            asked = Asked((gpu,), gpu.capability)
-            predicted, walked = scripts.run(program, f"{__name__}:predicting", needs=WALKED, asked=asked)
-            why = ""
-        except scripts.ScriptFailed:
-            raise
-        except RuntimeError as error:
-            if not measured:
-                raise
-            why = str(error)
-    if not measured:
-        return rank(gpu, walked, predicted)
-    seen = scripts.run(program, f"{__name__}:measuring", needs="some hundred", gpu=gpu, began=time.time())
-    if predicted:
-        try:
-            seen.notes += tuple(check_walked(seen, predicted))
-        except RuntimeError as error:
-            predicted, why = None, str(error)
-    seen.halved, seen.compiled = walked.halved, seen.compiled or walked.compiled
-    return rank(gpu, seen, predicted, why)
 
 
 # --- on a GPU ---
@@ -254,6 +218,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
     return replace(predicted, said=said), Observed(
         events=predicted.events,
         halved=halved,
+        loop=find_loop(predicted.events),
         has_loader=loader is not None,
         loading=took,
         handing=handing,

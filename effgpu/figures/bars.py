@@ -29,7 +29,7 @@ from effgpu.figures.panels import (
 from effgpu.measuring.intervals import CONFIDENCE
 from effgpu.measuring.measurement import Measurement
 from effgpu.predicting.full_size import REST
-from effgpu.predicting.kernels import OPTIMIZER, PRODUCT
+from effgpu.predicting.kinds import OPTIMIZER, PRODUCT
 from effgpu.predicting.prediction import DOES_NOT_FIT, FITS, MAY_NOT_FIT
 from effgpu.results import stored
 from effgpu.units import FORMATS

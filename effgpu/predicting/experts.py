@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from effgpu.predicting.facts import ASSUMED
-from effgpu.predicting.kernels import Kernel, note
+from effgpu.predicting.kernels import note
+from effgpu.predicting.kinds import Kernel
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder

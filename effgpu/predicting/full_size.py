@@ -8,7 +8,7 @@ from typing import Literal
 from effgpu import units
 from effgpu.measuring.variants import Variant, check_variants, is_function
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, OPTIMIZER, PRODUCT
+from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, OPTIMIZER, PRODUCT
 from effgpu.predicting.predict import predict
 from effgpu.predicting.prediction import DOES_NOT_FIT, MAY_NOT_FIT, Prediction
 from effgpu.predicting.time import Time, time_ratio

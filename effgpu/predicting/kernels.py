@@ -1,19 +1,13 @@
 """The kernels that a GPU would run for a step: what each computes and moves, noted while the step is walked."""
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from effgpu.measuring.ops import arguments_of, bytes_touched, lists_of, name_arguments, runs_kernel, tensors_of
+from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel
 
-PRODUCT, ATTENTION, CONVOLUTION = "matrix products", "attention", "convolutions"
-NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
-COPY = "copies to the CPU and back"
-KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER, COPY)
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 FORMATS |= {torch.complex64: "fp32", torch.complex128: "fp64"}
 TIMED = (*FORMATS.values(), "tf32")  # of which GPUs' rates are known
@@ -101,39 +95,6 @@ _LAUNCHES = {  # kernels of an operation, where it is more than one; fills and c
 _TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 _CHUNK, _CHUNKS_A_LAUNCH = 65536, 320
 _NARROW_HEAD = 64  # numbers in a head, up to which Hopper's attention is the slower one
-
-
-class Kernel(NamedTuple):
-    """What a GPU runs for one operation.
-
-    `flops` counts a multiplication and an addition as two. `bytes` are read and written in memory. `format` is that of
-    the numbers that are multiplied: "fp32", "tf32", "fp16", "bf16". `product` is (batch, rows, columns, depth) of the
-    matrix product that the operation is, or that a convolution comes to. `even` says that it walks over its tensors in
-    their order in memory, without casting; of a product, that tensor cores can load its rows as they lie. `layout` is a
-    convolution's, a batch norm's or a pooling's: "nchw" or "nhwc". A convolution has "depthwise", "grouped" or "wide"
-    (a kernel of more than one pixel) before it. Attention's is "flash" or "efficient", flash's with "narrow" for heads
-    of at most 64, and with "backward"; of a copy over the bus, "pinned" or "ordinary", as the CPU's memory. `across`
-    says how many of a product's two matrices do not lie along its depth.
-    """
-
-    name: str
-    kind: str
-    format: str
-    flops: int
-    bytes: int
-    launches: int = 1
-    product: tuple[int, int, int, int] | None = None
-    even: bool = True
-    layout: str = ""
-    across: int = 0
-
-
-@dataclass
-class Segment:
-    """What runs between two moments at which the CPU waits for the GPU: kernels, and operations that the CPU calls."""
-
-    kernels: Counter = field(default_factory=Counter)
-    calls: float = 0.0
 
 
 def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> list[Kernel]:

@@ -5,21 +5,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from time import time
+from typing import TYPE_CHECKING
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
 from effgpu.errors import BadArgument
-from effgpu.measuring.device import gc_frozen
-from effgpu.measuring.variants import Variant
 from effgpu.predicting.asked import STEPS, Asked, check_taken
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu, find_gpus
 from effgpu.predicting.prediction import Prediction
-from effgpu.predicting.walking import walk
 from effgpu.units import check_positive, with_article
+
+if TYPE_CHECKING:
+    from effgpu.measuring.variants import Variant
 
 
 def predict(
-    variant: Variant | str | Sequence[str],
+    variant: "Variant | str | Sequence[str]",
     gpu: GpuLike | Iterable[GpuLike] | None = None,
     *,
     steps: int = STEPS,
@@ -51,6 +52,8 @@ def predict(
     def walk_on(capability: tuple[int, int]) -> Prediction:
         asked = Asked(gpus, capability, steps, taken, awaits_update=program is None, began=began)
         if program is None:
+            from effgpu.predicting.walking import walk  # loads PyTorch, which a script has in its own process
+
             return walk(lambda _: variant, asked)
         return scripts.run(program, "effgpu.predicting.scripts:planned", asked=asked)
 
@@ -82,12 +85,14 @@ class Largest:
         return sure + (f", up to {self.may_fit} may" if self.may_fit > self.fits else "") + " (predicted)"
 
 
-def largest(variant_of: Callable[[int], Variant], gpu: GpuLike, *, most: int = 65536) -> Largest:
+def largest(variant_of: "Callable[[int], Variant]", gpu: GpuLike, *, most: int = 65536) -> Largest:
     """The largest batch, or length, that fits a GPU: `largest(lambda batch: partial(training, batch), "T4")`.
 
     `variant_of` returns the variant for a size. Sizes from 1 to `most` are tried by bisection, guided by the sizes seen
     so far. Raises what `predict` raises.
     """
+    from effgpu.measuring.device import gc_frozen
+
     check_positive(Integral, most=most)
     gpu, tried = find_gpu(gpu), {}
 

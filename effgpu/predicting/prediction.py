@@ -22,7 +22,7 @@ from effgpu.predicting.facts import (
     tell,
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu
-from effgpu.predicting.kernels import Segment
+from effgpu.predicting.kinds import Segment
 from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (

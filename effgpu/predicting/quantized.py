@@ -13,7 +13,7 @@ import torch
 
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import FakeTensor
-from effgpu.predicting.kernels import PRODUCT, Kernel
+from effgpu.predicting.kinds import PRODUCT, Kernel
 
 LIBRARY = "bitsandbytes"
 _LEAST_PAGED = 100_000  # elements: Optimizer8bit.get_state_buffer keeps smaller states on the GPU

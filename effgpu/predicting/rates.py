@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, COPY, NORM, Kernel
+from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, NORM, Kernel
 
 # Of the rate of a large product. NeuSight's linear layers in fp32; in 16 bits Liger-Kernel's SwiGLU on an A100.
 PRODUCT_SHARE = {"fp32": 0.93, "tf32": 0.93, "fp16": 1.0, "bf16": 1.0}

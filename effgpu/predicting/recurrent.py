@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from effgpu.predicting.kernels import OTHER, PRODUCT, Kernel, format_of_recurrent, touching
+from effgpu.predicting.kernels import format_of_recurrent, touching
+from effgpu.predicting.kinds import OTHER, PRODUCT, Kernel
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 # Numbers that cuDNN keeps for the backward pass for each token, layer and number of the hidden state: the gates, the

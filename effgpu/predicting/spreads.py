@@ -8,7 +8,7 @@ from collections import Counter
 
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, COPY, NORM, OPTIMIZER, OTHER, PRODUCT
+from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, NORM, OPTIMIZER, OTHER, PRODUCT
 from effgpu.predicting.rates import counted_as
 
 # Standard deviations of what is not known, as shares: fitted on calibration rows, so that 9 of 10 lie in the range.

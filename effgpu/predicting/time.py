@@ -18,7 +18,7 @@ from effgpu import units
 from effgpu.errors import BadArgument
 from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import ATTENTION, CONVOLUTION, COPY, KINDS, NORM, OTHER, PRODUCT, Segment
+from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, KINDS, NORM, OTHER, PRODUCT, Segment
 from effgpu.predicting.rates import LAYOUTS, counted_as, kernel_seconds
 from effgpu.predicting.spreads import LAUNCH_RANGE, Network, Sources, spread_of_ratio, spread_of_time, widen
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from effgpu.attaching.sites import Site
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.kernels import Kernel, Segment
+from effgpu.predicting.kinds import Kernel, Segment
 from effgpu.predicting.rates import bus_rate, kernel_seconds
 from effgpu.predicting.spreads import LAUNCH_RANGE
 from effgpu.predicting.time import FUSES

@@ -12,16 +12,8 @@ from effgpu.measuring.torch_internals import _current_graph_task_id
 from effgpu.predicting.experts import joined
 from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
 from effgpu.predicting.gpus import FP8, FP8_FROM
-from effgpu.predicting.kernels import (
-    CONVOLUTION,
-    TIMED,
-    Kernel,
-    copy_over_bus,
-    has_sparse,
-    lacks_rule,
-    note,
-    touching,
-)
+from effgpu.predicting.kernels import TIMED, copy_over_bus, has_sparse, lacks_rule, note, touching
+from effgpu.predicting.kinds import CONVOLUTION, Kernel
 from effgpu.predicting.rules import convolution_workspace
 from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import BACKWARD, COPY, FORWARD, KERNEL, LOAD, OWN, READ, UPDATE, Event, copy_waits

@@ -32,7 +32,7 @@ from effgpu import units
 from effgpu.measuring.device import describe, find_device, multiplying_as
 from effgpu.predicting import rates
 from effgpu.predicting.gpus import RATE_COLUMNS, Gpu, find_gpu
-from effgpu.predicting.kernels import Segment
+from effgpu.predicting.kinds import Segment
 from effgpu.predicting.predict import predict
 from effgpu.predicting.time import step_time
 
