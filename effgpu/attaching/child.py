@@ -7,6 +7,7 @@ The process ends when its plan does, in the middle of the script: nothing that a
 import contextlib
 import gc
 import importlib
+import itertools
 import multiprocessing.process
 import os
 import pickle
@@ -292,7 +293,9 @@ def describe_error(error: BaseException) -> str:
 def _temporary() -> dict[int, Callable]:
     """How to remove what tempfile removes where Python ends by itself, by its id: folders, and files that are open."""
     removes = {tempfile.TemporaryDirectory: "cleanup", tempfile._TemporaryFileWrapper: "close"}
-    return {id(each): getattr(each, removes[type(each)]) for each in gc.get_objects() if type(each) in removes}
+    objects = gc.get_objects()  # half a million: in C, to look at each takes a quarter of the time
+    found = itertools.compress(objects, map(removes.__contains__, map(type, objects)))
+    return {id(each): getattr(each, removes[type(each)]) for each in found}
 
 
 def _call_all(functions: list[Callable]) -> None:
