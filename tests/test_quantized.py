@@ -2,6 +2,7 @@
 
 import sys
 import types
+from types import ModuleType
 
 import pytest
 import torch
@@ -85,6 +86,19 @@ def test_a_module_that_two_ask_for_is_changed_by_both_when_it_is_imported(tmp_pa
 
         assert (asked_for.first, asked_for.second) == (1, 2)
     assert (asked_for.first, asked_for.second) == (0, 0)
+
+
+def test_a_module_that_gets_a_name_after_another_walk_has_what_stands_in_its_place(monkeypatch):
+    for file in ("/lib/site-packages/late.py", "/home/reader/late.py"):
+        late, real, other = ModuleType("late"), object(), object()
+        late.__file__, late.something = file, 1
+        monkeypatch.setitem(sys.modules, "late", late)
+        with imports.exchanged([("of_nobody_else", real, other)]):
+            pass
+        late.of_nobody_else = real
+        with imports.exchanged([("of_nobody_else", real, other)]):
+            assert late.of_nobody_else is other
+        assert late.of_nobody_else is real
 
 
 def layers(kind, number=8, **options):

@@ -5,6 +5,7 @@ part of its name. A new PyTorch may change any: tests/test_torch_internals.py tr
 does so on the oldest PyTorch that `pyproject.toml` admits.
 """
 
+import functools
 import pkgutil
 import sys
 
@@ -93,12 +94,18 @@ CHECKED = {
 _PATHS = {path.rpartition(".")[2]: path for path in CHECKED}
 
 
+@functools.cache
+def _find_owner(path: str) -> object:
+    return pkgutil.resolve_name(path)
+
+
 def __getattr__(name: str) -> object:
     if name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = _PATHS[name]
     try:
-        return pkgutil.resolve_name(path)
+        owner, _, last = path.rpartition(".")
+        return getattr(_find_owner(owner), last)
     except AttributeError as error:
         checked = f"expected it as in PyTorch {CHECKED[path]}, with which effgpu was checked"
         raise ImportError(f"PyTorch {torch.__version__} has no {path}: {checked}") from error

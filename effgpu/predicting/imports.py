@@ -1,15 +1,19 @@
 """What stands in libraries in place of what they ask, from the moment when they are imported, and no longer."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from effgpu.attaching.sites import OTHER, TORCH, whose
+from effgpu.attaching.sites import LIBRARY, OTHER, TORCH, whose
 from effgpu.predicting.hardware import as_it_is
 
+_NOT_KNOWN = object(), None
+# By the names that are exchanged: modules that have none of them, with how many others they have; None: it may be any.
+_without: dict[frozenset[str], dict[str, tuple[object, int | None]]] = {}
 Changes = Callable[[ModuleType], contextlib.AbstractContextManager]
 
 
@@ -50,6 +54,7 @@ def changed(changes: dict[str, Changes]) -> Iterator[None]:
         yield
 
 
+@functools.cache
 def is_insider(file: str) -> bool:
     """Whether a file is PyTorch's, effgpu's or Python's own: neither a reader's nor a library's."""
     return whose(file) in (TORCH, OTHER)
@@ -69,9 +74,23 @@ def exchanged(those: Sequence[tuple[str, object, object]]) -> Iterator[None]:
 
 
 def _exchange(those: Sequence[tuple[str, object, object]]) -> None:
-    for module in list(sys.modules.values()):
+    by_name: dict[str, list[tuple[object, object]]] = {}
+    for name, real, other in those:
+        by_name.setdefault(name, []).append((real, other))
+    without = _without.setdefault(frozenset(by_name), {})
+    for called, module in list(sys.modules.items()):  # thousands
+        known, size = without.get(called, _NOT_KNOWN)
+        if known is module and (size is None or size == len(vars(module))):
+            continue
         names = getattr(module, "__dict__", {})
-        if isinstance(module, ModuleType) and not is_insider(names.get("__file__") or ""):
-            for name, real, other in those:
-                if names.get(name) is real:
-                    names[name] = other
+        file = names.get("__file__") or ""
+        if not isinstance(module, ModuleType) or is_insider(file):
+            without[called] = module, None
+        elif by_name.keys().isdisjoint(names.keys()):
+            if whose(file) is LIBRARY:  # not a reader's, which may get one name for another
+                without[called] = module, len(names)
+        else:
+            for name in by_name.keys() & names.keys():
+                for real, other in by_name[name]:
+                    if names[name] is real:
+                        names[name] = other
