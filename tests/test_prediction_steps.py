@@ -738,6 +738,22 @@ def test_the_memory_follows_the_share():
     assert half - quarter == pytest.approx(2 * 4 * 1024 * 256 * 64, rel=0.05)  # of repeat, and of exp
 
 
+def test_equal_numbers_that_are_scaled_together_stay_known_and_their_source_as_it_is():
+    read = []
+
+    def scale(out, labels):
+        two, equal, others = torch.tensor(2.0), torch.zeros(3), torch.ones(4, dtype=torch.long)
+        equal.fill_(two).mul_(5)
+        others[:2].mul_(3)
+        torch._foreach_add_([equal, others], 1)
+        equal[1:].sub_(4)
+        read.extend([two.tolist(), equal.tolist(), others.tolist()])
+        return out
+
+    assert not predict(choosing(scale), "T4", steps=1).unknown
+    assert read == [2.0, [11.0, 7.0, 7.0], [4, 4, 2, 2]]
+
+
 def test_what_is_known_is_taken_as_it_is_unless_a_share_is_said():
     shapes = []
 

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 MOST = 4_000_000
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2}  # which argument it is
+_SCALED = ("mul_", "div_", "add_", "sub_", "_foreach_mul_", "_foreach_div_", "_foreach_add_", "_foreach_sub_")
 _MADE = ("arange", "eye", "linspace", "scalar_tensor", "tril_indices", "triu_indices", "randint", "randperm")
 # Whatever the other operand is: true or anything is true, and zero with anything is zero.
 _DECIDED_BY = {"logical_or": True, "bitwise_or": True, "__or__": True}
@@ -83,6 +84,8 @@ class Values:
             if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(changed[0], args):
                 return
             known = _is_certain(func) and all(self._knows(tensor) for tensor in given)
+            if known and name in _SCALED and len(given) == len(changed) and self._scale(func, args, kwargs):
+                return
             if known:
                 self._spread(changed)
             if not known or not self._repeat(func, args, kwargs):
@@ -132,6 +135,22 @@ class Values:
         if tensor.numel() and _is_small(tensor) and tensor.untyped_storage().nbytes() <= MOST * tensor.element_size():
             with _disable_current_modes(), torch.no_grad():
                 self._known[storage_key(tensor)] = torch.as_tensor(value).to(tensor.dtype)
+
+    def _scale(self, func, args: tuple, kwargs: dict) -> bool:
+        """Whether all numbers of each tensor were one, and are one again, after the same with that one alone."""
+        changed, made = tensors_of(args), {}
+        for tensor in changed:
+            storage = tensor.untyped_storage()
+            whole = self._known.get(storage_key(storage))
+            if whole is None or whole.dim() or whole.dtype is not tensor.dtype or tensor.nbytes != storage.nbytes():
+                return False
+            made[storage_key(storage)] = whole
+        with contextlib.suppress(RuntimeError), _disable_current_modes(), torch.no_grad():
+            made = {key: whole.clone() for key, whole in made.items()}
+            func(*tree_map_only(torch.Tensor, lambda each: made[storage_key(each)], args), **kwargs)
+            self._known.update(made)
+            return True
+        return False
 
     def _spread(self, tensors: list[torch.Tensor]) -> None:
         """Give each element a number of its own, before some of them change."""
