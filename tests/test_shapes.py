@@ -24,7 +24,7 @@ CALLS = [  # with two tensors of one shape
     lambda run, a, b: run(aten.unbind.int, a, 1),
     lambda run, a, b: run(aten.topk.default, a, 1),
     lambda run, a, b: run(aten.native_dropout.default, a, 0.5, True),
-    lambda run, a, b: run(aten._unsafe_view.default, b, [-1]),
+    lambda run, a, b: run(aten._unsafe_view.default, b.contiguous(), [-1]),
     lambda run, a, b: run(aten.add_.Tensor, b, a),
     lambda run, a, b: run(aten.mul_.Tensor, b, 0.5),
     lambda run, a, b: run(aten.add_.Tensor, b, torch.empty(9, 9)),
