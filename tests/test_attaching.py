@@ -571,6 +571,11 @@ def test_without_an_optimizer_of_pytorchs_a_step_goes_from_one_backward_pass_to_
         "no optimizer of PyTorch's: a step is counted from one backward pass to the next"
     ], errors
     assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == 3 * 8 - 1
+    weights = 8 * 4 * 1024 * 1025
+    assert told["owners"]["weights"] == told["owners"]["gradients"] == pytest.approx(weights, rel=0.01)
+    large = STEP.replace("optimizer.step()\noptimizer.zero_grad()", by_hand).replace("64, 1024", "8192, 1024")
+    _, told, _ = run(loop(build, large))
+    assert told["owners"]["activations"] >= 8 * 4 * 8192 * 1024 and not told["owners"]["gradients"]
 
 
 def test_what_another_librarys_optimizer_keeps_is_no_activation_and_no_step_of_another_size(run):

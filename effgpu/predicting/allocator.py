@@ -64,7 +64,7 @@ def segment_size(size: int) -> int:
 
 
 def find_peak(blocks: Sequence[Block], first: int = 0) -> tuple[int, int]:
-    """The most bytes alive at any event from `first` on, and the first event at which they are."""
+    """The most bytes alive at any event from `first` on, and the last event at which they are."""
     changes: Counter[int] = Counter()
     for block in blocks:
         changes[block.born] += block.size
@@ -74,7 +74,7 @@ def find_peak(blocks: Sequence[Block], first: int = 0) -> tuple[int, int]:
     at = first
     for event in sorted(event for event in changes if event > first):
         alive += changes[event]
-        if alive > most:
+        if alive >= most:
             most, at = alive, event
     return most, at
 
