@@ -251,6 +251,7 @@ def test_readmes_prediction_is_what_its_script_gives(tmp_path):
     assert len(lines) > 5 and set(lines) <= {line.rstrip() for line in told}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="README shows what a newer PyTorch gives")
 def test_readmes_diagnosis_is_what_its_script_gives(tmp_path, monkeypatch):
     """With a loader that keeps up: another machine, or a busy one, has a slower one."""
     page = (ROOT / "docs" / "scripts.md").read_text()

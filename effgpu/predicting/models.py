@@ -190,13 +190,15 @@ def read_config(model: str) -> "PreTrainedConfig":
     """The config of a model, by its name on the Hub or its folder. Raises ConnectionError or ValueError."""
     from transformers import AutoConfig
 
+    expected = f"{model}: expected a name on the Hugging Face Hub or a folder with config.json"
+    if Path(model).is_dir() and not Path(model, "config.json").exists():  # or a name of the folder's may choose one
+        raise ValueError(f"{expected}: it has none")
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         if Path(model).is_dir() or not isinstance(error, OSError) or not _is_unreachable(error):
-            text = f"{model}: expected a name on the Hugging Face Hub or a folder with config.json: {why}"
-            raise ValueError(text) from error
+            raise ValueError(f"{expected}: {why}") from error
         raise ConnectionError(
             f"{model}: its config is not in the cache and cannot be downloaded: connect this machine to the internet, "
             "or give a folder with its config.json"
