@@ -738,6 +738,21 @@ def test_the_memory_follows_the_share():
     assert half - quarter == pytest.approx(2 * 4 * 1024 * 256 * 64, rel=0.05)  # of repeat, and of exp
 
 
+def test_a_number_that_is_changed_in_place_is_changed_once():
+    read = []
+
+    def change(out, labels):
+        one, five, three = torch.tensor(1.0), torch.tensor(5), torch.tensor(9)
+        one.add_(1)
+        five.add_(1).mul_(2)
+        three.fill_(3).add_(torch.ones((), dtype=torch.long))
+        read.extend([one.item(), five.item(), three.item()])
+        return out
+
+    assert not predict(choosing(change), "T4", steps=1).unknown
+    assert read == [2.0, 12, 4]
+
+
 def test_equal_numbers_that_are_scaled_together_stay_known_and_their_source_as_it_is():
     read = []
 

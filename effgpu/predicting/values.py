@@ -81,6 +81,10 @@ class Values:
         if written:
             named = name_arguments(func, args, kwargs)
             changed = [t for t in tensors_of([named.get(name) for name in written]) if isinstance(t, FakeTensor)]
+            if any(tensor.constant is not None for tensor in changed):  # FakeTensorMode has changed it, too
+                for tensor in changed:
+                    self.keep(tensor, lambda tensor=tensor: tensor.constant)
+                return
             if name in ("zero_", "fill_", "copy_") and changed and self._overwrite(changed[0], args):
                 return
             known = _is_certain(func) and all(self._knows(tensor) for tensor in given)
