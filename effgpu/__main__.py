@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from effgpu import __version__
 from effgpu.cli import bench, calibrate, doctor, info, misread, output, predict, report, run, target
-from effgpu.cli.exits import INTERRUPTED, REFUSED, SUCCEEDED, UNREAD, Exit
+from effgpu.cli.exits import INTERRUPTED, REFUSED, SUCCEEDED, UNREAD, Exit, check_installed
 from effgpu.errors import did_you_mean
 
 _QUESTIONS = {  # an example of each command, and what it answers
@@ -52,6 +52,7 @@ def _main(arguments: list[str] | None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends all that was started, as Ctrl-C does
         output.check_files(chosen)
         target.check_one_variant(arguments)
+        check_installed("effgpu", "torch")  # which an installation without its dependencies lacks
         return chosen.command(chosen)
     except Exit as end:
         code, text = end.args

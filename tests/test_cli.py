@@ -119,6 +119,7 @@ def test_what_is_wrong_is_said_before_anything_slow_is_imported(asked, told, mon
     Path("train.py").touch()
     for slow in ("torch", "effgpu.predicting.predict", "effgpu.diagnosing.doctor", "effgpu.benching.bench"):
         monkeypatch.setitem(sys.modules, slow, None)  # an import of it fails
+    monkeypatch.setattr("effgpu.cli.exits.find_spec", lambda name: object())  # and yet all is installed
     assert main(asked.split()) == 2
     assert capsys.readouterr().err.startswith(f"effgpu: error: {told}")
 
@@ -144,6 +145,8 @@ def test_info_says_what_the_machine_supports_and_plainly_if_it_has_no_gpu(machin
         (["run"], ("nbclient", "matplotlib"), "running lessons needs more: pip install nbclient matplotlib"),
         (["report", "some.json"], ("matplotlib",), "a report needs more: pip install matplotlib"),
         (["bench", "true", "--plot", "some.png"], ("matplotlib",), "--plot needs more: pip install matplotlib"),
+        (["predict", "--", "python", __file__], ("torch",), "effgpu needs more: pip install torch"),
+        (["info"], ("torch",), "effgpu needs more: pip install torch"),
     ],
 )
 def test_a_missing_library_is_refused_with_what_installs_it(arguments, missing, expected, monkeypatch, capsys):
