@@ -22,7 +22,7 @@ from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing import batches, turns
 from effgpu.diagnosing import functions as module
-from effgpu.diagnosing.batches import change_tensors, padding_share, time_handing
+from effgpu.diagnosing.batches import change_tensors, padding_shares, time_handing
 from effgpu.diagnosing.causes import (
     ATTENTION,
     CAUSES,
@@ -433,7 +433,8 @@ def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike(
     left, right = [[5, 6, 0, 0], [7, 0, 0, 0]], [[0, 0, 5, 6], [0, 0, 0, 7]]
     alike, alone = [[0, 0], [0, 0]], [[5, 6, 7, 0]]  # the types of tokens, for example; one text has no padding
     for texts in (left, right):
-        assert padding_share([torch.tensor(each) for each in (texts, alike, alone)]) == 5 / 8
+        looked_up = [torch.tensor(each) for each in (texts, alike, alone)]
+        assert padding_shares(looked_up) == (5 / 8, 1 - (2**2 + 1) / (2 * 4**2))  # of tokens, and of a text's pairs
 
 
 def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_was():

@@ -39,21 +39,24 @@ def change_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]
     return value
 
 
-def padding_share(looked_up: list[torch.Tensor]) -> float:
-    """The share of the tokens that the step looks up that are padding.
+def padding_shares(looked_up: list[torch.Tensor]) -> tuple[float, float]:
+    """The share of the tokens that the step looks up that are padding, and of the pairs of a text's that hold some.
 
     Padding is the token that most texts end or begin with, as often as it stands there in a row.
     """
-    padded = total = 0
+    tokens_kept = pairs_kept = total = total_pairs = 0
     for tokens in looked_up:
         if tokens.dim() != 2 or len(tokens) < 2 or (tokens == tokens[0, 0]).all():
             continue
         runs = []
         for row in (tokens, tokens.flip(1)):
             pad = row[:, 0].mode().values
-            runs.append(int((row == pad).cumprod(1).sum()))
-        padded, total = padded + max(runs), total + tokens.numel()
-    return padded / total if total else 0.0
+            runs.append((row == pad).cumprod(1).sum(1))
+        texts, length = tokens.shape
+        kept = length - max(runs, key=lambda run: int(run.sum()))
+        tokens_kept, pairs_kept = tokens_kept + int(kept.sum()), pairs_kept + int(kept.square().sum())
+        total, total_pairs = total + texts * length, total_pairs + texts * length**2
+    return (1 - tokens_kept / total, 1 - pairs_kept / total_pairs) if total else (0.0, 0.0)
 
 
 def count_ahead(loader: object) -> int:

@@ -59,7 +59,8 @@ class Observed:
     updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
     events in 16 bits, `loop` is the one that calls most of its forward pass. `trainer` says that transformers' Trainer
-    has the loop of the steps.
+    has the loop of the steps. `padding` is the share of the tokens that are padding, `padding_pairs` that of the pairs
+    of a text's tokens that hold some.
     """
 
     events: tuple[Event, ...] = ()
@@ -77,6 +78,7 @@ class Observed:
     remade: bool = False
     trainer: bool = False
     padding: float = 0.0
+    padding_pairs: float = 0.0
     unused: dict[Site, int] = field(default_factory=dict)
     compiling: float | None = 0.0  # None where it was not looked at
     compiled: bool = False
@@ -270,10 +272,18 @@ _COMPILE = "a larger batch, or torch.compile(model)"
 
 
 def _pack(timeline: Timeline, seen: Observed) -> Timeline:
-    """The GPU works on fewer tokens. The CPU calls as many operations, and the optimizer updates as many weights."""
-    share = 1 - seen.padding
-    events = (event if event.optimizing else event._replace(scale=share) for event in timeline.events)
-    return replace(timeline, events=tuple(events))
+    """The GPU works on fewer tokens, and attention on fewer pairs of them.
+
+    The CPU calls as many operations, and the optimizer updates as many weights.
+    """
+    attention = set().union(*_find_attention(timeline.events))
+
+    def pack(place: int, event: Event) -> Event:
+        pairs = place in attention or any(kernel.kind == kinds.ATTENTION for kernel in event.kernels)
+        return event._replace(scale=1 - (seen.padding_pairs if pairs else seen.padding))
+
+    events = enumerate(timeline.events)
+    return replace(timeline, events=tuple(e if e.optimizing else pack(place, e) for place, e in events))
 
 
 def _as_tf32(event: Event) -> Event:

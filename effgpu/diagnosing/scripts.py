@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
-from effgpu.diagnosing.batches import count_ahead, padding_share
+from effgpu.diagnosing.batches import count_ahead, padding_shares
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed, runs_trainer
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.loaders import Loading, on_this_machine
@@ -211,7 +211,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
             took, loader, handing, evaluating = NOTHING, None, 0.0, NOTHING
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it cannot be timed: {why}",)
-        padding = padding_share(tokens)
+        padding, padding_pairs = padding_shares(tokens)
     notes += (_COMPILED,) * predicted.compiled
     notes += (NO_LOADER if not working else ONLY_CALLS,) * (not taken)
     said = tuple(fact for fact in predicted.said if fact != WORKERS_IDLE)  # they did run, for the loader
@@ -231,6 +231,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
         remade=loading.is_remade(loader),
         trainer=runs_trainer(),
         padding=padding,
+        padding_pairs=padding_pairs,
         compiling=None if predicted.compiled else 0.0,
         unused=graphs.unused(),
         compiled=predicted.compiled,

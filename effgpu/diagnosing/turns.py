@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
-from effgpu.diagnosing.batches import padding_share
+from effgpu.diagnosing.batches import padding_shares
 from effgpu.diagnosing.causes import BATCHES, COPYING, LOADING, OPTIMIZER, PRECISION, TF32, Observed
 from effgpu.diagnosing.diagnosis import THRESHOLD
 from effgpu.diagnosing.observing import Observer, UntilRead
@@ -79,6 +79,7 @@ def observe(supply: Supply) -> Plan:
         observer = Observer(supply.batch, pinned=supply.pinned, loop=supply.loop)
         with uncompiled(), observer.looking():
             yield 1
+    padding, padding_pairs = padding_shares(observer.tokens)
     seen = Observed(
         events=tuple(observer.events),
         has_loader=supply.has_loader,
@@ -86,7 +87,8 @@ def observe(supply: Supply) -> Plan:
         pinned=supply.pinned,
         persistent=bool(getattr(supply.loader, "persistent_workers", False)),
         streams=isinstance(getattr(supply.loader, "dataset", None), IterableDataset),
-        padding=padding_share(observer.tokens),
+        padding=padding,
+        padding_pairs=padding_pairs,
         unused=observer.graphs.unused(),
         compiled=compiles,
         optimizers=tuple(describe_optimizer(optimizer) for optimizer in observer.optimizers),
