@@ -281,6 +281,26 @@ def test_work_of_numpy_in_the_loop_counts_as_loading_and_what_the_loader_does_co
     assert not loading["lines"] and "own work" not in loading["note"]
 
 
+DROPPED = """
+import torch
+weights = torch.nn.Parameter(torch.ones(64, device="cuda"))
+optimizer = torch.optim.SGD([weights], 0.1)
+def teach(rows):
+    for _ in range(2000):
+        rows = (rows * weights).square()
+    return rows
+for _ in range(9):
+    taught = teach(torch.ones(8, 64, device="cuda"))
+    (weights * 2).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_that_the_walk_lets_go_of_a_graph_is_no_work_of_the_scripts(run):
+    code, told, errors = run(DROPPED)
+    assert code == 0 and LOADING not in [each["name"] for each in told["examined"]], errors
+
+
 ENDING = """
 import torch
 from torch.utils.data import DataLoader

@@ -59,7 +59,7 @@ class OwnWork:
             self.leave()
 
     def enter(self, caller: str) -> None:
-        """PyTorch is called by code of this file: before, PyTorch's own, or a library's, may have run."""
+        """PyTorch, or what frees a tensor, is called by code of this file: before, a library's may have run."""
         if get_ident() == self._thread:
             if not self._depth and self._line and whose(caller) is READER:
                 self._note()

@@ -278,8 +278,11 @@ class ScriptRecorder(Recorder):
             self._watch(tensor, self.storages.add_on_host(tensor))
 
     def _drop(self, key: int, block: Block) -> None:
+        interrupted = sys._getframe(1).f_back  # by weakref's own frame: what lets go of the tensor
+        self.own.enter(interrupted.f_code.co_filename if interrupted else "")
         super()._drop(key, block)
         self.room.taken -= block.size * self.storages.is_on_gpu(block)
+        self.own.leave()
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
