@@ -449,6 +449,16 @@ def test_an_evaluation_in_each_step_comes_first_and_saves_what_leaving_it_out_do
     assert not told["warnings"]
 
 
+def test_the_batch_after_an_evaluation_is_the_trainings_where_it_is_taken_before_the_model_is_set_to_train(run):
+    train, evaluate = "    model(rows", "    model.eval(); model(torch.ones(9, 1024).cuda())\n"
+    training = EVALUATING.split("    if")[0].replace("512) for", "512, collate_fn=load) for")
+    training = f"import time\ndef load(rows): time.sleep(0.02); return [torch.ones(512, 1024)]\n{training}"
+    code, told, errors = run(training.replace(train, f"    model.train(){train.replace('    ', '; ')}") + evaluate)
+    found = {each["name"]: each for each in told["examined"]}
+    assert code == 0 and found[causes.EVALUATING]["seconds"] < 0.5 * found[LOADING]["seconds"], errors
+    assert {line["line"] for line in found[causes.EVALUATING]["lines"]} == {len(training.splitlines()) + 1}
+
+
 def test_an_evaluation_in_some_steps_is_told_above_what_the_others_hold(run):
     code, told, errors = run(EVALUATING.replace("EVERY", "2"))
     assert code == 0 and causes.EVALUATING not in [each["name"] for each in told["examined"]], errors

@@ -46,10 +46,19 @@ class Work:
         self.counts, self.events, self._scores = bool(self._recorder.capability), [], Scores()
 
     def note_evaluation(self, begin: int) -> None:
-        """What was noted since, so many events after the step's first, is an evaluation, if nothing was trained."""
-        events = [event._replace(evaluating=True) for event in self.events[begin:]]
+        """What was noted since, so many events after the step's first, is an evaluation, if nothing was trained.
+
+        A batch after which nothing is multiplied is the training's, whose loop has gone on.
+        """
+        multiplies = [any(kernel.product for kernel in event.kernels) for event in self.events]
+        last = max((place for place, each in enumerate(multiplies) if each), default=-1)
+        batches = [place for place, event in enumerate(self.events) if event.kind == LOAD and place > last]
+        end = max(begin, batches[0]) if batches else len(self.events)
+        while end > begin and self.events[end - 1].kind == COPY:  # as of a batch without a loader
+            end -= 1
+        events = [event._replace(evaluating=True) for event in self.events[begin:end]]
         if any(event.kind not in (LOAD, OWN) for event in events) and all(event.phase == FORWARD for event in events):
-            self.events[begin:] = events
+            self.events[begin:end] = events
             self.evaluations.append(tuple(events))
 
     @property
