@@ -27,6 +27,7 @@ from effgpu.diagnosing.causes import (
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.ranking import rank
+from effgpu.predicting.facts import UNTIMED, Fact
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kinds import PRODUCT, Kernel
 from effgpu.predicting.predict import predict
@@ -131,6 +132,18 @@ def test_that_a_step_does_not_fit_is_said_before_its_time(busy):
     assert "<p>T4: does not fit" in found._repr_html_()
     assert str(replace(found, memory=predicted)).startswith("T4: 100 ms per step")
     assert str(replace(found, measured=True)).startswith("T4: 100 ms per step")  # it ran
+
+
+def test_of_a_step_of_which_a_part_is_not_timed_only_the_least_is_told(busy):
+    predicted = replace(busy[0], said=(Fact(UNTIMED, "_ctc_loss computes"),))
+    found = Diagnosis("T4", 0.1, 0.08, 0.13, False, (Finding(OPTIMIZER, 0.06, 0.05, 0.07),), memory=predicted)
+    assert str(found).startswith("T4: at least 80.0 ms per step (predicted)\n")
+    assert "optimizer: could save 60.0 ms [50.0 ms, 70.0 ms], at most 60% of the step" in str(found)
+    told = found.to_dict()
+    assert (told["seconds"], told["low"], told["high"]) == (None, 0.08, None)
+    whole = replace(found, measured=True)
+    assert str(whole).startswith("T4: 100 ms per step") and whole.to_dict()["seconds"] == 0.1
+    assert ", 60% of the step" in str(replace(found, memory=busy[0]))
 
 
 READS = Event(READ, Site("train.py", 3), waits=True)

@@ -38,10 +38,10 @@ class Finding:
     lesson: str = ""
     advice: str = ""
 
-    def in_words(self, step: float) -> str:
-        """What it could save, with its interval or range, and the share of a step of so many seconds."""
+    def in_words(self, step: float, *, longer: bool = False) -> str:
+        """What it could save, with its interval or range, and the share of a step of so many seconds, or `longer`."""
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
-        return f"could save {seconds} [{low}, {high}], {self.seconds / step:.0%} of the step"
+        return f"could save {seconds} [{low}, {high}], {'at most ' * longer}{self.seconds / step:.0%} of the step"
 
     @property
     def what_to_change(self) -> str:
@@ -102,6 +102,7 @@ class Diagnosis:
         batches = self.batches and {"fits": self.batches.fits, "may_fit": self.batches.may_fit}
         several = {name: [one.to_dict(self.seconds) for one in getattr(self, name)] for name in _LISTS}
         fields = {name: getattr(self, name) for name in ("gpu", "measured", "seconds", "low", "high")} | several
+        fields |= {"seconds": None, "high": None} if self._is_longer else {}
         fields |= {"together": self.together and self.together.to_dict(self.seconds), "batches": batches}
         return fields | {
             "memory": self.memory and self.memory.to_dict(),
@@ -117,8 +118,16 @@ class Diagnosis:
             details = [("seen", one.note)] if one.note else []
             details += [("line", str(line)) for line in one.lines[:3]]
             details.append(("change", one.what_to_change))
-            told.append((f"{one.name}: {one.in_words(self.seconds)}{how}", details))
+            told.append((f"{one.name}: {self._in_words(one)}{how}", details))
         return told
+
+    @property
+    def _is_longer(self) -> bool:
+        """Whether the predicted step, or another one, takes longer, nobody knows how much."""
+        return not self.measured and self.memory is not None and bool(self.memory.untimed(self.memory.gpus[0]))
+
+    def _in_words(self, one: Finding) -> str:
+        return one.in_words(self.seconds, longer=self._is_longer)
 
     def _alone(self, found: Iterable[Finding]) -> list[Finding]:
         """Those that no pair tells of."""
@@ -129,7 +138,8 @@ class Diagnosis:
         """The time of a step; before it, that the step does not fit where it was not seen to run."""
         seconds, low, high = map(units.format_seconds, (self.seconds, self.low, self.high))
         how = "measured" if self.measured else "predicted"
-        time = f"{self.gpu}: {seconds} per step [{low}, {high}] ({how})"
+        time = f"at least {low} per step" if self._is_longer else f"{seconds} per step [{low}, {high}]"
+        time = f"{self.gpu}: {time} ({how})"
         if self.measured or self.memory is None or self.memory.verdict() != DOES_NOT_FIT:
             return [time]
         gpu = self.memory.gpus[0]
@@ -143,9 +153,9 @@ class Diagnosis:
         """What stands below the findings."""
         lines = []
         if self.together:
-            lines.append(f"{self.together.name}, together: {self.together.in_words(self.seconds)}")
+            lines.append(f"{self.together.name}, together: {self._in_words(self.together)}")
         for one in self._alone(self.perhaps):
-            lines.append(f"{one.name}, perhaps: {one.in_words(self.seconds)}; to try: {one.what_to_change}")
+            lines.append(f"{one.name}, perhaps: {self._in_words(one)}; to try: {one.what_to_change}")
         if small := ", ".join(one.name for one in self._alone(self.examined) if one not in self._large):
             lines.append(f"looked at, and below {THRESHOLD:.0%} each: {small}")
         return lines + self._describe_memory() + units.join_places(self.notes)
