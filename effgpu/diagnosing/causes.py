@@ -3,6 +3,7 @@
 To add a cause, add a row to `CAUSES`.
 """
 
+import itertools
 import os
 import sys
 from collections import Counter
@@ -310,7 +311,8 @@ def _find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
 
     It is what lies between a batched product and the next, without another product, where a softmax reads as many
     numbers as the first of them made: a backward pass has as many. Linear attention's softmaxes read other ones. There
-    is none where scores go on, to the next layer or into a loss: a fused kernel does not give them.
+    is none where scores go on, to the next layer or into a loss: a fused kernel does not give them. Copies beside its
+    products belong to it: a fused kernel takes heads as they lie, and gives them so.
     """
     if any(event.reads_on for event in events):
         return set(), set()
@@ -334,7 +336,17 @@ def _find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
             run.append(place)
             if scores & set(range(run[0], place)):
                 products |= set(run)
-    return scores, products
+    beside = (places for at in products for places in (range(at - 1, -1, -1), range(at + 1, len(events))))
+    return scores.union(*(_copies(events, places) for places in beside)), products
+
+
+def _copies(events: Sequence[Event], places: Iterable[int]) -> set[int]:
+    """Those of these places at which tensors are copied, until something else is done."""
+
+    def copies(place: int) -> bool:
+        return events[place].kind == KERNEL and all(kernel.name == "clone" for kernel in events[place].kernels)
+
+    return {place for place in itertools.takewhile(copies, places) if events[place].kernels}
 
 
 def _fuse_attention(timeline: Timeline, seen: Observed) -> Timeline:
