@@ -198,6 +198,13 @@ def test_how_a_batch_is_copied_decides_the_advice(copied, advice, note, run):
     assert code == 0 and copies["advice"].startswith(advice) and copies["note"] == f"512 KiB from {note}", errors
 
 
+def test_the_line_that_copies_most_comes_first_and_not_the_one_that_copies_most_often(run):
+    small = "        small = sum(torch.ones(1).cuda() for _ in range(9))\n        model(small * rows.cuda())"
+    code, told, errors = run(COPIES.replace("        model(COPIED)", small))
+    (copies,) = (each for each in told["examined"] if each["name"] == COPYING)
+    assert code == 0 and [line["line"] for line in copies["lines"]] == [9, 8], errors
+
+
 @pytest.mark.parametrize("more, waits", [("", True), (", non_blocking=True", False)])
 def test_a_copy_into_memory_of_the_cpu_is_a_hidden_wait_unless_it_asks_for_none(more, waits, run):
     kept = COPIES.replace("for epoch", "kept = torch.zeros(8, 4096)\nfor epoch").replace("COPIED", "rows.cuda()")

@@ -166,7 +166,12 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (LOADING, {"has_loader": True, "handing": 0.001, "workers": 2}, "fewer bytes, such as uint8, to hand over"),
         (LOADING, {"has_loader": True, "handing": 0.6, "loading": (1.0,) * 3}, f"{causes._AT_ONCE}; where each sample"),
         (LOADING, {"has_loader": True, "trainer": True}, "TrainingArguments(dataloader_num_workers=2"),
-        (LOADING, {"working": {READS.site: 1.0}}, "what train.py:3 computes, in the DataLoader's workers"),
+        (LOADING, {"working": {READS.site: 1.0}}, "what train.py:3 computes, in a DataLoader's workers"),
+        (
+            LOADING,
+            {"has_loader": True, "working": {READS.site: 1.0}},
+            "what train.py:3 computes, in the DataLoader's workers",
+        ),
         (LOADING, {"working": {READS.site: 1.0}, "events": (READS,)}, "what train.py:3 computes, every 100 steps"),
         (PRECISION, {"trainer": True, "halved": (HALVED,)}, "TrainingArguments(fp16=True)"),
         (PRECISION, {"halved": (HALVED,)}, "with torch.autocast(...)"),

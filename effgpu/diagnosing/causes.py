@@ -124,7 +124,10 @@ def _load_faster(seen: Observed) -> str:
         line = site.place
         if any(event.kind == READ and event.site == site for event in seen.events):  # no worker has what the GPU made
             return f"what {line} computes, every 100 steps, or on the GPU"
-        return f"what {line} computes, in the DataLoader's workers, as its data set's or collate_fn's, or on the GPU"
+        whose = "the" if seen.has_loader else "a"
+        return (
+            f"what {line} computes, in {whose} DataLoader's workers, as its data set's or collate_fn's, or on the GPU"
+        )
     cores = os.cpu_count() or 1
     if not seen.has_loader:
         return "DataLoader(..., num_workers=2), so that batches are made while the GPU works"

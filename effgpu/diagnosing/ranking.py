@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from effgpu import units
+from effgpu.attaching.sites import Site
 from effgpu.diagnosing.causes import (
     CAUSES,
     COMPILING,
@@ -45,7 +46,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         warnings += [prediction.grows(gpu)] * bool(prediction.grows(gpu))
     slowest = _find_slowest_optimizer(timeline) if timeline else ()
     facts = replace(seen, events=events, optimizers=slowest or seen.optimizers)
-    ranked = sorted((_explain(one, facts) for one in examined.values()), key=lambda finding: -finding.seconds)
+    ranked = sorted((_explain(one, facts, timeline) for one in examined.values()), key=lambda finding: -finding.seconds)
     result = Diagnosis(
         gpu.name,
         *(seen.step or timeline.range()),
@@ -161,11 +162,14 @@ def _hidden(result: Diagnosis, pairs: dict[frozenset[str], Range]) -> tuple[Find
     return tuple(found)
 
 
-def _explain(finding: Finding, seen: Observed) -> Finding:
-    """The finding with its advice, its lines, the most frequent first, and what was seen."""
+def _explain(finding: Finding, seen: Observed, timeline: Timeline | None) -> Finding:
+    """The finding with its advice, its lines, the one that keeps the GPU busy for longest first, and what was seen."""
     cause = CAUSES[finding.name]
     concerned = [event for event in seen.events if cause.concerns(event, seen)]
-    lines = Counter(site for event in concerned if (site := cause.place(event)))
+    lines: Counter[Site] = Counter()
+    for event in concerned:
+        if site := cause.place(event):
+            lines[site] += timeline.busy(event) if timeline else 1.0
     if finding.name == LOADING:
         lines.update(seen.working)
     if finding.name == LAUNCHING and seen.loop:

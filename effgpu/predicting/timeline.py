@@ -205,6 +205,10 @@ class Timeline:
         """Seconds per step, and from where to where they may be."""
         return _spread([self.seconds(**setting) for setting in self.settings()])
 
+    def busy(self, event: Event) -> float:
+        """Seconds that the GPU takes for an event."""
+        return self._gpu_seconds(event)[1]
+
     def _gpu_seconds(self, event: Event, work: float = 1.0, copies: float = 1.0) -> tuple[bool, float]:
         """Whether the GPU does anything for an event, and for how long."""
         gpu = self.gpu
