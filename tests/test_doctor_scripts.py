@@ -504,6 +504,9 @@ def test_a_loop_over_samples_is_named_where_it_makes_the_cpu_late(run):
     first = told["findings"][0]
     assert code == 0 and first["name"] == causes.LAUNCHING and [line["line"] for line in first["lines"]] == [8], errors
     assert first["advice"].startswith("one call for all 32 rounds of the loop at train.py:8, if"), first
+    at_once = "    return torch.nn.functional.cross_entropy(model(rows), labels)\nfor _ in"
+    code, one_call, errors = run(re.sub(r"    loss = 0\n.*\nfor _ in", at_once, ONE_BY_ONE, flags=re.DOTALL))
+    assert code == 0 and told["seconds"] - one_call["seconds"] < 1.01 * first["seconds"], errors
 
 
 OF_TWO = """

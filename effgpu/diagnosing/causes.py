@@ -230,6 +230,16 @@ def _tell_launching(seen: Observed, events: list[Event]) -> str:
     return f"{loop.share:.0%} of the forward pass's calls are in a loop of {loop.rounds} rounds" if loop else ""
 
 
+def _launch_nothing(timeline: Timeline, seen: Observed) -> Timeline:
+    """The CPU needs no time to call; and where one call does for all rounds of a loop, no small kernel has a floor."""
+    return replace(timeline, launch=0.0, events=tuple(map(_join, timeline.events)) if seen.loop else timeline.events)
+
+
+def _join(event: Event) -> Event:
+    """The event as a part of a larger one, unless it is the optimizer's."""
+    return event if event.optimizing else event._replace(kernels=tuple(k._replace(launches=0) for k in event.kernels))
+
+
 def _updating_share(events: Iterable[Event]) -> float:
     """The share of the CPU's calls that are in an optimizer's step."""
     calls = {True: 0.0, False: 0.0}
@@ -478,7 +488,7 @@ CAUSES = {
             LAUNCHING,
             "05 and 14",
             _launch_less,
-            without=lambda line, seen: replace(line, launch=0.0),
+            without=_launch_nothing,
             note=_tell_launching,
         ),
         Cause(
