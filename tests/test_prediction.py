@@ -191,6 +191,7 @@ MODELS |= {
     "several readers": backward((256, 512, 64, 64, 64), lambda q, k, v: (q + k + v).mean()),
     "rows by places": backward((256, 512), lambda hidden: hidden[PLACES].square().sum()),
     "rows by a mask": backward((256, 512), lambda hidden: hidden[torch.arange(2048) % 7 == 0].square().sum()),
+    "numbers by a mask": backward((256, 64), lambda hidden: hidden[torch.ones(2048, 64).tril() == 1].square().sum()),
     "selected": backward((256, 512), lambda hidden: hidden.index_select(0, PLACES).square().sum()),
     "gathered": backward((64, 2000), lambda hidden: hidden.gather(1, PLACES[:1].expand(2048, 1)).square().sum()),
 }

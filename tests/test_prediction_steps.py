@@ -599,6 +599,53 @@ def test_an_index_by_value_takes_the_share_that_is_said(name, options, share):
     assert any(f"takes {share:.0%} of what it chooses from by value" in told for told in predicted.assumptions)
 
 
+MASKED = {  # the indices into 64 x 64 rows of 256 numbers, by a mask of them all, and by the places of one
+    "rows": (lambda mask: (mask[..., 0],), lambda mask: mask[..., 0].nonzero(as_tuple=True)),
+    "numbers": (lambda mask: (mask,), lambda mask: mask.nonzero(as_tuple=True)),
+    "behind": (lambda mask: (slice(None), mask[0]), lambda mask: (slice(None), *mask[0].nonzero(as_tuple=True))),
+    "apart": (
+        lambda mask: (mask[0, :, 0], slice(None), torch.arange(32)),
+        lambda mask: (*mask[0, :, 0].nonzero(as_tuple=True), slice(None), torch.arange(32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("known", [True, False])
+def test_what_a_mask_has_chosen_goes_back_to_its_places(name, known):
+    """TensorAdvancedIndexing.cpp, index_backward: the mask becomes places once more, for which the CPU waits."""
+
+    def choose(index, out, _):
+        mask = torch.arange(64)[:, None].expand(64, 64, 256) % 2 == 0 if known else torch.rand(64, 64, 256) > 0.5
+        return out.view(64, 64, 256)[index(mask)].square()
+
+    masked, placed = (predict(choosing(partial(choose, index)), "T4") for index in MASKED[name])
+    assert masked.allocated == pytest.approx(placed.allocated, rel=0.03)
+    launched = [[kernel for event in each.events for kernel in event.kernels] for each in (masked, placed)]
+    put, put_by_places = ([kernel for kernel in each if kernel.name == "index_put_"] for each in launched)
+    assert put == put_by_places
+    assert [[kernel.name for kernel in each].count("nonzero") for each in launched] == [2, 1]
+    assert [sum(event.waits for event in each.events) for each in (masked, placed)] == [2, 1]
+    assert masked.unknown == placed.unknown == () and len(masked.assumptions) == (not known)
+
+
+def test_what_a_mask_overwrites_is_found_first_unless_one_number_fills_it():
+    def overwrite(values, out, _):
+        made = out.detach()
+        made[torch.rand(4096) > 0.5] = values(made)
+        return out
+
+    launched = [
+        Counter(
+            kernel.name
+            for event in predict(choosing(partial(overwrite, values)), "T4").events
+            for kernel in event.kernels
+        )
+        for values in (lambda out: out[:2048], lambda out: out[0], lambda out: 0)
+    ]
+    assert [each["nonzero"] for each in launched] == [1, 1, 0]
+
+
 def test_counts_of_numbers_are_as_many_as_asked_for_or_as_the_largest_known_number_asks_for():
     shapes = []
 

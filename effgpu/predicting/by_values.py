@@ -28,12 +28,42 @@ def run(recorder: "Recorder", func, args: tuple, kwargs: dict) -> Any:
 
 def _index(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
     """By masks: the places that they choose become numbers."""
-    masks = [index is not None and index.dtype in (torch.bool, torch.uint8) for index in given["indices"]]
-    if not any(masks):
+    if not any(map(_is_mask, given["indices"])):
         return None
-    parts = [_find(recorder, i).unbind(1) if mask else (i,) for i, mask in zip(given["indices"], masks)]
+    places = _as_places(recorder, given["indices"])
     with recorder:
-        return func(given["self"], [index for part in parts for index in part])
+        return func(given["self"], places)
+
+
+def _index_put(recorder: "Recorder", func, given: dict) -> torch.Tensor | None:
+    """By masks, as the backward pass of an index does: they become places once more, as many as there are values.
+
+    One number fills, without them: aten/src/ATen/native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill.
+    """
+    tensor, indices, values = given["self"], given["indices"], given["values"]
+    fills = values.numel() == 1 and not given.get("accumulate")
+    if fills or not any(map(_is_mask, indices)):
+        return None
+    named = [index for index in indices if index is not None]
+    kept = tensor.dim() - sum(index.dim() if _is_mask(index) else 1 for index in named)  # behind the places,
+    first = next(n for n, index in enumerate(indices) if index is not None)
+    if all(index is not None for index in indices[first : first + len(named)]):
+        kept -= first  # but for those before them
+    count = values.shape[-kept - 1] if values.dim() > kept else 1
+    places = _as_places(recorder, indices, None if count == 1 else count)  # 1 may be spread
+    others = {name: given[name] for name in ("accumulate", "unsafe") if name in given}
+    with recorder:
+        return func(tensor, places, values, **others)
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _as_places(recorder: "Recorder", indices: list, count: int | None = None) -> list[torch.Tensor | None]:
+    """Indices with the places that each mask chooses; `count`, if it is known how many these are."""
+    parts = [_find(recorder, index, count).unbind(1) if _is_mask(index) else (index,) for index in indices]
+    return [index for part in parts for index in part]
 
 
 def _masked_select(recorder: "Recorder", func, given: dict) -> torch.Tensor:
@@ -47,12 +77,16 @@ def _nonzero(recorder: "Recorder", func, given: dict) -> torch.Tensor:
     return _find(recorder, given["self"])
 
 
-def _find(recorder: "Recorder", tensor: torch.Tensor) -> torch.Tensor:
-    """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it."""
+def _find(recorder: "Recorder", tensor: torch.Tensor, chosen: int | None = None) -> torch.Tensor:
+    """The places of a tensor's elements that are not zero: the GPU counts them, and the CPU waits for it.
+
+    `chosen` says how many there are, where it is known otherwise.
+    """
     known = recorder.reading.numbers_of(tensor)
     with _disable_current_modes():
         count = None if known is None else int(known.count_nonzero())
-    chosen = recorder.reading.choose_from(tensor.numel(), count, recorder.counting.share_of(tensor))
+    if chosen is None:
+        chosen = recorder.reading.choose_from(tensor.numel(), count, recorder.counting.share_of(tensor))
     found = _empty(recorder, (chosen, tensor.dim()), torch.int64)
     if chosen == count:
         recorder.values.keep(found, known.nonzero)
@@ -248,6 +282,7 @@ def _empty(recorder: "Recorder", shape: tuple, dtype: torch.dtype) -> torch.Tens
 
 RULES: dict[Any, Callable] = {
     aten.index: _index,
+    **dict.fromkeys((aten.index_put, aten.index_put_, aten._index_put_impl_), _index_put),
     aten.masked_select: _masked_select,
     aten.nonzero: _nonzero,
     aten.bincount: _bincount,

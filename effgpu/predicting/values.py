@@ -15,8 +15,8 @@ from effgpu.measuring.ops import arguments_of, name_arguments, tensors_of
 from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key, tree_map_only
 
 aten = torch.ops.aten
-# Elements of the largest tensor whose numbers are kept: a mask of 2,000 x 2,000.
-MOST = 4_000_000
+# Elements of the largest tensor whose numbers are kept: a mask of 2,048 x 2,048.
+MOST = 2**22
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _FILLED_BY = {"full": 1, "full_like": 1, "new_full": 2}  # which argument it is
 _SCALED = ("mul_", "div_", "add_", "sub_", "_foreach_mul_", "_foreach_div_", "_foreach_add_", "_foreach_sub_")
