@@ -599,6 +599,26 @@ def test_an_index_by_value_takes_the_share_that_is_said(name, options, share):
     assert any(f"takes {share:.0%} of what it chooses from by value" in told for told in predicted.assumptions)
 
 
+DRAWN = {  # 4,096 truths, and how many of them are expected
+    "below": (lambda: torch.rand(4096) < 0.15, 0.15),
+    "not above": (lambda: ~(torch.rand(64, 64).view(4096) > 0.15), 0.15),
+    "uniform": (lambda: torch.empty(4096).uniform_() >= 0.25, 0.75),
+    "between others": (lambda: torch.empty(4096).uniform_(0, 2) < 0.25, 0.5),
+    "changed": (lambda: torch.rand(4096).mul_(2) < 0.25, 0.5),
+    "in place": (lambda: torch.empty(4096).bernoulli_(0.1).bool(), 0.1),
+    "of shares": (lambda: torch.bernoulli(torch.full((4096,), 0.1)).bool(), 0.1),
+    "another": (lambda: torch.rand(4096, 8).argmax(1) != 3, 7 / 8),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mask_that_is_drawn_takes_what_is_expected(name):
+    (draw, share), shapes = DRAWN[name], []
+    note = lambda out, _: shapes.append((chosen := out[draw()]).shape) or chosen
+    (told,) = predict(choosing(note), "T4", steps=1).assumptions
+    assert shapes[0][0] == round(4096 * share) and told.endswith(f"(taken={share:.3g})")
+
+
 MASKED = {  # the indices into 64 x 64 rows of 256 numbers, by a mask of them all, and by the places of one
     "rows": (lambda mask: (mask[..., 0],), lambda mask: mask[..., 0].nonzero(as_tuple=True)),
     "numbers": (lambda mask: (mask,), lambda mask: mask.nonzero(as_tuple=True)),

@@ -1,8 +1,8 @@
 """What is known of numbers that nobody knows: whether they are true, what share of them is, how many they can be.
 
 In a healthy step, a loss is finite, and a test for NaNs finds none. Those of argmax are as many as what it chooses
-from; one of n numbers is equal to a given one in one of n places; and n counts of N things are N / n each. `Values` has
-the counts as assumed numbers.
+from; one of n numbers is equal to a given one in one of n places; numbers that are drawn between 0 and 1 are below 0.15
+in 15 % of them; and n counts of N things are N / n each. `Values` has the counts as assumed numbers.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.measuring.ops import tensors_of
-from effgpu.measuring.torch_internals import FakeTensor, storage_key
+from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -22,6 +22,8 @@ _KEEPS = ("view", "_unsafe_view", "clone", "_to_copy", "detach", "alias", "squee
 _KEEPS += ("select", "permute", "t", "transpose", "expand", "index", "masked_select")
 _BELOW_INFINITY = {"lt": True, "le": True, "gt": False, "ge": False}  # what a loss is
 _KEEPS_TRUTH = ("any", "all", "clone", "_to_copy", "view")
+_SHARE_BELOW = {"lt": True, "le": True, "gt": False, "ge": False}  # of numbers that are drawn between 0 and 1
+_DRAWN, _DRAWN_BY = ("rand", "rand_like"), ("bernoulli", "bernoulli_")  # the latter with a share of ones
 _DECIDED_BY = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}  # one operand alone
 
 
@@ -33,6 +35,7 @@ class Counting:
         self._recorder = recorder
         self._ranges = WeakTensorKeyDictionary()
         self._shares = WeakTensorKeyDictionary()
+        self._drawn = WeakTensorKeyDictionary()  # numbers between 0 and 1, all as likely
 
     def range_of(self, tensor: torch.Tensor) -> float:
         """How many different numbers a tensor can hold."""
@@ -57,8 +60,21 @@ class Counting:
             self._follow_truths(func, name, args, result)
         if name in _BELOW_INFINITY and not args[0].dim() and isinstance(args[1], float) and math.isinf(args[1]):
             self.truths[result] = _BELOW_INFINITY[name] == (args[1] > 0)
-        if name == "eq" and (known := [arg for arg in args if isinstance(arg, FakeTensor) and arg in self._ranges]):
-            self._shares[result] = 1 / max(1, self._ranges[known[0]])
+        if self._drawn and func._schema.is_mutable and isinstance(args[0], FakeTensor):
+            for drawn in [each for each in self._drawn if storage_key(each) == storage_key(args[0])]:
+                del self._drawn[drawn]
+        if name in ("eq", "ne") and (known := [a for a in args if isinstance(a, FakeTensor) and a in self._ranges]):
+            share = 1 / max(1, self._ranges[known[0]])
+            self._shares[result] = share if name == "eq" else 1 - share
+        elif name in ("bitwise_not", "logical_not") and args[0].dtype is torch.bool and args[0] in self._shares:
+            self._shares[result] = 1 - self._shares[args[0]]
+        elif name in _DRAWN or (name == "uniform_" and tuple(args[1:]) in ((), (0, 1))):
+            self._drawn[result] = True
+        elif name in _SHARE_BELOW and args[0] in self._drawn and isinstance(args[1], (int, float)):
+            below = min(1.0, max(0.0, args[1]))
+            self._shares[result] = below if _SHARE_BELOW[name] else 1 - below
+        elif name in _DRAWN_BY and (share := self._mean_of(args[len(args) > 1])) is not None:
+            self._shares[result] = share
         elif name == "any" and args[0] in self._shares:
             self._shares[result] = min(1.0, self._shares[args[0]] * args[0].numel() / max(1, result.numel()))
         elif name in ("argmax", "argmin", "max", "min", "topk"):
@@ -74,7 +90,7 @@ class Counting:
             self.spread(result, args[0].numel())
         elif name in _KEEPS:
             for known in tensors_of(args[:1]):
-                for noted in (self._ranges, self._shares):
+                for noted in (self._ranges, self._shares, self._drawn):
                     if noted and known in noted:
                         noted.update((made, noted[known]) for made in tensors_of(result))
 
@@ -94,6 +110,12 @@ class Counting:
                 del self.truths[mask]
         if truth is not None and isinstance(result, torch.Tensor):
             self.truths[result] = truth
+
+    def _mean_of(self, share: object) -> float | None:
+        """A share that all elements have, or the mean of those that they have, if these are known."""
+        known = self._recorder.values.of(share) if isinstance(share, torch.Tensor) else None
+        with _disable_current_modes():
+            return share if isinstance(share, float) else None if known is None else known.double().mean().item()
 
     def _counts(self, summed: torch.Tensor) -> bool:
         return isinstance(summed, FakeTensor) and (summed.dtype is torch.bool or summed in self._shares)
