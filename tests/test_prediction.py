@@ -470,6 +470,28 @@ def test_owners_are_told_apart():
     assert backward.owners["activations"] < 1.1 * 4 * MiB < backward.owners["other"], "temporaries are no activations"
 
 
+def test_gradients_that_a_step_drops_before_its_end_are_gradients():
+    """As those of the first of two passes for an update, which move the weights to where the second one looks."""
+
+    def variant():
+        model = nn.Linear(1024, 1024, bias=False)
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step():
+            model(torch.randn(4, 1024)).sum().backward()
+            moved = [weight.grad.norm() * weight.grad * weight.detach() for weight in model.parameters()]
+            optimizer.zero_grad()
+            model(torch.randn(4, 1024)).sum().backward()
+            torch._foreach_sub_([weight.data for weight in model.parameters()], moved)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    owners = predict(variant).owners
+    assert owners["weights"] == owners["gradients"] == 1024 * 1024 * 4
+
+
 def test_convolutions_and_products_take_workspaces():
     assert predict(linear(), "T4").workspaces.low == 8.125 * MiB
     assert predict(linear(), "H100").workspaces.low == 32 * MiB

@@ -114,7 +114,7 @@ class Marks:
     learning rate: its steps are counted anew, under a new plan. `most` are the most steps of one of them, `total` those
     of all. So many `probes` are awaited in backward passes, in case an optimizer is made after them. `loop` is, from
     the second step on, the code that makes a step, and that which runs the steps: the same, or what calls it.
-    `listeners` are called at each, `passed` after each backward pass that is one, `leaving` before the process ends.
+    `listeners` are called at each, `leaving` before the process ends.
     """
 
     connection = None  # to nobody: what `ticking` asks after a fork
@@ -128,7 +128,6 @@ class Marks:
         self.slowed = ""  # what the script itself has done for long since the last step, for whoever waits
         self.loop: tuple[CodeType, ...] = ()
         self.listeners: list[Callable[[], object]] = []
-        self.passed: list[Callable[[], object]] = []
         self.leaving: list[Callable[[], object]] = []
         self._source: Callable[[], object] = _nobody
         self._others: weakref.WeakSet = weakref.WeakSet()  # optimizers that stepped where another one is the source
@@ -246,11 +245,8 @@ class Marks:
                 self.mark(BACKWARD)
             self._inside.append(True)  # checkpointing may run a pass within a pass
             try:
-                result = run(*args, **kwargs)
+                return run(*args, **kwargs)
             finally:
                 self._inside.pop()
-            for listener in self.passed if self.source is BACKWARD and not self._inside else ():
-                listener()
-            return result
 
         return marking

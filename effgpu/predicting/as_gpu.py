@@ -172,7 +172,10 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
     def run_backward_here(*args, **kwargs):
         recorder.optimizers.begin_pass()
         with recorder.translator():  # what checkpointing runs again names a GPU, too
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+        if kwargs.get("accumulate_grad"):  # a step may let go of them before its end
+            recorder.name_owners()
+        return result
 
     def has_bf16(including_emulation=True):
         if not including_emulation and recorder.capability >= (8, 0):

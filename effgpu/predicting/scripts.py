@@ -61,7 +61,6 @@ def recording(
     recorder = ScriptRecorder(asked, answers, marks, room)
     marks.probes = probes
     marks.listeners.append(recorder.next_step)
-    marks.passed.append(recorder.name_owners)
     marks.leaving += [partial(recorder.files.clean, goes_on=False), recorder.files.close]
 
     def check_first(*_: object) -> None:  # a step of LBFGS may run the model for minutes
