@@ -2499,6 +2499,34 @@ def test_a_step_with_more_backward_passes_than_others_is_named(more, run):
     assert told["unknown"] == [what] * (more == "loss.backward()"), errors
 
 
+TERMS = """
+count = count + 1
+loss = model(torch.randn(64, 1024).to("cuda")).square().mean()
+if {test}:
+    {term}
+loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "test, term, named",
+    [
+        ("count >= 50", "loss = loss + model(torch.ones(64, 1024).to('cuda')).mean()", True),
+        ("number % 16 == 15", "loss += sum(weight.abs().sum() for weight in model.parameters())", True),
+        ("count >= 1", "loss = loss + model[0].weight.abs().sum()", False),
+        ("count >= 50", "loss = loss / 2", False),
+        ("count >= 50", "total += loss.item()", False),
+    ],
+)
+def test_a_term_of_the_loss_that_comes_later_is_named(test, term, named, run):
+    """As of a GAN that begins when the rest is trained, or of a penalty in each sixteenth step."""
+    _, told, errors = run(loop(f"count = total = 0\n{BUILD}", TERMS.format(test=test, term=term), steps=9))
+    said = [f"what the backward pass takes that comes only in some steps: train.py:11: if {test}:"]
+    assert told["unknown"] == said * named, errors
+
+
 LATER = """
 if number == 50:
     import copy

@@ -6,6 +6,7 @@ fake tensors answer otherwise: `type(x) is torch.Tensor`.
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
@@ -47,8 +48,8 @@ def find_remainders(code: CodeType) -> list[Site]:
 
 
 def find_rare(code: CodeType, what: str) -> list[Found]:
-    """Where a step's number decides whether there is a backward pass, or one more ("passes"), whether a model is copied
-    ("copies"), or that more weights are trained ("trains_more").
+    """Where a step's number decides whether there is a backward pass, or one more, or of more ("passes"), whether a
+    model is copied ("copies"), or that more weights are trained ("trains_more").
     """
     return [_found(code, rare.test, lines) for rare in _asked(code) if (lines := getattr(rare, what))]
 
@@ -127,13 +128,16 @@ def _is_within(code: CodeType, line: int) -> bool:
 def _tests(file: str) -> list[_Rare]:
     """The tests of a file that ask for a remainder, or compare what counts the rounds of a loop, by their lines."""
     found = []
-    for node, counters in _read(file):
+    nodes = _read(file)
+    losses = {name for node, _ in nodes if called_name(node) == "backward" for name in _names(node)}
+    passes = partial(_passes, losses=losses)
+    for node, counters in nodes:
         if isinstance(node, ast.If | ast.IfExp):
             parts = [*ast.walk(node.test)]
             remainder = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in parts)
             later = {True, False} if remainder else {truth for part in parts for truth in _later(part, counters)}
             if later:
-                comes = (_comes(node, later, does) for does in (_passes, _copies, _unfreezes))
+                comes = (_comes(node, later, does) for does in (passes, _copies, _unfreezes))
                 found.append(_Rare(node.test, remainder, *comes))
     return sorted(found, key=lambda rare: rare.test.lineno)
 
@@ -198,8 +202,11 @@ def _inside(statements: list[ast.stmt]) -> Iterator[ast.AST]:
     return (node for each in statements for node in ast.walk(each))
 
 
-def _passes(node: ast.AST) -> bool:
-    return called_name(node) in _PASSES
+def _passes(node: ast.AST, losses: set[str]) -> bool:
+    """Whether it is a backward pass, or adds to what one begins at, such as a loss that comes later."""
+    added = _added(node)
+    adds = added and _name(added[0]) in losses and not isinstance(added[1], ast.Constant)
+    return called_name(node) in _PASSES or bool(adds)
 
 
 def _copies(node: ast.AST) -> bool:
@@ -286,15 +293,29 @@ def _name(node: ast.AST) -> str:
 
 def _counted(node: ast.AST) -> Iterator[str]:
     """The name that a loop counts its rounds in. An object's counts one by one: it may add up a loss."""
+    added = _added(node)
     if isinstance(node, ast.For) and called_name(node.iter) in _COUNTS:
         target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
-    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        target = node.target
+    elif added and (isinstance(node, ast.AugAssign) or isinstance(added[1], ast.Constant)):  # else: of tensors
+        target = added[0]
     else:
         return
-    ones = isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant) and node.value.value == 1
+    ones = added and isinstance(added[1], ast.Constant) and added[1].value == 1
     if isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and ones):
         yield _name(target)
+
+
+def _added(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """What a statement adds something to, and what it adds: a += b, a = a + b, a = b + a."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        return node.target, node.value
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.BinOp):
+        return None
+    target, value = node.targets[0], node.value
+    if not isinstance(value.op, ast.Add) or not (name := _name(target)):
+        return None
+    sides = (value.left, value.right), (value.right, value.left)
+    return next(((target, added) for same, added in sides if _name(same) == name), None)
 
 
 def _later(node: ast.AST, counters: set[str]) -> set[bool]:
