@@ -2595,6 +2595,41 @@ def test_a_size_that_the_number_of_a_step_decides_is_named(line, named, run, exp
     assert told["assumptions"] == [said] * named, errors
 
 
+CHANGED = """
+for epoch in range(3):
+    for _ in range(2):
+        place = place + 64
+        part = [*range(4096)][place:place + rows], torch.ones(8)[:place]
+        {step}
+    {line}
+"""
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("rows *= 2", True),
+        ("rows = min(512, rows * 2)", True),
+        ("if epoch % 2: rows = rows + rows // 2", True),
+        ("rate *= 0.5", False),
+        ("rows = len(model) * 8", False),
+        ("wide = wide * 2", False),
+        ("place = (place + rows) % 1024", False),
+    ],
+)
+@pytest.mark.parametrize("given", ["rows, 1024", "*shape(rows)"])
+def test_a_size_that_a_loop_changes_is_named(line, given, named, run):
+    build = (
+        f"{BUILD}rows, rate, wide, place = 64, 0.1, 1, 0\n"
+        "def shape(rows, wide=1): return torch.empty(rows, 1024).shape\n"
+        "for _ in range(3):\n    wide *= 2\n    torch.zeros(wide)[place:place + 64]\n"
+    )
+    step = textwrap.indent(STEP.replace("64, 1024", given), " " * 8).strip()
+    _, told, errors = run(build + CHANGED.format(step=step, line=line))
+    said = f"a size that the step's number decides is that of the step that was counted: train.py:19: {line}"
+    assert (said in told["assumptions"]) == named, errors
+
+
 @pytest.mark.parametrize("counts", ["number", "table"])
 def test_a_name_of_a_functions_own_is_no_number_of_a_step(counts, run):
     choose = f"def choose({counts}):\n    rows = 64\n    if {counts} != 64: rows = 2 * {counts}\n    return rows\n"

@@ -55,8 +55,10 @@ def find_rare(code: CodeType, what: str) -> list[Found]:
 
 
 def find_sizes(code: CodeType) -> list[Found]:
-    """Where a step's number decides a size, as in a curriculum of longer and longer texts."""
-    return [Found(Site(code.co_filename, line)) for line in _sizes(code.co_filename) if _is_within(code, line)]
+    """Where a step's number decides a size, or a loop changes one, as in a curriculum of longer and longer texts."""
+    changed = {line for name, line in _changed_sizes(code.co_filename) if name == code.co_name}
+    lines = sorted({*_sizes(code.co_filename), *changed})
+    return [Found(Site(code.co_filename, line)) for line in lines if _is_within(code, line)]
 
 
 def find_captures(code: CodeType) -> list[Found]:
@@ -247,6 +249,74 @@ def _sizes(file: str) -> list[int]:
         if names and any(names & sizes for use, sizes in uses if id(use) not in within):
             found.append(node.lineno)
     return sorted(found)
+
+
+@once_a_file
+def _changed_sizes(file: str) -> list[tuple[str, int]]:
+    """The lines by which a loop that trains makes a size of itself, as rows *= 2 does; with the name of their code."""
+    tree = parse(file)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
+    calls = {name: {*map(called_name, ast.walk(node))} for name, node in functions.items()}
+    trainers = more = {"step", "backward"}
+    while more:
+        more = {name for name, called in calls.items() if called & more} - trainers
+        trainers = trainers | more
+    found = []
+    for scope in (tree, *functions.values()):
+        loops = [node for node in _own(scope) if isinstance(node, ast.For | ast.While)]
+        for loop in loops:
+            inside = [*_own(loop)]
+            if trainers.isdisjoint(map(called_name, inside)):
+                continue
+            sizes = {name for node in inside for name in _sizes_given(node, functions)}
+            lines = [node.lineno for node in inside if _changes(node) in sizes]
+            found += [(getattr(scope, "name", "<module>"), line) for line in lines]
+    return found
+
+
+def _changes(node: ast.AST) -> str | None:
+    """The name to which a statement gives arithmetic of itself; None, also where it adds another number, as to a place
+    in the data.
+    """
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.FloorDiv):
+        return _name(node.target)
+    if added := _added(node):
+        target, value = added
+    elif isinstance(node, ast.Assign) and not isinstance(node.value, ast.Name):
+        target, value = node.targets[0], node.value
+    else:
+        return None
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mod):  # it begins again
+        return None
+    return name if (name := _name(target)) in _in_arithmetic(value) else None
+
+
+def _sizes_given(node: ast.AST, functions: dict[str, ast.FunctionDef]) -> set[str]:
+    """The names that a call, or a slice, takes as sizes, also by a function of the file's that takes them as such."""
+    if isinstance(node, ast.Slice):
+        return _in_arithmetic(node.upper) - _in_arithmetic(node.lower)
+    if not isinstance(node, ast.Call):
+        return set()
+    name = called_name(node)
+    sizes = [each.value for each in node.keywords if each.arg in _SIZES or name in _SIZED]
+    sizes += node.args if name in _SIZED else []
+    if function := functions.get(name):
+        names = [each.arg for each in function.args.args]
+        taken = {each for part in ast.walk(function) for each in _sizes_given(part, {})}
+        given = [*zip(names[names[:1] == ["self"] :], node.args), *((each.arg, each.value) for each in node.keywords)]
+        sizes += [value for parameter, value in given if parameter in taken]
+    return {each for size in sizes for each in _in_arithmetic(size)}
+
+
+def _in_arithmetic(node: ast.AST | None) -> set[str]:
+    """The names that a number is made of: none whose shape, or whose part, it is."""
+    if isinstance(node, ast.BinOp):
+        return _in_arithmetic(node.left) | _in_arithmetic(node.right)
+    if isinstance(node, ast.Tuple | ast.List):
+        return {name for each in node.elts for name in _in_arithmetic(each)}
+    if called_name(node) in ("min", "max", "int", "round") if node else False:
+        return {name for each in node.args for name in _in_arithmetic(each)}
+    return {name} if node and (name := _name(node)) else set()
 
 
 def _follows(value: ast.expr, counters: set[str], functions: set[str]) -> bool:
