@@ -2736,6 +2736,19 @@ def test_what_moves_to_the_cpu_and_back_crosses_the_bus(run):
     assert told["unknown"] == ["how long the optimizer takes on the CPU, where its weights are"]
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_fused_optimizer_finds_a_scalers_numbers_on_the_gpu(optimizer, run):
+    """And a learning rate that is a tensor there: they go to the device of the weights, which PyTorch asks in C++."""
+    made = f"{optimizer}(model.parameters(), lr=torch.tensor(0.1, device='cuda'), fused=True)"
+    build = BUILD.replace("AdamW(model.parameters())", made) + "scaler = torch.amp.GradScaler()\n"
+    step = STEP.replace("loss.backward()", "scaler.scale(loss).backward()")
+    step = step.replace("optimizer.step()", "scaler.step(optimizer)\nscaler.update()")
+    code, told, errors = run(loop(build, step))
+    assert code == 0 and not told["assumptions"], errors
+    kinds = told["gpus"][0]["time"]["kinds"]
+    assert kinds["optimizer"]["kernels"] > 0 and "copies to the CPU and back" not in kinds
+
+
 def test_rows_of_a_large_table_take_no_longer_than_those_of_a_small_one(run):
     build = "import torch\ntable = torch.nn.Embedding(ROWS, 64, sparse=True).cuda()\n"
     build += "optimizer = torch.optim.SGD(table.parameters(), 0.1)\n"

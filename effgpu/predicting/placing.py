@@ -531,8 +531,8 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
             data = recorder.imitate(data.detach(), True)
         return make_subclass(kind, data, *args, **options)
 
-    clipping = sys.modules[torch.nn.utils.clip_grad_norm_.__module__]
-    group = clipping._group_tensors_by_device_and_dtype  # in C++, where fake tensors are on the CPU
+    groups = [sys.modules[each.__module__] for each in (torch.nn.utils.clip_grad_norm_, torch.optim.Optimizer)]
+    group = groups[0]._group_tensors_by_device_and_dtype  # in C++, where fake tensors are on the CPU
 
     @functools.wraps(group)
     def group_in_place(tensors, *args, **options):
@@ -541,7 +541,7 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
             for (device, dtype), (lists, indices) in group(tensors, *args, **options).items()
         }
 
-    yield clipping, group.__name__, group_in_place
+    yield from ((module, group.__name__, group_in_place) for module in groups)
     train = torch.nn.Module.train
 
     @functools.wraps(train)
