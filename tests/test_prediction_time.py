@@ -138,6 +138,27 @@ def test_a_convolution_is_the_products_that_it_comes_to():
     assert all(kernel.flops == 2 * math.prod(kernel.product) == flops for kernel in products.values())
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(nn.Conv2d, 16, 32, 1, stride=2),
+        partial(nn.Conv2d, 16, 32, 3, stride=2, padding=1, groups=2),
+        partial(nn.Conv2d, 16, 32, 4, stride=4),
+        partial(nn.Conv2d, 16, 32, 5, padding=4, dilation=2),
+        partial(nn.ConvTranspose2d, 16, 32, 2, stride=2),
+    ],
+)
+def test_each_product_of_a_convolution_computes_its_flops_and_no_zeros_that_a_stride_leaves(build):
+    def variant():
+        layer, images = build().cuda(), torch.rand(2, 16, 32, 32, device="cuda", requires_grad=True)
+        return lambda: layer(images).sum().backward()
+
+    products = [kernel for kernel in kernels(variant) if kernel.product]
+    assert len(products) == 3
+    for kernel in products:
+        assert 2 * math.prod(kernel.product) == kernel.flops, kernel.name
+
+
 def test_a_step_is_divided_where_the_cpu_waits():
     segments = lambda function: len(predict(forward(function, 8), "T4").segments)
     assert segments(lambda x: x.sum() + 1) == 1 and segments(lambda x: x.sum().item() + x.sum()) == 2

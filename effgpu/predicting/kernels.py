@@ -354,7 +354,7 @@ def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kerne
     even = (inputs * weight.element_size()) % 16 == 0 and (outputs * weight.element_size()) % 16 == 0
     shapes = {
         "": (groups, points, outputs, inputs * taps),
-        " (input)": (groups, image.shape[0] * math.prod(image.shape[2:]), inputs, outputs * taps),
+        " (input)": (groups, points, inputs, outputs * taps),  # with a stride, too: zeros between are left out
         " (weight)": (groups, outputs, inputs * taps, points),
     }
     wanted = [""] if not backward else [part for part, asked in zip((" (input)", " (weight)"), args[10]) if asked]

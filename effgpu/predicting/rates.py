@@ -75,10 +75,10 @@ USUAL = _Shares(
     odd_channels=1.0,
     layouts={
         "nchw": _Layout(
-            wide=0.82,
+            wide=0.8,
             pointwise=1.0,
             narrow=0.9,
-            grouped=0.48,
+            grouped=0.38,
             traffic=0.54,
             depthwise=0.53,
             batch_norm=0.43,
@@ -86,10 +86,10 @@ USUAL = _Shares(
             pointwise_traffic=0.54,
         ),
         "nhwc": _Layout(
-            wide=1.0,
-            pointwise=0.95,
+            wide=0.94,
+            pointwise=1.0,
             narrow=0.95,
-            grouped=0.1,
+            grouped=0.073,
             traffic=0.72,
             depthwise=0.67,
             batch_norm=0.71,
@@ -124,8 +124,8 @@ HOPPER = USUAL._replace(
 # model of pytorch-gpu-benchmark's RTX 2080 Ti. A T4's Wide-ResNet meets it (docs/audit.md). Channels last: not known.
 _REORDERED = _Layout(
     wide=0.53,
-    pointwise=0.3,
-    narrow=0.27,
+    pointwise=0.25,
+    narrow=0.18,
     grouped=0.14,
     traffic=0.27,
     depthwise=0.53,
