@@ -8,6 +8,7 @@ import shutil
 import statistics
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import nbformat
@@ -221,6 +222,16 @@ def test_a_lesson_that_has_changed_is_told_as_it_was_stored(stored, monkeypatch,
     ((_, outcomes),) = measured.audit([path]).items()
     assert all(outcome.now is None and outcome.stored.error == pytest.approx(0) for outcome in outcomes)
     assert capsys.readouterr().err.startswith("11_no_grad_validation: not walked: no lesson")
+
+
+def test_a_lesson_or_an_earlier_form_of_it_compares_what_each_gpu_measured():
+    """Else its steps could not be predicted again with other rules."""
+    paths = [*measured.EARLIER.glob("*.py"), *LESSONS.glob("*.ipynb")]
+    for comparison in chain(*map(results.load, results.STORED.glob("*.json"))):
+        if comparison.here:
+            statements = next(filter(None, (measured.find_statements(path, comparison.name) for path in paths)), [])
+            said = {node.value for each in statements for node in ast.walk(each) if isinstance(node, ast.Constant)}
+            assert said >= comparison.here.keys(), comparison.name
 
 
 def test_without_results_of_a_gpu_the_section_says_so(tmp_path, make_measurement):

@@ -7,7 +7,8 @@ what its variants were predicted to take on the GPU that measures them, before t
 Else each variant is also walked again, without a GPU, and predicted with the rules of today.
 
 A results file has no kernels. So a walk takes the statements of the lesson that its comparison needs, and runs them
-as on the GPU but for measuring. The lessons' batch on that GPU is found by the memory that was predicted there.
+as on the GPU but for measuring. The lessons' batch on that GPU is found by the memory that was predicted there. What a
+lesson compared when it was measured, and compares no more, is in earlier/.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.translator import on_cpu
 
 NONE = "No results of a GPU are stored in effgpu/reference/ yet."
+EARLIER = Path(__file__).with_name("earlier")
 SAME_MEMORY, ALIKE = 0.002, 0.03  # predicted peaks that differ by less are the same, or those of another PyTorch
 
 
@@ -74,7 +76,9 @@ def with_what_they_need(statements: list[ast.stmt], last: list[ast.stmt]) -> lis
 
 
 def read_cells(path: Path) -> list[list[ast.stmt]]:
-    """The statements of each code cell of a notebook, with IPython's commands as calls of Python."""
+    """The statements of each code cell of a notebook, with IPython's commands as calls of Python; those of a script."""
+    if path.suffix == ".py":
+        return [ast.parse(path.read_text(encoding="utf-8")).body]
     from IPython.core.inputtransformer2 import TransformerManager
 
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -173,6 +177,7 @@ def find_batch(comparison: Comparison, batches: list[int], folder: Path = LESSON
     `batches` are those of comparisons before, tried first. The one that is found is put in front.
     """
     named = sorted(folder.glob("*.ipynb"), key=lambda path: not comparison.name.startswith(path.stem))
+    named = *EARLIER.glob("*.py"), *named
     path = next((path for path in named if find_statements(path, comparison.name)), None)
     if path is None or not comparison.here:
         return path, None
