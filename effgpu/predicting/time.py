@@ -191,13 +191,14 @@ def _add_stretches(
 ) -> float:
     """Seconds of a step where the GPU's work and the CPU's calls take so many times as long.
 
-    Between two stretches the CPU waits: the GPU copies what is read, and then idles until it is called again.
+    Between two stretches the CPU waits: the GPU copies what is read, and then idles until it is called again. Between
+    two steps it does not: what follows a step's last wait, and the next step up to its first, are one stretch.
     """
-    total = 0.0
-    for number, (busy, cpu) in enumerate(between_waits):
-        waits = number > 0
-        total += max(work * busy + waits * launches * gpu.launch, launches * cpu) + waits * work * gpu.kernel
-    return total
+    if len(between_waits) < 2:
+        return sum(max(work * busy, launches * cpu) for busy, cpu in between_waits)
+    first, *others, last = between_waits
+    stretches = *others, (first[0] + last[0], first[1] + last[1])
+    return sum(max(work * busy + launches * gpu.launch, launches * cpu) + work * gpu.kernel for busy, cpu in stretches)
 
 
 def range_of(between_waits: Sequence[tuple[float, float]], gpu: Gpu, spread: float) -> tuple[float, float, float]:
