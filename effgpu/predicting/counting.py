@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 HALF = 0.5  # of a mask's elements are true, where nothing else is known
 _KEEPS = ("view", "_unsafe_view", "clone", "_to_copy", "detach", "alias", "squeeze", "unsqueeze", "slice")
 _KEEPS += ("select", "permute", "t", "transpose", "expand", "index", "masked_select")
-_BELOW_INFINITY = {"lt": True, "le": True, "gt": False, "ge": False}  # what a loss is
+_ASKS_BELOW = {"lt": True, "le": True, "gt": False, "ge": False}  # and not above; a loss is below infinity
 _KEEPS_TRUTH = ("any", "all", "clone", "_to_copy", "view")
-_SHARE_BELOW = {"lt": True, "le": True, "gt": False, "ge": False}  # of numbers that are drawn between 0 and 1
 _DRAWN, _DRAWN_BY = ("rand", "rand_like"), ("bernoulli", "bernoulli_")  # the latter with a share of ones
 _DECIDED_BY = {"logical_or": True, "bitwise_or": True, "logical_and": False, "bitwise_and": False}  # one operand alone
 
@@ -58,8 +57,8 @@ class Counting:
         """Note what an operation's result can be."""
         if self.truths:
             self._follow_truths(func, name, args, result)
-        if name in _BELOW_INFINITY and not args[0].dim() and isinstance(args[1], float) and math.isinf(args[1]):
-            self.truths[result] = _BELOW_INFINITY[name] == (args[1] > 0)
+        if name in _ASKS_BELOW and not args[0].dim() and isinstance(args[1], float) and math.isinf(args[1]):
+            self.truths[result] = _ASKS_BELOW[name] == (args[1] > 0)
         if self._drawn and func._schema.is_mutable and isinstance(args[0], FakeTensor):
             for drawn in [each for each in self._drawn if storage_key(each) == storage_key(args[0])]:
                 del self._drawn[drawn]
@@ -70,9 +69,9 @@ class Counting:
             self._shares[result] = 1 - self._shares[args[0]]
         elif name in _DRAWN or (name == "uniform_" and tuple(args[1:]) in ((), (0, 1))):
             self._drawn[result] = True
-        elif name in _SHARE_BELOW and args[0] in self._drawn and isinstance(args[1], (int, float)):
+        elif name in _ASKS_BELOW and args[0] in self._drawn and isinstance(args[1], (int, float)):
             below = min(1.0, max(0.0, args[1]))
-            self._shares[result] = below if _SHARE_BELOW[name] else 1 - below
+            self._shares[result] = below if _ASKS_BELOW[name] else 1 - below
         elif name in _DRAWN_BY and (share := self._mean_of(args[len(args) > 1])) is not None:
             self._shares[result] = share
         elif name == "any" and args[0] in self._shares:
