@@ -198,6 +198,7 @@ def _tell_update(seen: Observed, events: list[Event]) -> str:
 
 
 _KEEP = "keep the value on the GPU, loss.detach(), and read it every 100 steps"
+_OF_LIBRARY = "the library reads there: an option of it, if it has one; a larger batch waits as often for more work"
 _NEEDLESS = {
     "synchronize": "no synchronize() in the loop: only a stopwatch needs it",
     "empty_cache": "no empty_cache() in the loop: PyTorch gives memory back by itself before it runs out",
@@ -210,7 +211,11 @@ def _read_less(seen: Observed) -> str:
     if any(filters) and all(filter or site.inside for filter, site in zip(filters, sites)):  # libraries' reads alone
         return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
     needless = {site: [each for each in _NEEDLESS if f"{each}(" in site.code] for site in sites}
-    read = [] if needless and all(needless.values()) else [_KEEP]
+    read = (
+        []
+        if needless and all(needless.values())
+        else [_OF_LIBRARY if sites and all(site.inside for site in sites) else _KEEP]
+    )
     return "; ".join([*read, *dict.fromkeys(_NEEDLESS[each] for calls in needless.values() for each in calls)])
 
 
