@@ -23,6 +23,7 @@ from effgpu.predicting.facts import (
 )
 from effgpu.predicting.gpus import Gpu, GpuLike, find_gpu
 from effgpu.predicting.kinds import Segment
+from effgpu.predicting.spreads import LAUNCH_RANGE
 from effgpu.predicting.time import FUSED_CALLS, FUSES, Time, step_time
 from effgpu.predicting.timeline import Event, Timeline, segments_of
 from effgpu.units import (
@@ -202,10 +203,13 @@ class Prediction:
         kernels = sum((segment.kernels for segment in one.segments), Counter())
         work = step_time([Segment(kernels)], gpu, compiled=one.compiled)  # the GPU's alone: events say when it waits
         off = work.high / work.expected if work.expected else 1.0
-        launch = gpu.launch * (FUSED_CALLS if one.compiled else 1)
+        called = math.sqrt(FUSED_CALLS) if one.compiled else 1.0  # the middle between perfect fusion and none
+        least, most = LAUNCH_RANGE
         fuses = sum(row.seconds for kind, row in work.table.items() if kind in FUSES)
         apart = sum(row.seconds for row in work.table.values()) - work.expected  # what compiling is expected to save
-        return Timeline(one.events, gpu, launch=launch, off=off, fused=1 - apart / fuses if fuses else 1.0)
+        fused = 1 - apart / fuses if fuses else 1.0
+        launching = {"launch": gpu.launch * called, "launches": (least * called, most / called)}
+        return Timeline(one.events, gpu, off=off, fused=fused, **launching)
 
     def to_dict(self) -> dict:
         """All of it for a program to read: bytes, seconds, and for each GPU its verdict."""

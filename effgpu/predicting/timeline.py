@@ -123,8 +123,8 @@ class Timeline:
     `load` is what the loader takes for a step: by the CPU that launches, or where there are `workers` by them, all
     together. `working` is what the script itself computes on the CPU in a step, by line. Both are where events say so,
     and where none does, at the step's begin. `compiling` is what compiling takes, `launch` the time of calling an
-    operation. `off` is by how much the GPU's predicted work may be off, as a factor. `fused` is the share of their time
-    that kernels take which compiled code fuses.
+    operation. `off` is by how much the GPU's predicted work may be off, as a factor; `launches` are the least and the
+    most of launching. `fused` is the share of their time that kernels take which compiled code fuses.
     """
 
     events: tuple[Event, ...]
@@ -135,6 +135,7 @@ class Timeline:
     compiling: float = 0.0
     launch: float = 0.0
     off: float = 1.0
+    launches: tuple[float, float] = LAUNCH_RANGE
     fused: float = 1.0
 
     def seconds(self, *, work: float = 1.0, launches: float = 1.0, copies: float = 1.0, load: int = 0) -> float:
@@ -198,7 +199,7 @@ class Timeline:
 
     def settings(self) -> list[dict[str, float]]:
         """As expected, and with each thing that is uncertain at either end: arguments for `seconds`."""
-        ends = {"work": (1 / self.off, self.off), "launches": LAUNCH_RANGE, "copies": _COPY_RANGE, "load": (1, 2)}
+        ends = {"work": (1 / self.off, self.off), "launches": self.launches, "copies": _COPY_RANGE, "load": (1, 2)}
         return [{}, *({name: value} for name, values in ends.items() for value in values)]
 
     def range(self) -> Range:
