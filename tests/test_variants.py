@@ -283,6 +283,14 @@ def variant():
     exec("torch." + way)
     return read
 
+way = "backends.fp32_precision = 'tf32'"
+torch.backends.fp32_precision = "ieee"
+with BuiltVariants({"set": variant}) as built:
+    built.turn("set", lambda step: step())
+torch.backends.fp32_precision = "tf32"
+assert read().count("tf32") == len(kinds), "what inherited still does"
+torch.backends.fp32_precision = "none"
+
 changed = 0
 for way in ways:
     before = read()

@@ -111,8 +111,8 @@ class _Settings:
             now = [_read(read) for read, _ in _SWITCHES]
             changed = [i for i, was in enumerate(before) if was is not None and now[i] != was]
             self.switches = {i: now[i] for i in changed if now[i] is not None}  # None: PyTorch cannot tell any more
-            if changed:  # one may write another, as the older way to ask for TF32 does: read each again
-                for (read, write), was in zip(_SWITCHES, before):
+            if changed:  # one may write another, as the older way to ask for TF32 does: read each again, twice
+                for (read, write), was in 2 * list(zip(_SWITCHES, before)):
                     if was is not None and _read(read) != was:
                         write(was)
 
@@ -193,6 +193,17 @@ def _flag(holder: object, name: str) -> tuple[Callable, Callable]:
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
+def _precision(holder: object) -> tuple[Callable, Callable]:
+    """A switch for TF32, which inherits that of what is above it wherever this gives what it was."""
+
+    def write(precision: str) -> None:
+        holder.fp32_precision = "none"
+        if holder.fp32_precision != precision:
+            holder.fp32_precision = precision
+
+    return partial(getattr, holder, "fp32_precision"), write
+
+
 def _reduction(name: str) -> tuple[Callable, Callable]:
     """What sums in 16 bits, and whether a product may be split for them, which PyTorch before 2.10 does not tell."""
     matmul = torch.backends.cuda.matmul
@@ -222,15 +233,13 @@ _SWITCHES = (
             (torch.get_autocast_dtype, torch.set_autocast_dtype),
         )
     ),
-    # first of those for TF32, as they write the others
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *(_flag(torch.backends.cudnn, name) for name in ("allow_tf32", "enabled", "benchmark", "deterministic")),
+    *(_flag(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
     _flag(torch.backends.cudnn, "benchmark_limit"),
     *(_flag(torch.backends.mkldnn, name) for name in ("enabled", "deterministic")),
     _flag(torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     *(_reduction(f"allow_{kind}_reduced_precision_reduction") for kind in ("fp16", "bf16")),
     *(
-        _flag(holder, "fp32_precision")
+        _precision(holder)
         for holder in (
             torch.backends,
             torch.backends.cudnn,
@@ -242,6 +251,9 @@ _SWITCHES = (
             torch.backends.mkldnn.rnn,
         )
     ),
+    # after those for TF32, which they write
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _flag(torch.backends.cudnn, "allow_tf32"),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
