@@ -21,15 +21,18 @@ from effgpu.diagnosing.causes import (
     OPTIMIZER,
     PADDING,
     PRECISION,
+    UPDATES,
     VALIDATION,
     WAITS,
     Observed,
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
+from effgpu.diagnosing.doctor import diagnose_script, scripts
+from effgpu.diagnosing.lists import Updates
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.facts import UNTIMED, Fact
 from effgpu.predicting.gpus import find_gpu
-from effgpu.predicting.kinds import PRODUCT, Kernel
+from effgpu.predicting.kinds import OTHER, PRODUCT, Kernel
 from effgpu.predicting.predict import predict
 from effgpu.predicting.timeline import COPY, KERNEL, READ, UPDATE, Event
 
@@ -144,6 +147,19 @@ def test_of_a_step_of_which_a_part_is_not_timed_only_the_least_is_told(busy):
     whole = replace(found, measured=True)
     assert str(whole).startswith("T4: 100 ms per step") and whole.to_dict()["seconds"] == 0.1
     assert ", 60% of the step" in str(replace(found, memory=busy[0]))
+
+
+def test_on_a_gpu_a_loop_over_weights_is_predicted_beside_what_is_measured(busy, monkeypatch):
+    predicted, _ = busy
+    site = Site("train.py", 9)
+    loop = Updates(site, range(8, 10), rounds=9, calls=9, names=("mul_",))
+    scaled = Event(KERNEL, site, (Kernel("mul_", OTHER, "fp32", 0, 4),), inner=site, lasting="weights")
+    predicted = replace(predicted, events=predicted.events + (scaled,) * 9)
+    ran = {"predicting": (predicted, Observed(updates=(loop,))), "measuring": Observed(step=(0.001,) * 3, stepped=1)}
+    monkeypatch.setattr(scripts, "run", lambda program, plans, **_: ran[plans.partition(":")[2]])
+    (found,) = (each for each in diagnose_script(None, T4, measured=True).examined if each.name == UPDATES)
+    assert not found.measured and found.seconds > 0 and found.lines == (site,)
+    assert found.note == "9 calls in 9 rounds of the loop at train.py:9"
 
 
 READS = Event(READ, Site("train.py", 3), waits=True)

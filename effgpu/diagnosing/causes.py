@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from effgpu.attaching.sites import Site
+from effgpu.diagnosing.lists import Updates, in_lists
 from effgpu.predicting import kinds
 from effgpu.predicting.kinds import PRODUCT, Kernel
 from effgpu.predicting.timeline import (
@@ -33,6 +34,7 @@ from effgpu.units import format_bytes, format_seconds
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
+UPDATES = "loops over weights"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
@@ -59,14 +61,15 @@ class Observed:
     `optimizers` has the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose
     updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
-    events in 16 bits, `loop` is the one that calls most of its forward pass. `trainer` says that transformers' Trainer
-    has the loop of the steps. `padding` is the share of the tokens that are padding, `padding_pairs` that of the pairs
-    of a text's tokens that hold some.
+    events in 16 bits, `loop` is the one that calls most of its forward pass, `updates` are those over weights.
+    `trainer` says that transformers' Trainer has the loop of the steps. `padding` is the share of the tokens that are
+    padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
     """
 
     events: tuple[Event, ...] = ()
     halved: tuple[Event, ...] = ()
     loop: Loop | None = None
+    updates: tuple[Updates, ...] = ()
     has_loader: bool = False
     loading: Range = NOTHING
     handing: float = 0.0
@@ -419,6 +422,11 @@ def _reads_scores(event: Event, seen: Observed) -> bool:
     return any(seen.events[place] is event for place in scores)
 
 
+def _update_in_lists(seen: Observed) -> str:
+    calls = dict.fromkeys(name for each in seen.updates for name in each.instead())
+    return f"{'; '.join(calls)}: lists in place of the loop, made once where their tensors stay"
+
+
 def _tell_loading(seen: Observed, events: list[Event]) -> str:
     how = f"num_workers={seen.workers}" if seen.has_loader else "by the script itself"
     loading = [f"loading takes {format_seconds(seen.loading[0])} per step, measured here, {how}"] * (seen.step is None)
@@ -487,6 +495,17 @@ CAUSES = {
             _reads_scores,
             _fuse_attention,
             lambda seen, events: f"{len(events)} softmaxes read their scores from memory",
+            _called_at,
+        ),
+        Cause(
+            UPDATES,
+            "09",
+            _update_in_lists,
+            lambda event, seen: any(each.find(event) for each in seen.updates),
+            lambda line, seen: replace(line, events=in_lists(line.events, seen.updates)),
+            lambda seen, events: "; ".join(
+                f"{each.calls} calls in {each.rounds} rounds of the loop at {each.site.place}" for each in seen.updates
+            ),
             _called_at,
         ),
         Cause(

@@ -93,5 +93,6 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
             seen.notes += tuple(check_walked(seen, predicted))
         except RuntimeError as error:
             predicted, why = None, str(error)
-    seen.halved, seen.loop, seen.compiled = walked.halved, walked.loop, seen.compiled or walked.compiled
+    seen.halved, seen.loop, seen.updates = walked.halved, walked.loop, walked.updates
+    seen.compiled |= walked.compiled
     return rank(gpu, seen, predicted, why)

@@ -15,7 +15,7 @@ from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.batches import Batches, change_tensors, time_handing
 from effgpu.diagnosing.causes import Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
-from effgpu.diagnosing.loops import find_loop
+from effgpu.diagnosing.loops import find_loop, find_updates
 from effgpu.diagnosing.observing import Moves
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
@@ -46,7 +46,8 @@ def diagnose_function(variant: Variant, loader: object, target: Gpu, *, measured
         try:
             predicted = walk_step(variant, batches, target)
             seen.notes += (*check_walked(seen, predicted), *find_branches(variant))
-            seen.halved, seen.loop = walk_step(variant, batches, target, halve=True).events, find_loop(predicted.events)
+            seen.halved = walk_step(variant, batches, target, halve=True).events
+            seen.loop, seen.updates = find_loop(predicted.events), find_updates(predicted.events)
             largest_batch = None
             if seen.time_first:
                 seen.notes += ("how many times the batch fits was not looked at: its first dimension is time",)

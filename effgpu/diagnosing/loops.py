@@ -1,4 +1,4 @@
-"""Loops in a step's forward pass, each round of which calls the same operations: one call may do for all.
+"""Loops in a step, each round of which calls the same operations: one call may do for all.
 
 The events show the rounds, the code what the loop goes through. Layers, each with weights of its own, are left out.
 """
@@ -11,7 +11,9 @@ import torch
 
 from effgpu.attaching.sites import Site, called_name, once_a_file, parse
 from effgpu.diagnosing.causes import Loop
-from effgpu.predicting.timeline import FORWARD, Event
+from effgpu.diagnosing.lists import Updates, foreach_names, is_average
+from effgpu.predicting.kinds import OTHER
+from effgpu.predicting.timeline import FORWARD, GRADIENTS, Event
 
 _FEWEST = 8  # rounds: fewer may be scales, heads or crops
 _TRAINS = ("backward", "grad", "step")
@@ -19,7 +21,8 @@ _TRAINS = ("backward", "grad", "step")
 
 def find_loop(events: Iterable[Event]) -> Loop | None:
     """The loop with most of the CPU's calls in a step's forward pass, if more than half of them are in one."""
-    forward = [event for event in events if event.kernels and event.phase == FORWARD and not event.evaluating]
+    usual = (event for event in events if event.phase == FORWARD and not (event.evaluating or event.lasting))
+    forward = [event for event in usual if event.kernels]
     inside: dict[tuple[str, range], list[tuple[Site, Event]]] = {}
     for event in forward:
         sites = dict.fromkeys(each._replace(inside="") for each in (event.site, event.inner) if each)
@@ -36,6 +39,43 @@ def find_loop(events: Iterable[Event]) -> Loop | None:
         if rounds >= _FEWEST and calls.total() > all_calls / 2:
             found.append(Loop(calls.most_common(1)[0][0], rounds, calls.total() / all_calls))
     return max(found, key=lambda loop: loop.share, default=None)
+
+
+def find_updates(events: Sequence[Event]) -> tuple[Updates, ...]:
+    """The innermost loops over weights, gradients or buffers, where lists would do."""
+    lasting = [event for event in events if event.lasting and not event.evaluating]
+    sites = dict.fromkeys(site._replace(inside="") for event in lasting for site in (event.inner, event.site) if site)
+    loops = {(site.file, lines): site for site in sites for lines in _loops(site.file) if site.line in lines}
+    found: list[Updates] = []
+    for (file, lines), site in sorted(loops.items(), key=lambda item: len(item[0][1])):
+        if not any(each.site.file == file and each.site.line in lines for each in found):
+            loop = Updates(site, lines)
+            found += _look_at(loop, [run for inside, run in loop.split(events) if inside])
+    return tuple(found)
+
+
+def _look_at(loop: Updates, runs: Iterable[list[Event]]) -> list[Updates]:
+    """The loop with what its runs do, if one is of several rounds, and none multiplies matrices or normalises."""
+    runs = [[event for event in run if event.kernels] for run in runs]
+    done = [event for run in runs for event in run]
+    names = dict.fromkeys(kernel.name for event in done for kernel in event.kernels)
+    known = tuple(name for name in names if all(hasattr(torch, each) for each in foreach_names(name)))
+    lines: Counter[Site] = Counter()
+    rounds = 0
+    for run in runs:
+        by_line: dict[Site, list[str]] = {}
+        for event in run:
+            if event.lasting and (name := event.kernels[0].name) in known:
+                by_line.setdefault(loop.find(event), []).append(name)
+        most = max(map(_count_rounds, by_line.values()), default=0)
+        if most >= _FEWEST:
+            rounds += most
+            lines.update({site: len(each) for site, each in by_line.items()})
+    if not rounds or any(kernel.kind != OTHER for event in done for kernel in event.kernels):
+        return []
+    averages = is_average(set(names)) and all(event.lasting != GRADIENTS for event in done)
+    ((site, _),) = lines.most_common(1)
+    return [loop._replace(site=site, rounds=rounds, calls=len(done), names=known, averages=averages)]
 
 
 def _count_rounds(done: Sequence[Hashable]) -> int:

@@ -18,7 +18,7 @@ from effgpu.diagnosing.batches import count_ahead, padding_shares
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed, runs_trainer
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.loaders import Loading, on_this_machine
-from effgpu.diagnosing.loops import find_loop
+from effgpu.diagnosing.loops import find_loop, find_updates
 from effgpu.diagnosing.observing import Graphs, goes_to
 from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
 from effgpu.measuring.torch_internals import _current_graph_task_id
@@ -219,6 +219,7 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading)
         events=predicted.events,
         halved=halved,
         loop=find_loop(predicted.events),
+        updates=find_updates(predicted.events),
         has_loader=loader is not None,
         loading=took,
         handing=handing,

@@ -19,6 +19,7 @@ from effgpu.predicting.spreads import LAUNCH_RANGE
 from effgpu.predicting.time import FUSES
 
 KERNEL, READ, COPY = "kernel", "read", "copy"
+WEIGHTS, GRADIENTS = "weights", "gradients"
 LOAD, OWN = "load", "own work"  # what the CPU does, and asks nothing of the GPU
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
 Range = tuple[float, float, float]  # middle, low, high
@@ -26,6 +27,7 @@ NOTHING: Range = (0.0, 0.0, 0.0)
 SMALL_COPY = 64 * 1024  # bytes that cudaMemcpyAsync takes from ordinary memory at once (CUDA C++ Programming Guide)
 _COPY_RANGE = 0.57, 1.75  # of those times
 _ROUNDING = 1e-9  # seconds
+LISTED = 0.05  # of a call: what the CPU takes for each tensor of a list that a foreach operation gets
 _STEPS = 4  # that are played; the first does not count
 CPU, GPU = 1, 2  # the tracks of a trace
 WORK, WAIT = "work", "wait"
@@ -37,9 +39,11 @@ class Event(NamedTuple):
     `calls` is what the CPU does for it, in calls of an operation. `waits` says that the CPU goes on only when the GPU
     has done it, `non_blocking` that a copy asks for no wait. `scale` is the share of the GPU's work that is left.
     `site` is, of a kernel, the line of the step itself; of a read or a copy, the line that asks for it. `inner` is a
-    kernel's innermost line. `reads_on` says that kernels read scores of attention that is over, `beside` that the event
-    is seen by the timeline alone: it is part of no segment. `optimizer` is, in an update, its name and whether its step
-    is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set back.
+    kernel's innermost line. `lasting` says of what kernels change or read each number, without a graph: WEIGHTS, which
+    holds buffers, or GRADIENTS. `reads_on` says that kernels read scores of attention that is over, `beside` that the
+    event is seen by the timeline alone: it is part of no segment. `optimizer` is, in an update, its name and whether
+    its step is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set
+    back.
     """
 
     kind: str
@@ -57,6 +61,7 @@ class Event(NamedTuple):
     optimizer: tuple[str, bool | None] | None = None
     evaluating: bool = False
     inner: Site | None = None
+    lasting: str = ""
 
     @property
     def optimizing(self) -> bool:

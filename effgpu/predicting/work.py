@@ -1,5 +1,6 @@
 """The work of the step that counts: its kernels, copies and waits, in their order, and what is not known of them."""
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,7 @@ import torch
 
 from effgpu.attaching import sites
 from effgpu.attaching.steps import drive
-from effgpu.measuring.ops import lists_of
+from effgpu.measuring.ops import lists_of, tensors_of
 from effgpu.measuring.torch_internals import _current_graph_task_id
 from effgpu.predicting.experts import joined
 from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
@@ -16,16 +17,29 @@ from effgpu.predicting.kernels import TIMED, copy_over_bus, has_sparse, lacks_ru
 from effgpu.predicting.kinds import CONVOLUTION, Kernel
 from effgpu.predicting.rules import convolution_workspace
 from effgpu.predicting.scores import Scores
-from effgpu.predicting.timeline import BACKWARD, COPY, FORWARD, KERNEL, LOAD, OWN, READ, UPDATE, Event, copy_waits
+from effgpu.predicting.timeline import (
+    BACKWARD,
+    COPY,
+    FORWARD,
+    GRADIENTS,
+    KERNEL,
+    LISTED,
+    LOAD,
+    OWN,
+    READ,
+    UPDATE,
+    WEIGHTS,
+    Event,
+    copy_waits,
+)
 from effgpu.units import MiB
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 aten = torch.ops.aten
-# What the CPU takes for a view, for each tensor of a list that a foreach operation gets, and for a convolution, in
-# calls of an operation.
-_VIEW, _LISTED, _CUDNN = 0.3, 0.05, 3
+_VIEW, _CUDNN = 0.3, 3  # what the CPU takes for a view, and for a convolution, in calls of an operation
+_OWN_LOOPS = ("/nn/", "/optim/")  # of PyTorch: as in clip_grad_norm_, load_state_dict and AveragedModel
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 
 
@@ -111,14 +125,36 @@ class Work:
             optimizers.note_kernel()
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         reads_on = self.phase == FORWARD and self._scores.read_on(func, args, kwargs, result)
-        self._add(kernels, call + _LISTED * sum(map(len, lists_of(args))), reads_on)
+        lasting = self._find_lasting(func, args, kwargs) if kernels and self.counts else ""
+        self._add(kernels, call + LISTED * sum(map(len, lists_of(args))), reads_on, lasting)
 
-    def _add(self, kernels: list[Kernel], calls: float, reads_on: bool = False) -> bool:
+    def _find_lasting(self, func, args: tuple, kwargs: dict) -> str:
+        """What of it outlives a forward pass, if an operation takes only such a tensor, and others of its shape."""
+        given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
+        if self.phase != FORWARD or lists_of(args) or len({tensor.shape for tensor in given}) != 1:
+            return ""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            return ""
+        if sites.asked_by_torch(_OWN_LOOPS) or self._recorder.compiled.has(sys._getframe()):
+            return ""
+        found = set()
+        for place, tensor in enumerate(given):
+            block = self._recorder.storages.of(tensor)
+            if block is None or tensor.nbytes != tensor.untyped_storage().nbytes():
+                continue
+            if block.owner == GRADIENTS or block.node != -1:  # made by a backward pass
+                found.add(GRADIENTS)
+            elif block.owner == WEIGHTS or (block.owner != "activations" and not place and func._schema.is_mutable):
+                found.add(WEIGHTS)
+        return min(found, default="")  # gradients, if any
+
+    def _add(self, kernels: list[Kernel], calls: float, reads_on: bool = False, lasting: str = "") -> bool:
         """Note kernels, if they are in the step that counts, and return whether they are."""
         if self.counts:
             site = sites.find_site(outermost=True, until=self.loop) if kernels else None
             inner = sites.find_site(until=self.loop) if kernels else None
-            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, reads_on=reads_on, inner=inner)
+            about = {"calls": calls, "reads_on": reads_on, "inner": inner, "lasting": lasting}
+            self._append(KERNEL, site, kernels=tuple(kernels), **about)
         return self.counts
 
     def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:
