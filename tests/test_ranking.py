@@ -160,6 +160,9 @@ def test_on_a_gpu_a_loop_over_weights_is_predicted_beside_what_is_measured(busy,
     (found,) = (each for each in diagnose_script(None, T4, measured=True).examined if each.name == UPDATES)
     assert not found.measured and found.seconds > 0 and found.lines == (site,)
     assert found.note == "9 calls in 9 rounds of the loop at train.py:9"
+    ran["measuring"].compiled = True
+    examined = diagnose_script(None, T4, measured=True).examined
+    assert UPDATES not in {one.name for one in examined}, "its calls are no fifth, as those of compiled code"
 
 
 READS = Event(READ, Site("train.py", 3), waits=True)
