@@ -110,6 +110,24 @@ def test_fused_and_foreach_optimizers_launch_few_kernels():
     assert all(kernel.bytes >= 1024 for kernel in updates), "what counts the steps is on the CPU"
 
 
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=["norm", "value"])
+def test_gradients_are_clipped_in_lists_as_on_a_gpu(clip):
+    def variant(**options):
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+
+        def step():
+            net(torch.randn(8, 64)).sum().backward()
+            clip(net.parameters(), 1.0, **options)
+            net.zero_grad()
+
+        return step
+
+    by_itself, lists, loop = (
+        kernels(partial(variant, **chosen)) for chosen in ({}, {"foreach": True}, {"foreach": False})
+    )
+    assert by_itself == lists and sum(by_itself.values()) + 60 < sum(loop.values())
+
+
 @pytest.mark.parametrize("heads_of_keys, dtype", [(8, torch.float32), (2, torch.bfloat16)])
 def test_attention_is_one_kernel_that_computes_half_where_it_is_causal(heads_of_keys, dtype):
     def variant(causal, trained):

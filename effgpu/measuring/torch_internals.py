@@ -85,6 +85,7 @@ CHECKED = {
     "torch.optim.optimizer._global_optimizer_post_hooks": "2.14.1",
     "torch.optim.optimizer._default_to_fused_or_foreach": "2.14.1",
     "torch.optim.optimizer._group_tensors_by_device_and_dtype": "2.14.1",
+    "torch.utils._foreach_utils": "2.14.1",  # its _foreach_supported_types
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": "2.14.1",
     "torch.utils.data.DataLoader._get_iterator": "2.14.1",
     "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",  # _next_data, _next_index, _dataset_fetcher

@@ -203,7 +203,7 @@ def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
 
     Its own swaps tensors of other types, but fails where a fake tensor has a weak reference.
     """
-    from effgpu.measuring.torch_internals import FakeImplCtx, _make_subclass
+    from effgpu.measuring.torch_internals import FakeImplCtx, _foreach_utils, _make_subclass
 
     yield FakeImplCtx, "new_dynamic_size", recorder.reading.choose_rows
     yield torch.nn.Module, "_apply", _apply
@@ -215,6 +215,8 @@ def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     yield FakeTensor, "tolist", lambda fake: recorder.reading.list(fake)
     yield FakeTensor, "layout", torch.Tensor.layout  # its own asks first whether it is of oneDNN, which none is
     yield FakeTensor, "__new__", staticmethod(making_parameters(FakeTensor.__new__))
+    # clipping takes lists where all tensors are plain ones
+    yield _foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]
 
 
 def _autocast_on_both() -> dict[str, Callable]:
