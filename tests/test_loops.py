@@ -131,7 +131,7 @@ def test_lists_save_about_what_is_promised_of_a_loop_over_weights_and_never_more
     after = walk(grads + lists.replace("held", "kept"), tmp_path / "train.py")
     saved = seconds(before) - seconds(after)
     promised = seconds(before) - seconds(in_lists(before, (found,)))
-    assert 0.85 * promised <= saved <= promised * 1.000001
+    assert 0.75 * promised <= saved <= promised * 1.000001
 
 
 @pytest.mark.parametrize(

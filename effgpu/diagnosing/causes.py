@@ -214,11 +214,8 @@ def _read_less(seen: Observed) -> str:
     if any(filters) and all(filter or site.inside for filter, site in zip(filters, sites)):  # libraries' reads alone
         return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
     needless = {site: [each for each in _NEEDLESS if f"{each}(" in site.code] for site in sites}
-    read = (
-        []
-        if needless and all(needless.values())
-        else [_OF_LIBRARY if sites and all(site.inside for site in sites) else _KEEP]
-    )
+    less = _OF_LIBRARY if sites and all(site.inside for site in sites) else _KEEP
+    read = [] if needless and all(needless.values()) else [less]
     return "; ".join([*read, *dict.fromkeys(_NEEDLESS[each] for calls in needless.values() for each in calls)])
 
 

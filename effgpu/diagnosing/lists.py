@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from effgpu.attaching.sites import Site
+from effgpu.predicting.kinds import TENSORS_A_LAUNCH
 from effgpu.predicting.timeline import FORWARD, KERNEL, LISTED, Event
 
-_A_LAUNCH = 110  # tensors of a list that one kernel takes at most: ATen/native/cuda/MultiTensorApply.cuh
 _NORM = "linalg_vector_norm"
 _NAMES = {_NORM: ("norm",), "clamp_": ("clamp_min_", "clamp_max_"), "clamp": ("clamp_min", "clamp_max")}
 _SCALED, _ADDED = {"mul", "mul_"}, {"add", "add_", "sub", "sub_"}
@@ -102,7 +102,7 @@ def _as_list(events: list[Event]) -> Event:
     kernel = first._replace(
         name=f"_foreach_{first.name}",
         bytes=sum(event.kernels[0].bytes for event in events),
-        launches=-(-len(events) // _A_LAUNCH),
+        launches=-(-len(events) // TENSORS_A_LAUNCH[1]),  # the fewest
         even=True,
     )
     calls = 1 + LISTED * sum(bool(event.lasting) for event in events)

@@ -93,7 +93,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
-    without |= set() if seen.updates and not seen.compiled else {UPDATES}  # where some are, all calls count as fewer
+    without |= set() if seen.updates and not seen.compiled else {UPDATES}  # compiled: all calls count as fewer
     without |= set() if seen.compiling is not None else {COMPILING}
     return [name for name in CAUSES if name not in without]
 

@@ -6,7 +6,17 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from effgpu.measuring.ops import arguments_of, bytes_touched, lists_of, name_arguments, runs_kernel, tensors_of
-from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, NORM, OPTIMIZER, OTHER, PRODUCT, Kernel
+from effgpu.predicting.kinds import (
+    ATTENTION,
+    CONVOLUTION,
+    COPY,
+    NORM,
+    OPTIMIZER,
+    OTHER,
+    PRODUCT,
+    TENSORS_A_LAUNCH,
+    Kernel,
+)
 
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 FORMATS |= {torch.complex64: "fp32", torch.complex128: "fp64"}
@@ -91,9 +101,7 @@ _LAUNCHES = {  # kernels of an operation, where it is more than one; fills and c
     "nll_loss_backward": 2,
     "native_group_norm_backward": 3,
 }
-# ATen/native/cuda/MultiTensorApply.cuh: tensors and chunks of 65,536 elements that one launch of a list's kernel takes
-_TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-_CHUNK, _CHUNKS_A_LAUNCH = 65536, 320
+_CHUNK, _CHUNKS_A_LAUNCH = 65536, 320  # elements, and chunks of so many that one launch of a list's kernel takes
 _NARROW_HEAD = 64  # numbers in a head, up to which Hopper's attention is the slower one
 
 
@@ -245,7 +253,7 @@ def _count_launches(name: str, args: tuple) -> int:
     lists = lists_of(args)
     if lists and name.startswith(("_foreach", "_fused", "_amp_foreach")):
         chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
-        tensors = _TENSORS_A_LAUNCH[min(len(lists) + (name.startswith("_foreach") and not name.endswith("_")), 5)]
+        tensors = TENSORS_A_LAUNCH[min(len(lists) + (name.startswith("_foreach") and not name.endswith("_")), 5)]
         return max(math.ceil(len(lists[0]) / tensors), math.ceil(chunks / _CHUNKS_A_LAUNCH))
     if name == "embedding_dense_backward":
         return 2 if args[1].numel() <= FEW_INDICES and not args[4] else 18

@@ -204,12 +204,11 @@ class Prediction:
         work = step_time([Segment(kernels)], gpu, compiled=one.compiled)  # the GPU's alone: events say when it waits
         off = work.high / work.expected if work.expected else 1.0
         called = math.sqrt(FUSED_CALLS) if one.compiled else 1.0  # the middle between perfect fusion and none
-        least, most = LAUNCH_RANGE
+        launches = LAUNCH_RANGE[0] * called, LAUNCH_RANGE[1] / called
         fuses = sum(row.seconds for kind, row in work.table.items() if kind in FUSES)
         apart = sum(row.seconds for row in work.table.values()) - work.expected  # what compiling is expected to save
         fused = 1 - apart / fuses if fuses else 1.0
-        launching = {"launch": gpu.launch * called, "launches": (least * called, most / called)}
-        return Timeline(one.events, gpu, off=off, fused=fused, **launching)
+        return Timeline(one.events, gpu, launch=gpu.launch * called, off=off, launches=launches, fused=fused)
 
     def to_dict(self) -> dict:
         """All of it for a program to read: bytes, seconds, and for each GPU its verdict."""
