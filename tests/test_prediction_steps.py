@@ -2044,6 +2044,44 @@ def test_the_real_numbers_of_a_spectrum_are_made_of_a_copy():
     assert predict(variant, "T4").allocated == pytest.approx(256 * (2 * 8 * 4097 + 4 * 8192), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("changed", "takes"),
+    [
+        ({}, True),
+        ({"inputs": 512}, False),
+        ({"size": 1}, False),
+        ({"stride": 2}, False),
+        ({"dilation": 2}, False),
+        ({"groups": 2}, False),
+        ({"dtype": torch.float16}, False),
+    ],
+    ids=lambda given: str(given) if isinstance(given, dict) else "",
+)
+def test_a_convolution_of_many_channels_takes_the_tiles_of_winograd_without_tf32(changed, takes):
+    """Of 2,048 channels and 512, for two images of 64 × 96 numbers, in 16 × 24 tiles of 36 numbers."""
+    settings = {"inputs": 2048, "size": 3, "stride": 1, "dilation": 1, "groups": 1, "dtype": torch.float32} | changed
+    inputs, size, dtype = (settings.pop(name) for name in ("inputs", "size", "dtype"))
+
+    def variant():
+        convolution = nn.Conv2d(inputs, 512, size, padding=size // 2, dtype=dtype, **settings)
+        images = torch.zeros(2, inputs, 64, 96, dtype=dtype, requires_grad=True)
+        return lambda: convolution(images).sum().backward()
+
+    predicted = predict(variant, ["T4", "A100 80 GB"])
+    t4, a100 = (predicted.for_gpu(gpu)[0].allocated for gpu in ("T4", "A100 80 GB"))
+    assert t4 - a100 == takes * 4 * 36 * 2 * 16 * 24 * (2048 + 512)
+
+
+def test_a_convolution_of_many_channels_takes_them_on_every_gpu_where_tf32_is_off(monkeypatch):
+    def variant():
+        convolution, images = nn.Conv2d(2048, 512, 3, padding=1), torch.zeros(2, 2048, 64, 96, requires_grad=True)
+        torch.backends.cudnn.allow_tf32 = False
+        return lambda: convolution(images).sum().backward()
+
+    predicted = predict(variant, ["T4", "A100 80 GB"])
+    assert len({predicted.for_gpu(gpu)[0].allocated for gpu in ("T4", "A100 80 GB")}) == 1
+
+
 def test_a_deformable_convolution_takes_what_its_taps_see():
     from torchvision.ops import deform_conv2d
 

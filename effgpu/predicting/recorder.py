@@ -40,7 +40,7 @@ from effgpu.predicting.optimizers import Optimizers
 from effgpu.predicting.reading import Reading, reader
 from effgpu.predicting.reductions import reduction_buffer
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
-from effgpu.predicting.rules import AS_ONE, STORED, TEMPORARY, in_parts, made_of_others
+from effgpu.predicting.rules import AS_ONE, STORED, TEMPORARY, in_parts, made_of_others, tiles_of_winograd
 from effgpu.predicting.storages import Storages, running_node
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.uses import find_reader, is_shown, makes_a_statistic
@@ -286,10 +286,21 @@ class Recorder(TorchDispatchMode):
 
     def _take_for_a_moment(self, func, name: str, args: tuple, kwargs: dict) -> None:
         """Count what the GPU's kernels of an operation take while they run."""
-        if name in TEMPORARY:
-            self.storages.take_for_a_moment(TEMPORARY[name](*args, *kwargs.values()))
+        takes = TEMPORARY[name](*args, *kwargs.values()) if name in TEMPORARY else 0
+        if func in (aten.convolution.default, aten.convolution_backward.default):
+            takes += self._transform(func, args)
+        if takes:
+            self.storages.take_for_a_moment(takes)
         if buffer := reduction_buffer(func, args, kwargs, self.asked.first):
             self.storages.take_for_a_moment(buffer)
+
+    def _transform(self, func, args: tuple) -> int:
+        """What a convolution takes for Winograd's algorithm; nothing in TF32, which older GPUs do not have."""
+        tiles = tiles_of_winograd(func.overloadpacket.__name__, args)
+        if not tiles or self.capability < (8, 0) or torch.backends.cudnn.conv.fp32_precision != "tf32":
+            return tiles
+        self.holds_from = max(self.holds_from, (8, 0))
+        return 0
 
     def _read(self, func, args: tuple, kwargs: dict) -> bool | int | float:
         return self.reading.number(func, args, kwargs)

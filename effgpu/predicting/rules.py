@@ -471,6 +471,26 @@ TEMPORARY = {  # bytes that a kernel takes while it runs
 }
 
 
+_TILED_FROM, _TILE = 1024, 4  # channels; results along each side of a tile
+
+
+def tiles_of_winograd(name: str, args: tuple) -> int:
+    """Bytes that Winograd's algorithm takes for a convolution; 0 where cuDNN is not known to take it.
+
+    It keeps what it reads and what it makes in tiles of 4 × 4 results, as 6 × 6 numbers each (Lavin and Gray, 2015). By
+    the peaks that MMSegmentation published (docs/audit.md), cuDNN does so in fp32 for 3 × 3, from 1,024 channels on.
+    """
+    backward = name == "convolution_backward"
+    image, weight = args[backward:][:2]
+    stride, padding, dilation, transposed, _, groups = args[3 + backward : 9 + backward]
+    plain = weight.shape[2:] == (3, 3) and {*stride, *dilation, groups} == {1} and not transposed
+    if not plain or weight.dtype != torch.float32 or max(weight.shape[:2]) < _TILED_FROM:
+        return 0
+    sides = [math.ceil((size + 2 * each - 2) / _TILE) for size, each in zip(image.shape[2:], padding)]
+    tiles = image.shape[0] * math.prod(sides)
+    return 4 * (_TILE + 2) ** 2 * tiles * (image.shape[1] + weight.shape[0])
+
+
 def convolution_workspace(image: torch.Tensor, weight: torch.Tensor) -> int:
     """The most that a convolution may take: the spectra of an FFT, cuDNN's largest way, and not above 1 GiB."""
     planes = image.shape[0] * image.shape[1] + image.shape[0] * weight.shape[0] + weight.shape[0] * weight.shape[1]

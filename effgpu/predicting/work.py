@@ -88,6 +88,7 @@ class Work:
         aten/src/ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp, parseChosenWorkspaceSize: 8,320 KiB for a handle, or
         32 MiB from compute capability 9.0 on; one handle for the forward thread, one for autograd's. cuDNN's
         heuristics choose a convolution's workspace, and no rule tells which: `convolution_workspace` gives a bound.
+        Only `tiles_of_winograd` is in the step's peak.
         """
         if not self._recorder.capability:
             return 0, 0
