@@ -471,6 +471,27 @@ def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_wa
     assert (torch.autocast.__enter__, torch.autocast.__exit__) == methods
 
 
+@pytest.mark.parametrize("on", ["a GPU", "none"])
+def test_a_step_that_fails_in_16_bits_alone_is_no_failure(on, request):
+    def check(loss):
+        assert not torch.is_autocast_enabled("cuda"), "expected fp32"
+
+    if on == "none":
+        found = effgpu.doctor(training(report=check), [ROWS])
+    else:
+        variant, loader, _ = request.getfixturevalue("on_gpu")
+
+        def checked():
+            step = variant()
+            return lambda rows: step(rows) or check(None)
+
+        found = effgpu.doctor(checked, loader)
+        assert OPTIMIZER in measured(found)
+    assert PRECISION not in [one.name for one in found.examined]
+    (note,) = (note for note in found.notes if "in 16 bits the step fails" in note)
+    assert "AssertionError: expected fp32 (" in note and "test_doctor.py:" in note
+
+
 def test_without_a_loader_tf32_saves_less_than_16_bits_and_they_are_no_pair():
     found = effgpu.doctor(with_rows(training(2048), 1024, 2048), gpu="A100")
     assert "data loading and copies were not looked at: give the loader" in str(found)

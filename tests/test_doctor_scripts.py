@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import effgpu
 from effgpu.__main__ import main
+from effgpu.attaching.child import Again
 from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import causes, turns
 from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, VALIDATION, WAITS
@@ -101,6 +102,28 @@ def test_what_precision_saves_is_not_known_where_no_step_in_16_bits_does_the_sam
     assert PRECISION not in [
         each["name"] for kind in ("findings", "perhaps", "examined") for each in told.get(kind, [])
     ]
+
+
+IN_FULL = """
+import torch
+model = torch.nn.Linear(64, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while True:
+    kept = torch.zeros(32, 8, device="cuda")
+    kept[torch.arange(16, device="cuda")] = model(torch.ones(16, 64, device="cuda"))
+    kept.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_fails_in_16_bits_alone_is_no_failure(run):
+    code, told, errors = run(IN_FULL)
+    assert code == 0 and PRECISION not in [each["name"] for each in told["examined"]], errors
+    (note,) = (note for note in told["notes"] if "in 16 bits the step fails" in note)
+    assert "index_put_" in note and note.endswith("train.py:7)")
+    code, told, errors = run(IN_FULL.replace("kept.sum()", "torch.ones(3).cuda() @ kept"))
+    assert code == 1 and "16 bits" not in str(told) + errors, "an error of the script's own"
 
 
 ENDLESS = """
@@ -667,11 +690,14 @@ def measure(simulate_gpu, monkeypatch):
 
     patched = lambda: (torch.Tensor.to, torch.Tensor.backward, nn.Module.train, torch.save, torch.autocast.__enter__)
 
-    def measure(script):
+    def measure(script, **again):
         marks, before = Marks(end), patched()
-        with pytest.raises(Done) as done, measuring(marks, T4, time.time()) as plan, marks.pushing(plan):
-            script(gpu)
-        assert patched() == before
+        try:
+            with pytest.raises(Done) as done, measuring(marks, T4, time.time(), **again) as plan, marks.pushing(plan):
+                script(gpu)
+        finally:
+            marks._plan.close()  # which a process that ends needs not
+            assert patched() == before
         return done.value.args[0]
 
     return measure
@@ -774,6 +800,19 @@ def test_an_autocast_that_is_open_at_the_end_of_a_step_is_left_alone(measure):
     seen = measure(script)
     assert set(alone(seen)) == {OPTIMIZER, LOADING} and "autocast is on where the optimizer steps" in seen.notes[0]
     assert not torch.is_autocast_enabled("cuda")
+
+
+def test_on_a_gpu_a_script_that_fails_in_16_bits_alone_runs_again_without(measure):
+    def script(gpu):
+        train(gpu, each=lambda number, model: 1 / (not torch.is_autocast_enabled("cuda")))
+
+    with pytest.raises(Again) as again:
+        measure(script)
+    assert again.value.options["refused"].startswith("in 16 bits the step fails")
+    seen = measure(script, **again.value.options)
+    assert set(alone(seen)) == {OPTIMIZER, LOADING} and again.value.options["refused"] in seen.notes
+    with pytest.raises(ZeroDivisionError):
+        measure(lambda gpu: train(gpu, each=lambda number, model: 1 / (number < 3)))
 
 
 def test_without_a_data_loader_what_moves_is_looked_at(measure, monkeypatch):

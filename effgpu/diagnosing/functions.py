@@ -13,12 +13,12 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.batches import Batches, change_tensors, time_handing
-from effgpu.diagnosing.causes import Observed
+from effgpu.diagnosing.causes import PRECISION, Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.loops import find_loop, find_updates
 from effgpu.diagnosing.observing import Moves
 from effgpu.diagnosing.ranking import rank
-from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
+from effgpu.diagnosing.turns import Supply, are_16_bits_on, in_16_bits, observe, tell_failure, time_turns
 from effgpu.errors import BadType
 from effgpu.measuring.device import find_device, gc_frozen, is_out_of_memory, random_states_kept
 from effgpu.measuring.ops import tensors_in
@@ -46,7 +46,10 @@ def diagnose_function(variant: Variant, loader: object, target: Gpu, *, measured
         try:
             predicted = walk_step(variant, batches, target)
             seen.notes += (*check_walked(seen, predicted), *find_branches(variant))
-            seen.halved = walk_step(variant, batches, target, halve=True).events
+            try:
+                seen.halved = walk_step(variant, batches, target, halve=True).events
+            except Exception as error:
+                seen.notes = tuple(dict.fromkeys([*seen.notes, tell_failure(error)]))
             seen.loop, seen.updates = find_loop(predicted.events), find_updates(predicted.events)
             largest_batch = None
             if seen.time_first:
@@ -76,6 +79,7 @@ class _StepWithBatch:
         self._step, self._batches = step, batches
         self._same, self._on_gpu = False, None
         self.made, self.batch = 0, batches.batch
+        self.refused = ""  # why the step cannot be in 16 bits, once that has shown
 
     def __call__(self) -> None:
         self.made += 1
@@ -84,6 +88,7 @@ class _StepWithBatch:
         try:
             check_worked(self._step(*batch))
         except Exception as error:
+            self.refused = tell_failure(error) if are_16_bits_on() else ""
             if self.made == 1 and isinstance(error, TypeError) and error.__traceback__.tb_next is None:
                 takes = "one batch, as there is a loader" if batch else "nothing, as there is no loader"
                 raise BadType(f"step: expected one that takes {takes} ({error})") from error
@@ -130,7 +135,15 @@ def _examine(step: Callable, batches: Batches, target: Gpu | None) -> Observed:
             yield from time_turns(seen, optimizers, supply, target)
         return seen
 
-    return drive(plan(), fed)
+    try:
+        return drive(plan(), fed)
+    except Exception:
+        if not fed.refused:
+            raise
+    supply.fixed = (PRECISION,)
+    seen = drive(plan(), fed)
+    seen.notes += (fed.refused,)
+    return seen
 
 
 def walk_step(variant: Variant, batches: Batches, gpu: Gpu, *, halve: bool = False) -> Prediction:

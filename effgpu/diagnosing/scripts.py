@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import IterableDataset
 
+from effgpu.attaching.child import Again
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan
 from effgpu.diagnosing.batches import count_ahead, padding_shares
@@ -20,7 +21,7 @@ from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.loaders import Loading, on_this_machine
 from effgpu.diagnosing.loops import find_loop, find_updates
 from effgpu.diagnosing.observing import Graphs, goes_to
-from effgpu.diagnosing.turns import Supply, in_16_bits, observe, time_turns
+from effgpu.diagnosing.turns import Supply, are_16_bits_on, in_16_bits, observe, tell_failure, time_turns
 from effgpu.measuring.torch_internals import _current_graph_task_id
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.facts import WORKERS_IDLE
@@ -43,10 +44,11 @@ _OTHER_WORK = "the steps in 16 bits did other work than the one before: what pre
 
 
 @contextlib.contextmanager
-def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Plan]]:
+def measuring(marks: Marks, gpu: Gpu, began: float, refused: str = "") -> Iterator[Callable[[], Plan]]:
     """What makes the plan whose result is what was seen of the script's step, and measured in turns, on this GPU.
 
     A file that was there when it `began`, in seconds since 1970, stays as it is, and nothing that is trained is left.
+    `refused` says that no step can be in 16 bits, and why. Raises Again where that shows.
     """
     loading, moving, disturbances, files = Loading(), Moving(), Disturbances(), Files(began)
     marks.listeners += [loading.next_step, moving.next_step]
@@ -56,14 +58,28 @@ def measuring(marks: Marks, gpu: Gpu, began: float) -> Iterator[Callable[[], Pla
 
         def make_plan() -> Plan:
             files.note_computed()
-            seen = yield from _measure(marks, gpu, loading, moving, disturbances)
+            seen = yield from _measure(marks, gpu, loading, moving, disturbances, refused)
             seen.notes += tuple(files.tell("are thrown away"))
             return seen
 
-        yield make_plan
+        with _without_16_bits_if_they_fail():
+            yield make_plan
 
 
-def _measure(marks: Marks, gpu: Gpu, loading: Loading, moving: "Moving", disturbances: "Disturbances") -> Plan:
+@contextlib.contextmanager
+def _without_16_bits_if_they_fail() -> Iterator[None]:
+    """An error of a step that runs in 16 bits is no fault of the script's: it runs again without such steps."""
+    try:
+        yield
+    except Exception as error:
+        if are_16_bits_on():
+            raise Again({"refused": tell_failure(error)}) from error
+        raise
+
+
+def _measure(
+    marks: Marks, gpu: Gpu, loading: Loading, moving: "Moving", disturbances: "Disturbances", refused: str
+) -> Plan:
     yield 1  # then the loop is known
     loader = loading.taken[0] if loading.taken else None
     batches = max(1, len(loading.taken))
@@ -78,13 +94,12 @@ def _measure(marks: Marks, gpu: Gpu, loading: Loading, moving: "Moving", disturb
         settle=lambda: math.ceil(count_ahead(loader) / batches),
         handing=lambda: loading.time_handing(loading.taken, loading.time(loading.taken)[0]),
         disturbed=disturbances.happened,
-        fixed=(PRECISION, TF32) if is_open else (),
+        fixed=(PRECISION, TF32) if is_open else (PRECISION,) * bool(refused),
         loop=marks.loop or (marks.mark.__code__,),
     )
     seen, optimizers = yield from observe(supply)
     seen.trainer = runs_trainer()
-    if is_open:
-        seen.notes += (_OPEN,)
+    seen.notes += (_OPEN,) if is_open else (refused,) * bool(refused)
     if loader is None:
         seen.notes += (NO_LOADER,)
     yield from time_turns(seen, optimizers, supply, gpu)
@@ -168,10 +183,11 @@ class Disturbances:
 
 
 @contextlib.contextmanager
-def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable[[], Plan]]:
+def predicting(marks: Marks, asked: Asked, refused: str = "", **again: object) -> Iterator[Callable[[], Plan]]:
     """What makes the plan whose result is the Prediction that is asked for, of one GPU, and what was seen of the step.
 
-    Nothing but the loader is measured. What is raised is as in `predicting.scripts.planned`.
+    Nothing but the loader is measured. `refused` is as in `measuring`, and what is raised as in
+    `predicting.scripts.planned`.
     """
     loading = Loading()
     marks.leaving.append(loading.end)
@@ -179,22 +195,24 @@ def predicting(marks: Marks, asked: Asked, **again: object) -> Iterator[Callable
     with replaced(seeing), recording(marks, asked, **again) as recorder:
         loading.recorder = recorder
         marks.listeners.append(loading.next_step)
-        yield functools.partial(_predict, marks, asked.gpu, recorder, loading)
+        with _without_16_bits_if_they_fail():
+            yield functools.partial(_predict, marks, asked.gpu, recorder, loading, refused)
 
 
-def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading) -> Plan:
+def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading, refused: str) -> Plan:
     recorder.own.counts = True
     predicted: Prediction = yield from walk(marks, recorder)
     worked = dict(recorder.worked)
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
-    graphs, halved, notes = Graphs(recorder.work.loop), (), (_WITHIN,) * within + (_OPEN,) * is_open
+    graphs, halved = Graphs(recorder.work.loop), ()
+    notes = (_WITHIN,) * within + (_OPEN,) * is_open + (refused,) * bool(refused)
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
     working = find_work(Counter(worked) + Counter(recorder.own.in_each()), predicted)
     usual = len(recorder.work.evaluations)
-    if not (within or is_open):
+    if not notes:
         with in_16_bits(gpu):
             halved = yield from _repeat(recorder, _count_products(predicted.events))
         notes += (_OTHER_WORK,) * (not halved)

@@ -16,6 +16,7 @@ from types import CodeType
 import torch
 from torch.utils.data import IterableDataset
 
+from effgpu.attaching.child import describe_error, find_line
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.batches import padding_shares
@@ -156,12 +157,28 @@ def in_16_bits(gpu: Gpu) -> Iterator[None]:
     kind = torch.autocast
     with kind("cuda", torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16, cache_enabled=False):
         others = [
-            (kind, "__enter__", lambda autocast: autocast),
+            (kind, "__enter__", _enter_nothing),
             (kind, "__exit__", lambda *_: None),
             (_nn, "binary_cross_entropy", partial(_in_full, _nn.binary_cross_entropy)),
         ]
         with replaced(others):
             yield
+
+
+def _enter_nothing(autocast: torch.autocast) -> torch.autocast:
+    return autocast
+
+
+def are_16_bits_on() -> bool:
+    """Whether it is inside of `in_16_bits`."""
+    return torch.autocast.__enter__ is _enter_nothing
+
+
+def tell_failure(error: Exception) -> str:
+    """A note: a step failed in 16 bits, as which nobody has written it."""
+    line = find_line(error)
+    where = f" ({line})" if line else ""
+    return f"in 16 bits the step fails, so what precision saves was not looked at: {describe_error(error)}{where}"
 
 
 def _in_full(function: Callable, *args: object) -> torch.Tensor:

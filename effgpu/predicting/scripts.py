@@ -189,6 +189,8 @@ def _check_on_gpu(there_is: object) -> None:
 def _explaining(marks: Marks, recorder: ScriptRecorder, tries: int) -> Iterator[None]:
     try:
         yield
+    except Again:
+        raise
     except (Exception, SystemExit) as error:
         _ask_again(recorder)
         if not isinstance(error, (CannotFollow, CannotPredict, SystemExit)):
