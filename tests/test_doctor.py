@@ -33,6 +33,7 @@ from effgpu.diagnosing.causes import (
     OPTIMIZER,
     PRECISION,
     TF32,
+    UNTRAINED,
     UPDATES,
     VALIDATION,
     WAITS,
@@ -279,7 +280,12 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     found, _ = diagnose()
     assert not found.findings
     known = {one.name for one in found.examined}
-    unseen = {TF32, EVALUATING, UPDATES}  # a T4 has none; of a script alone it is known; there is no such loop
+    unseen = {
+        TF32,
+        EVALUATING,
+        UPDATES,
+        UNTRAINED,
+    }  # a T4 has none; of scripts alone it is known; no such loop; trained
     assert known == set(CAUSES) - unseen == {name for name, *_ in patients.SICK.values()}
     assert re.search("nothing (surely )?above 5% of the step", str(found)), "a busy machine loads unevenly"
     assert "below 5% each: " in str(found)

@@ -25,7 +25,7 @@ from effgpu.__main__ import main
 from effgpu.attaching.child import Again
 from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import causes, turns
-from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, VALIDATION, WAITS
+from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, UNTRAINED, VALIDATION, WAITS
 from effgpu.diagnosing.scripts import measuring
 from effgpu.measuring import power
 from effgpu.predicting.gpus import find_gpu
@@ -124,6 +124,49 @@ def test_a_script_that_fails_in_16_bits_alone_is_no_failure(run):
     assert "index_put_" in note and note.endswith("train.py:7)")
     code, told, errors = run(IN_FULL.replace("kept.sum()", "torch.ones(3).cuda() @ kept"))
     assert code == 1 and "16 bits" not in str(told) + errors, "an error of the script's own"
+
+
+HEAD = """
+import torch
+body = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+head = torch.nn.Linear(1024, 8).cuda()
+optimizer = torch.optim.SGD(head.parameters(), 0.1)
+for number in range(40):
+    head(body(torch.ones(2048, 1024, device="cuda"))).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_gradients_that_no_optimizer_uses_save_what_freezing_does(run):
+    frozen = HEAD.replace("optimizer =", "body.requires_grad_(False)\noptimizer =")
+    (code, told, errors), (_, cured, _) = run(HEAD), run(frozen)
+    assert code == 0, errors
+    (found,) = (each for each in told["findings"] if each["name"] == UNTRAINED)
+    (precision,) = (each for each in cured["findings"] if each["name"] == PRECISION)
+    assert found["note"].startswith("8 weights get gradients")
+    assert found["seconds"] == pytest.approx(told["seconds"] - cured["seconds"], rel=0.02)
+    left = cured["seconds"] - precision["seconds"]
+    assert told["together"]["seconds"] == pytest.approx(told["seconds"] - left, rel=0.02), "frozen, and in 16 bits"
+    assert UNTRAINED not in [each["name"] for each in cured["examined"]]
+
+
+def test_a_script_may_end_before_a_step_without_unused_gradients(run):
+    code, told, errors = run(HEAD.replace("40", "7"))
+    assert code == 0 and UNTRAINED not in [each["name"] for each in told["examined"]], errors
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "    with torch.no_grad():\n        [weight.sub_(weight.grad) for weight in body.parameters()]",
+        "    other = other if number else torch.optim.SGD(body.parameters(), 0.1)",  # for each tenth step
+        "    assert body[0].weight.grad is not None\n    body.zero_grad()",  # fails where it is frozen
+    ],
+)
+def test_gradients_that_a_script_uses_otherwise_are_no_finding(more, run):
+    code, told, errors = run(f"{HEAD}{more}\n")
+    assert code == 0 and UNTRAINED not in [each["name"] for each in told["examined"]], errors
 
 
 ENDLESS = """

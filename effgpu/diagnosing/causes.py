@@ -34,7 +34,7 @@ from effgpu.units import format_bytes, format_seconds
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
-UPDATES = "loops over weights"
+UPDATES, UNTRAINED = "loops over weights", "unused gradients"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
@@ -61,13 +61,17 @@ class Observed:
     `optimizers` has the name of each optimizer and whether it is fused; in a predicted step, of the one alone whose
     updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
-    events in 16 bits, `loop` is the one that calls most of its forward pass, `updates` are those over weights.
-    `trainer` says that transformers' Trainer has the loop of the steps. `padding` is the share of the tokens that are
-    padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
+    events in 16 bits, `frozen` those without the gradients of so many `untrained` weights, which no optimizer has,
+    `frozen_halved` those with both changes. `loop` is the one that calls most of its forward pass, `updates` are those
+    over weights. `trainer` says that transformers' Trainer has the loop of the steps. `padding` is the share of the
+    tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
     """
 
     events: tuple[Event, ...] = ()
     halved: tuple[Event, ...] = ()
+    frozen: tuple[Event, ...] = ()
+    frozen_halved: tuple[Event, ...] = ()
+    untrained: int = 0
     loop: Loop | None = None
     updates: tuple[Updates, ...] = ()
     has_loader: bool = False
@@ -271,6 +275,11 @@ def _formats(events: Iterable[Event]) -> set[str]:
     return {kernel.format for event in events for kernel in event.kernels if kernel.product}
 
 
+def _freeze(timeline: Timeline, seen: Observed) -> Timeline:
+    """Without the gradients that no optimizer uses; in 16 bits, where the timeline is."""
+    return replace(timeline, events=seen.frozen_halved if timeline.events is seen.halved else seen.frozen)
+
+
 def _train_alone(timeline: Timeline, seen: Observed) -> Timeline:
     """Without the evaluation, and what loading takes for it."""
     load = tuple(max(0.0, whole - part) for whole, part in zip(timeline.load, seen.evaluating))
@@ -449,8 +458,18 @@ _KINDS = {"pageable": False, "pinned": True}
 
 CAUSES = {
     cause.name: cause
-    for cause in (  # precision first, as it replaces all events
+    for cause in (  # precision first, as it replaces all events, and then what knows that
         Cause(PRECISION, "08", _halve, without=lambda line, seen: replace(line, events=seen.halved)),
+        Cause(
+            UNTRAINED,
+            "23",
+            lambda seen: (
+                "requires_grad_(False) for the weights that no optimizer has, or torch.no_grad() around what needs no "
+                "graph: both save memory, too"
+            ),
+            without=_freeze,
+            note=lambda seen, events: f"{seen.untrained} weights get gradients, and no optimizer has them",
+        ),
         Cause(
             TF32,
             "08",

@@ -17,6 +17,7 @@ from effgpu.diagnosing.causes import (
     NOTHING,
     PRECISION,
     TF32,
+    UNTRAINED,
     UPDATES,
     WAITS,
     Observed,
@@ -90,6 +91,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     """What can be changed in the predicted step."""
     without = {TF32} if gpu.capability < (8, 0) else set()
     without |= set() if seen.halved else {PRECISION}
+    without |= set() if seen.frozen else {UNTRAINED}
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
@@ -115,6 +117,8 @@ def _pair(timeline: Timeline, seen: Observed, result: Diagnosis, names: list[str
     whole = timeline.seconds()
     for first, second in combinations(names, 2):  # in their order, as precision replaces all events
         if frozenset({first, second}) in _ALIKE or changed[second] == timeline or changed[first] == timeline:
+            continue
+        if {first, second} == {PRECISION, UNTRAINED} and not seen.frozen_halved:
             continue
         both = CAUSES[second].change(changed[first], seen)
         beyond = whole - both.seconds() - alone[first] - alone[second]

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from effgpu.attaching.child import Again
 from effgpu.attaching.replacing import replaced
-from effgpu.attaching.steps import Marks, Plan
+from effgpu.attaching.steps import Marks, Plan, ScriptOver
 from effgpu.diagnosing.batches import count_ahead, padding_shares
 from effgpu.diagnosing.causes import PRECISION, TF32, Observed, runs_trainer
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
@@ -30,7 +30,7 @@ from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import find_work, recording, walk
-from effgpu.predicting.timeline import NOTHING, OUTSIDE_ATTENTION, Event, Timeline
+from effgpu.predicting.timeline import BACKWARD, GRADIENTS, NOTHING, OUTSIDE_ATTENTION, Event, Timeline
 from effgpu.predicting.weights import weights_set_aside
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
@@ -62,16 +62,21 @@ def measuring(marks: Marks, gpu: Gpu, began: float, refused: str = "") -> Iterat
             seen.notes += tuple(files.tell("are thrown away"))
             return seen
 
-        with _without_16_bits_if_they_fail():
+        with _without_what_fails():
             yield make_plan
 
 
 @contextlib.contextmanager
-def _without_16_bits_if_they_fail() -> Iterator[None]:
-    """An error of a step that runs in 16 bits is no fault of the script's: it runs again without such steps."""
+def _without_what_fails(frozen: Collection[torch.Tensor] = ()) -> Iterator[None]:
+    """An error of a step that runs in 16 bits, or while weights are `frozen`, is no fault of the script's.
+
+    It runs again without such steps.
+    """
     try:
         yield
     except Exception as error:
+        if frozen:
+            raise Again({"freezes": False}) from error
         if are_16_bits_on():
             raise Again({"refused": tell_failure(error)}) from error
         raise
@@ -183,11 +188,13 @@ class Disturbances:
 
 
 @contextlib.contextmanager
-def predicting(marks: Marks, asked: Asked, refused: str = "", **again: object) -> Iterator[Callable[[], Plan]]:
+def predicting(
+    marks: Marks, asked: Asked, *, refused: str = "", freezes: bool = True, **again: object
+) -> Iterator[Callable[[], Plan]]:
     """What makes the plan whose result is the Prediction that is asked for, of one GPU, and what was seen of the step.
 
-    Nothing but the loader is measured. `refused` is as in `measuring`, and what is raised as in
-    `predicting.scripts.planned`.
+    Nothing but the loader is measured. `refused` is as in `measuring`; with `freezes`, steps also run without the
+    gradients that no optimizer uses. What is raised is as in `predicting.scripts.planned`.
     """
     loading = Loading()
     marks.leaving.append(loading.end)
@@ -195,18 +202,52 @@ def predicting(marks: Marks, asked: Asked, refused: str = "", **again: object) -
     with replaced(seeing), recording(marks, asked, **again) as recorder:
         loading.recorder = recorder
         marks.listeners.append(loading.next_step)
-        with _without_16_bits_if_they_fail():
-            yield functools.partial(_predict, marks, asked.gpu, recorder, loading, refused)
+        freezing = Freezing(freezes)
+        with _without_what_fails(freezing.frozen):
+            yield functools.partial(_predict, marks, asked.gpu, recorder, loading, refused, freezing)
 
 
-def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading, refused: str) -> Plan:
+class Freezing:
+    """Weights that get no gradients for a while, if it `may`: those that no optimizer has."""
+
+    def __init__(self, may: bool):
+        self.frozen: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+        self._may = may
+
+    def look(self, recorder: ScriptRecorder, events: Iterable[Event]) -> None:
+        """At the end of a step, find the weights. A script that reads gradients may use them itself."""
+        if self._may and not any(event.lasting == GRADIENTS for event in events):
+            self.weights = recorder.find_untrained()
+
+    @contextlib.contextmanager
+    def freezing(self) -> Iterator[None]:
+        """Inside, the weights get no gradients."""
+        self._set(False)
+        self.frozen += self.weights
+        try:
+            yield
+        finally:
+            self.frozen.clear()
+            self._set(True)
+
+    def _set(self, requires_grad: bool) -> None:
+        for weight in self.weights:
+            weight.requires_grad_(requires_grad)
+
+
+def _predict(
+    marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading, refused: str, freezing: Freezing
+) -> Plan:
     recorder.own.counts = True
     predicted: Prediction = yield from walk(marks, recorder)
     worked = dict(recorder.worked)
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
-    graphs, halved = Graphs(recorder.work.loop), ()
+    graphs, halved, frozen, frozen_halved = Graphs(recorder.work.loop), (), (), ()
+    if not within:
+        freezing.look(recorder, predicted.events)
     notes = (_WITHIN,) * within + (_OPEN,) * is_open + (refused,) * bool(refused)
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
@@ -214,8 +255,14 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading,
     usual = len(recorder.work.evaluations)
     if not notes:
         with in_16_bits(gpu):
-            halved = yield from _repeat(recorder, _count_products(predicted.events))
+            halved = yield from _repeat(recorder, predicted.events)
         notes += (_OTHER_WORK,) * (not halved)
+    if freezing.weights:
+        with contextlib.suppress(ScriptOver), freezing.freezing():
+            frozen = yield from _repeat(recorder, predicted.events, backward=False)
+            if halved and frozen:
+                with in_16_bits(gpu):
+                    frozen_halved = yield from _repeat(recorder, predicted.events, backward=False)
     recorder.own.end()
     marks.doing = "now its loader is measured"
     with on_this_machine():
@@ -236,6 +283,9 @@ def _predict(marks: Marks, gpu: Gpu, recorder: ScriptRecorder, loading: Loading,
     return replace(predicted, said=said), Observed(
         events=predicted.events,
         halved=halved,
+        frozen=frozen,
+        frozen_halved=frozen_halved,
+        untrained=len(freezing.weights),
         loop=find_loop(predicted.events),
         updates=find_updates(predicted.events),
         has_loader=loader is not None,
@@ -274,20 +324,22 @@ def _tell_evaluations(recorder: ScriptRecorder, step: Timeline, usual: int) -> I
         yield f"{ran}, and {took}: evaluate less often"
 
 
-def _repeat(recorder: ScriptRecorder, products: int) -> Plan:
-    """A plan: the events of a step with so many products; none where, as in every tenth alone, a step does other work.
+def _repeat(recorder: ScriptRecorder, like: Iterable[Event], *, backward: bool = True) -> Plan:
+    """A plan: the events of a step with as many products as these; none where each step does other work.
 
-    The first step ends what the one before began: a GAN's forward pass of the other network.
+    So it may be where each tenth does. Those of a `backward` pass may be left out of the count. The first step ends
+    what the one before began: a GAN's forward pass of the other network.
     """
     yield 1
     for _ in range(_OTHER_STEPS):
         recorder.begin_step()
         yield 1
-        if _count_products(recorder.work.events) == products:
+        if _count_products(recorder.work.events, backward) == _count_products(like, backward):
             return tuple(recorder.work.events)
     return ()
 
 
-def _count_products(events: Iterable[Event]) -> int:
+def _count_products(events: Iterable[Event], backward: bool) -> int:
     """By which to tell whether two steps do the same, whether attention runs in one kernel in both or not."""
-    return sum(kernel.name in OUTSIDE_ATTENTION for event in events for kernel in event.kernels)
+    counted = (event for event in events if backward or event.phase != BACKWARD)
+    return sum(kernel.name in OUTSIDE_ATTENTION for event in counted for kernel in event.kernels)

@@ -528,6 +528,14 @@ class Recorder(TorchDispatchMode):
         others = sum(each.numel() for name, each in given.items() if name not in weights)  # such as copies on the CPU
         return known / max(1, sum(weights.values())) if others < known else 0.0
 
+    def find_untrained(self) -> list[torch.nn.Parameter]:
+        """The modules' weights that have got a gradient, and that no optimizer has."""
+        groups = (group for one in self.optimizers.built for group in one.param_groups)
+        given = {id(each) for group in groups for each in group["params"]}
+        held = {id(each): each for module in self._modules for each in module._parameters.values() if each is not None}
+        weights = (each for name, each in held.items() if name not in given)
+        return [each for each in weights if each.requires_grad and each.grad is not None]
+
     def name_owners(self) -> None:
         """Say of all storages alive whose they are."""
         for module in list(self._modules):
