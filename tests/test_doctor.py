@@ -27,6 +27,7 @@ from effgpu.diagnosing.causes import (
     ATTENTION,
     CAUSES,
     COPYING,
+    DOUBLE,
     EVALUATING,
     LAUNCHING,
     LOADING,
@@ -280,12 +281,8 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     found, _ = diagnose()
     assert not found.findings
     known = {one.name for one in found.examined}
-    unseen = {
-        TF32,
-        EVALUATING,
-        UPDATES,
-        UNTRAINED,
-    }  # a T4 has none; of scripts alone it is known; no such loop; trained
+    # a T4 has none; no such numbers; of a script alone it is known; there is no such loop; all weights are trained
+    unseen = {TF32, DOUBLE, EVALUATING, UPDATES, UNTRAINED}
     assert known == set(CAUSES) - unseen == {name for name, *_ in patients.SICK.values()}
     assert re.search("nothing (surely )?above 5% of the step", str(found)), "a busy machine loads unevenly"
     assert "below 5% each: " in str(found)
@@ -496,6 +493,29 @@ def test_a_step_that_fails_in_16_bits_alone_is_no_failure(on, request):
     assert PRECISION not in [one.name for one in found.examined]
     (note,) = (note for note in found.notes if "in 16 bits the step fails" in note)
     assert "AssertionError: expected fp32 (" in note and "test_doctor.py:" in note
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A100"])
+def test_numbers_in_64_bits_come_first_and_those_in_32_save_what_is_promised(gpu):
+    def training(kind):
+        def variant():
+            model = nn.Sequential(nn.Linear(256, 2048), nn.LayerNorm(2048), nn.Linear(2048, 256)).to(kind)
+            optimizer = torch.optim.Adam(model.parameters())
+
+            def step():
+                optimizer.zero_grad()
+                model(torch.ones(8192, 256, dtype=kind)).square().mean().backward()
+                optimizer.step()
+
+            return step
+
+        return variant
+
+    before, after = (effgpu.doctor(training(kind), gpu=gpu) for kind in (torch.float64, torch.float32))
+    first = before.findings[0]
+    assert first.name == DOUBLE and first.lines[0].code.startswith("model(torch.ones(")
+    assert first.seconds == pytest.approx(before.seconds - after.seconds, rel=0.02)
+    assert DOUBLE not in [one.name for one in after.examined]
 
 
 def test_without_a_loader_tf32_saves_less_than_16_bits_and_they_are_no_pair():

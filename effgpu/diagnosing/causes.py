@@ -34,7 +34,7 @@ from effgpu.units import format_bytes, format_seconds
 LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "optimizer", "validation"
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
-UPDATES, UNTRAINED = "loops over weights", "unused gradients"
+UPDATES, UNTRAINED, DOUBLE = "loops over weights", "unused gradients", "double precision"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
@@ -323,6 +323,20 @@ def _as_tf32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
+def is_double(event: Event) -> bool:
+    """Whether the GPU computes with numbers in 64 bits."""
+    return any(kernel.format == "fp64" for kernel in event.kernels)
+
+
+def _as_fp32(event: Event) -> Event:
+    """The event, with numbers in 32 bits in place of 64."""
+    kernels = (
+        kernel._replace(format="fp32", bytes=kernel.bytes // 2) if kernel.format == "fp64" else kernel
+        for kernel in event.kernels
+    )
+    return event._replace(kernels=tuple(kernels))
+
+
 _SOFTMAX = ("_softmax", "_softmax_backward_data")
 _OTHER_PRODUCTS = (*OUTSIDE_ATTENTION, "convolution_backward")
 _MASKS = ("masked_fill", "masked_fill_", "where", "add", "add_")
@@ -469,6 +483,17 @@ CAUSES = {
             ),
             without=_freeze,
             note=lambda seen, events: f"{seen.untrained} weights get gradients, and no optimizer has them",
+        ),
+        Cause(
+            DOUBLE,
+            "08",
+            lambda seen: (
+                "float32: .float() of what NumPy gave, which is float64, and no .double() of a model; 64 bits for the "
+                "part alone that needs them"
+            ),
+            lambda event, seen: is_double(event),
+            lambda line, seen: replace(line, events=tuple(map(_as_fp32, line.events))),
+            place=lambda event: event.site if event.phase == FORWARD else None,
         ),
         Cause(
             TF32,

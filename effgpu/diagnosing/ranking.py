@@ -11,6 +11,7 @@ from effgpu.diagnosing.causes import (
     CAUSES,
     COMPILING,
     COPYING,
+    DOUBLE,
     EVALUATING,
     LAUNCHING,
     LOADING,
@@ -21,6 +22,7 @@ from effgpu.diagnosing.causes import (
     UPDATES,
     WAITS,
     Observed,
+    is_double,
 )
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
 from effgpu.predicting.gpus import Gpu
@@ -92,6 +94,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     without = {TF32} if gpu.capability < (8, 0) else set()
     without |= set() if seen.halved else {PRECISION}
     without |= set() if seen.frozen else {UNTRAINED}
+    without |= set() if any(map(is_double, prediction.events)) else {DOUBLE}
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
