@@ -24,6 +24,7 @@ from effgpu.diagnosing import batches, turns
 from effgpu.diagnosing import functions as module
 from effgpu.diagnosing.batches import change_tensors, padding_shares, time_handing
 from effgpu.diagnosing.causes import (
+    ANOMALY,
     ATTENTION,
     CAUSES,
     COPYING,
@@ -281,8 +282,8 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     found, _ = diagnose()
     assert not found.findings
     known = {one.name for one in found.examined}
-    # a T4 has none; no such numbers; of a script alone it is known; there is no such loop; all weights are trained
-    unseen = {TF32, DOUBLE, EVALUATING, UPDATES, UNTRAINED}
+    # a T4 has none; no such numbers and mode; of a script alone it is known; no such loop; all weights are trained
+    unseen = {TF32, DOUBLE, ANOMALY, EVALUATING, UPDATES, UNTRAINED}
     assert known == set(CAUSES) - unseen == {name for name, *_ in patients.SICK.values()}
     assert re.search("nothing (surely )?above 5% of the step", str(found)), "a busy machine loads unevenly"
     assert "below 5% each: " in str(found)
@@ -493,6 +494,26 @@ def test_a_step_that_fails_in_16_bits_alone_is_no_failure(on, request):
     assert PRECISION not in [one.name for one in found.examined]
     (note,) = (note for note in found.notes if "in 16 bits the step fails" in note)
     assert "AssertionError: expected fp32 (" in note and "test_doctor.py:" in note
+
+
+def test_anomaly_mode_is_named_and_saves_what_switching_it_off_does():
+    def step_of(on):
+        step = training(1024)()
+
+        def run(rows):
+            with torch.autograd.set_detect_anomaly(on):
+                step(rows)
+
+        return run
+
+    before, after = (effgpu.doctor(partial(step_of, on), [torch.ones(1024, 1024)]) for on in (True, False))
+    (found,) = (one for one in before.findings if one.name == ANOMALY)
+    assert found.seconds == pytest.approx(before.seconds - after.seconds, rel=0.02)
+    assert found.lines[0].code == "step(rows)" and re.match(r"\d+ gradients are looked at", found.note)
+    waits, none = ([one.note for one in each.examined if one.name == WAITS] for each in (before, after))
+    assert waits == none, "they are no hidden waits"
+    assert ANOMALY not in [one.name for one in after.examined]
+    assert not any("decides by a value" in note for note in before.notes)
 
 
 @pytest.mark.parametrize("gpu", ["T4", "A100"])

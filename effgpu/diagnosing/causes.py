@@ -28,6 +28,7 @@ from effgpu.predicting.timeline import (
     Event,
     Range,
     Timeline,
+    looks_for_nan,
 )
 from effgpu.units import format_bytes, format_seconds
 
@@ -35,6 +36,7 @@ LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
 UPDATES, UNTRAINED, DOUBLE = "loops over weights", "unused gradients", "double precision"
+ANOMALY = "anomaly mode"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
@@ -337,6 +339,13 @@ def _as_fp32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
+def _look_for_no_nan(timeline: Timeline, seen: Observed) -> Timeline:
+    """Without what anomaly mode does: isnan, whether any is true, and the read of that."""
+    looks = (place for place, event in enumerate(timeline.events) if looks_for_nan(event))
+    left_out = {near for place in looks for near in (place - 1, place, place + 1)}
+    return replace(timeline, events=tuple(e for place, e in enumerate(timeline.events) if place not in left_out))
+
+
 _SOFTMAX = ("_softmax", "_softmax_backward_data")
 _OTHER_PRODUCTS = (*OUTSIDE_ATTENTION, "convolution_backward")
 _MASKS = ("masked_fill", "masked_fill_", "where", "add", "add_")
@@ -502,6 +511,17 @@ CAUSES = {
             without=lambda line, seen: replace(line, events=tuple(map(_as_tf32, line.events))),
         ),
         Cause(OPTIMIZER, "09", _update_faster, lambda event, seen: event.optimizing, note=_tell_update),
+        Cause(
+            ANOMALY,
+            "12",
+            lambda seen: "torch.autograd.set_detect_anomaly(False): anomaly mode is there to find a NaN, and then off",
+            lambda event, seen: looks_for_nan(event),
+            _look_for_no_nan,
+            lambda seen, events: (
+                f"{len(events)} gradients are looked at for a NaN; the traceback of each operation that is kept, too, "
+                "takes longer still, and is not predicted"
+            ),
+        ),
         Cause(
             WAITS,
             "12",

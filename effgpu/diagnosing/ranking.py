@@ -8,6 +8,7 @@ from itertools import combinations
 from effgpu import units
 from effgpu.attaching.sites import Site
 from effgpu.diagnosing.causes import (
+    ANOMALY,
     CAUSES,
     COMPILING,
     COPYING,
@@ -27,7 +28,7 @@ from effgpu.diagnosing.causes import (
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.prediction import Prediction
-from effgpu.predicting.timeline import COPY, Event, Range, Timeline, saved
+from effgpu.predicting.timeline import COPY, Event, Range, Timeline, looks_for_nan, saved
 
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _ALONE = 0.6  # of what two changes save together: of a pair whose parts hide each other, neither saves more alone
@@ -95,6 +96,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     without |= set() if seen.halved else {PRECISION}
     without |= set() if seen.frozen else {UNTRAINED}
     without |= set() if any(map(is_double, prediction.events)) else {DOUBLE}
+    without |= set() if any(map(looks_for_nan, prediction.events)) else {ANOMALY}
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
@@ -106,7 +108,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
 def _predict(name: str, timeline: Timeline, seen: Observed, names: list[str]) -> Finding:
     before, cause = timeline, CAUSES[name]
     if name == LAUNCHING:  # to blame where nothing else makes the CPU late
-        for other in (WAITS, LOADING, COPYING, COMPILING):
+        for other in (ANOMALY, WAITS, LOADING, COPYING, COMPILING):
             before = CAUSES[other].change(before, seen) if other in names else before
     after = cause.change(before, seen)
     idle = _idle_seconds(seen, timeline, CAUSES[WAITS].change(timeline, seen), after) if name == LAUNCHING else None

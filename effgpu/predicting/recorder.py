@@ -42,6 +42,7 @@ from effgpu.predicting.reductions import reduction_buffer
 from effgpu.predicting.refusals import check_determinism, check_formats, tell_sparse
 from effgpu.predicting.rules import AS_ONE, STORED, TEMPORARY, in_parts, made_of_others, tiles_of_winograd
 from effgpu.predicting.storages import Storages, running_node
+from effgpu.predicting.timeline import LOOKS_FOR_NAN
 from effgpu.predicting.translator import CPU, Translator, name_device, on_real_tensors
 from effgpu.predicting.uses import find_reader, is_shown, makes_a_statistic
 from effgpu.predicting.values import Values
@@ -327,6 +328,8 @@ class Recorder(TorchDispatchMode):
         self.work.note_libraries(name, args)
         if self.optimizers.keeps_direction(func, args):
             self.counting.truths[result] = True
+        elif name == LOOKS_FOR_NAN:
+            self.counting.truths[result] = False
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
             self.reading.zeros.add(storage_key(args[1]))
         elif name == "embedding" and self.work.counts and (known := self.values.of(args[1])) is not None:

@@ -98,6 +98,14 @@ def segments_of(events: Iterable[Event]) -> tuple[Segment, ...]:
     return tuple(found)
 
 
+LOOKS_FOR_NAN = "_is_any_true"  # what anomaly mode alone asks of a gradient, between isnan and a read
+
+
+def looks_for_nan(event: Event) -> bool:
+    """Whether anomaly mode looks for a NaN in a gradient: it reads the answer next."""
+    return any(kernel.name == LOOKS_FOR_NAN for kernel in event.kernels)
+
+
 # A fused kernel of attention has batched products, which other devices run one by one.
 OUTSIDE_ATTENTION, BATCHED = ("mm", "addmm", "convolution"), ("bmm", "baddbmm")
 

@@ -31,6 +31,7 @@ from effgpu.predicting.timeline import (
     WEIGHTS,
     Event,
     copy_waits,
+    looks_for_nan,
 )
 from effgpu.units import MiB
 
@@ -211,5 +212,6 @@ class Work:
     def wait(self, size: int = 0, *, own: bool = False) -> None:
         """The CPU waits for the GPU, and for a copy of so many bytes. Nobody is to blame for a library's own reads."""
         if self.counts:
+            own = own or (bool(self.events) and looks_for_nan(self.events[-1]))
             site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
             self._append(READ if site else KERNEL, site, bytes=size, waits=True)
