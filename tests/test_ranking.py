@@ -168,6 +168,8 @@ def test_on_a_gpu_a_loop_over_weights_is_predicted_beside_what_is_measured(busy,
 READS = Event(READ, Site("train.py", 3), waits=True)
 FILTERS = Event(READ, Site("/x/transformers/trainer.py", 9), waits=True)
 MASKS = READS._replace(site=Site("train.py", 3, "transformers/masking_utils.py:354"))
+CHOSEN = Event(KERNEL, None, (Kernel("nonzero", OTHER, "fp32", 0, 0),))
+MASKED = READS._replace(site=Site("train.py", 4))
 COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
 ASKS = COPIED._replace(non_blocking=True)
 MULTIPLIED = Event(KERNEL, None, (Kernel("mm", PRODUCT, "fp32", 0, 0),))
@@ -221,6 +223,9 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (WAITS, {"events": (FILTERS,)}, "TrainingArguments(logging_nan_inf_filter=False)"),
         (WAITS, {"events": (MASKS,)}, "the library reads there"),
         (WAITS, {"events": (MASKS, READS)}, "keep the value on the GPU"),
+        (WAITS, {"events": (CHOSEN, MASKED)}, "torch.where(mask, tensor, 0) in place of tensor[mask]"),
+        (WAITS, {"events": (CHOSEN, MASKED, READS)}, f"{causes._KEEP}; torch.where"),
+        (WAITS, {"events": (CHOSEN, MASKED, CHOSEN, MASKED, READS)}, f"{causes._CHOOSE}; keep the value"),
         (WAITS, {}, "keep the value on the GPU"),
         (VALIDATION, {}, "with torch.no_grad(): around what is not trained there, which saves memory above all"),
         (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),

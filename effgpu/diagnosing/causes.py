@@ -207,6 +207,7 @@ def _tell_update(seen: Observed, events: list[Event]) -> str:
 
 
 _KEEP = "keep the value on the GPU, loss.detach(), and read it every 100 steps"
+_CHOOSE = "torch.where(mask, tensor, 0) in place of tensor[mask] and nonzero(): a known size needs no wait"
 _OF_LIBRARY = "the library reads there: an option of it, if it has one; a larger batch waits as often for more work"
 _NEEDLESS = {
     "synchronize": "no synchronize() in the loop: only a stopwatch needs it",
@@ -220,9 +221,21 @@ def _read_less(seen: Observed) -> str:
     if any(filters) and all(filter or site.inside for filter, site in zip(filters, sites)):  # libraries' reads alone
         return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
     needless = {site: [each for each in _NEEDLESS if f"{each}(" in site.code] for site in sites}
-    less = _OF_LIBRARY if sites and all(site.inside for site in sites) else _KEEP
-    read = [] if needless and all(needless.values()) else [less]
+    chosen = {
+        event.site for before, event in itertools.pairwise(seen.events) if event.kind == READ and _chooses(before)
+    }
+    others = [site for site in sites if site not in chosen and not needless[site]]
+    read = [_KEEP] * (not sites or bool(others))
+    if sites and all(site.inside for site in sites):
+        read = [_OF_LIBRARY] * (not all(needless.values()))
+    elif chosen:
+        read.insert(0 if 2 * len(others) < len(sites) else 1, _CHOOSE)
     return "; ".join([*read, *dict.fromkeys(_NEEDLESS[each] for calls in needless.values() for each in calls)])
+
+
+def _chooses(event: Event) -> bool:
+    """Whether what it finds by a mask has a size that the CPU reads next."""
+    return event.kind == KERNEL and _names(event, ("nonzero",))
 
 
 def _launch_less(seen: Observed) -> str:
