@@ -704,6 +704,25 @@ def test_what_is_advised_for_a_trainer_are_its_arguments(run):
     assert advice[WAITS].startswith("TrainingArguments(logging_nan_inf_filter=False)")
 
 
+ACCELERATOR = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(1024, 1024)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+while True:
+    accelerator.backward(model(torch.ones(64, 1024, device=accelerator.device)).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_is_advised_for_an_accelerator_is_its_argument(run):
+    code, told, errors = run(ACCELERATOR)
+    advice = {one["name"]: one["advice"] for one in told["examined"]}
+    assert code == 0 and advice[PRECISION] == 'Accelerator(mixed_precision="fp16")', errors
+
+
 def test_one_that_ends_early_is_refused(run):
     code, told, errors = run(loop(steps=4))
     assert (code, list(told)) == (2, ["failed"]) and "ended after 4 steps, and 6 are needed" in errors

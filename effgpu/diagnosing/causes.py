@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from effgpu.attaching.sites import Site
@@ -65,8 +66,8 @@ class Observed:
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
     events in 16 bits, `frozen` those without the gradients of so many `untrained` weights, which no optimizer has,
     `frozen_halved` those with both changes. `loop` is the one that calls most of its forward pass, `updates` are those
-    over weights. `trainer` says that transformers' Trainer has the loop of the steps. `padding` is the share of the
-    tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
+    over weights. `trainer` is the library that makes the steps, one of `_AS_16_BITS`, or "". `padding` is the share of
+    the tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
     """
 
     events: tuple[Event, ...] = ()
@@ -86,7 +87,7 @@ class Observed:
     persistent: bool = False
     streams: bool = False
     remade: bool = False
-    trainer: bool = False
+    trainer: str = ""
     padding: float = 0.0
     padding_pairs: float = 0.0
     unused: dict[Site, int] = field(default_factory=dict)
@@ -148,7 +149,7 @@ def _load_faster(seen: Observed) -> str:
     if seen.handing:  # a loader that takes longer may read and decode: nothing tells
         files = "; where each sample is read or decoded: fewer bytes, such as uint8, to hand over, and num_workers=2"
         return at_once + files * (seen.handing < seen.loading[0])
-    if seen.trainer and not seen.workers:
+    if seen.trainer == "transformers" and not seen.workers:
         return "TrainingArguments(dataloader_num_workers=2, dataloader_persistent_workers=True)"
     if seen.workers >= 2 * cores:
         return "less work per sample: decode, resize or tokenise once, before the training; augment batches on the GPU"
@@ -279,7 +280,7 @@ def _halve(seen: Observed) -> str:
     if now & {"fp16", "bf16"}:
         return "what autocast does not reach: move the loss and all forward passes into it"
     if seen.trainer:
-        return f"TrainingArguments({next(iter(then & {'fp16', 'bf16'}), 'bf16')}=True)"
+        return _AS_16_BITS[seen.trainer].format(next(iter(then & {"fp16", "bf16"}), "bf16")).replace("fp16-", "16-")
     around = "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
     refused = any(_names(event, ("binary_cross_entropy",)) for event in seen.events)
     return around + ", and BCELoss to be BCEWithLogitsLoss" * refused
@@ -301,16 +302,29 @@ def _train_alone(timeline: Timeline, seen: Observed) -> Timeline:
     return replace(timeline, events=tuple(e for e in timeline.events if not e.evaluating), load=load)
 
 
-def runs_trainer() -> bool:
-    """Whether transformers' Trainer has the loop that runs, where a step ends."""
-    frame = sys._getframe(1)
-    while frame and not frame.f_code.co_filename.endswith(_TRAINER):
+_AS_16_BITS = {
+    "transformers": "TrainingArguments({}=True)",
+    "lightning": 'Trainer(precision="{}-mixed")',
+    "accelerate": 'Accelerator(mixed_precision="{}")',
+}
+
+
+def find_trainer() -> str:
+    """The library that makes the step which ends here, the first of `_AS_16_BITS` whose code runs; "" if none does."""
+    frame, files = sys._getframe(1), []
+    while frame:
+        files.append(Path(frame.f_code.co_filename).as_posix())
         frame = frame.f_back
-    return frame is not None
+    return next((name for name, parts in _LOOPS.items() if any(part in file for part in parts for file in files)), "")
 
 
 _AT_ONCE = "whole batches of what is in memory: tensors[rows] for rows in torch.randperm(len(tensors)).split(size)"
 _TRAINER = os.path.join("transformers", "trainer.py")
+_LOOPS = {
+    "transformers": ("transformers/trainer.py",),
+    "lightning": ("lightning/pytorch/loops/", "pytorch_lightning/loops/"),
+    "accelerate": ("accelerate/optimizer.py",),
+}
 _COMPILE = "a larger batch, or torch.compile(model)"
 
 

@@ -16,7 +16,7 @@ from effgpu.attaching.child import Again
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan, ScriptOver
 from effgpu.diagnosing.batches import count_ahead, padding_shares
-from effgpu.diagnosing.causes import PRECISION, TF32, Observed, runs_trainer
+from effgpu.diagnosing.causes import PRECISION, TF32, Observed, find_trainer
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.loaders import Loading, on_this_machine
 from effgpu.diagnosing.loops import find_loop, find_updates
@@ -103,7 +103,7 @@ def _measure(
         loop=marks.loop or (marks.mark.__code__,),
     )
     seen, optimizers = yield from observe(supply)
-    seen.trainer = runs_trainer()
+    seen.trainer = find_trainer()
     seen.notes += (_OPEN,) if is_open else (refused,) * bool(refused)
     if loader is None:
         seen.notes += (NO_LOADER,)
@@ -298,7 +298,7 @@ def _predict(
         persistent=bool(getattr(loader, "persistent_workers", False)),
         streams=isinstance(getattr(loader, "dataset", None), IterableDataset),
         remade=loading.is_remade(loader),
-        trainer=runs_trainer(),
+        trainer=find_trainer(),
         padding=padding,
         padding_pairs=padding_pairs,
         compiling=None if predicted.compiled else 0.0,
