@@ -63,6 +63,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _diagnose(chosen: argparse.Namespace) -> "Diagnosis":
     command = target.read_words(chosen.words)
+    if chosen.loader and command is not None:
+        raise Exit(REFUSED, "doctor: expected --loader with FILE.py:VARIANT: a script has its own")
     from effgpu.diagnosing.doctor import doctor, find_target
 
     here = not chosen.gpu and find_target(None)[1]

@@ -57,7 +57,9 @@ def asks_for_json(arguments: Sequence[str]) -> bool:
 def check_files(chosen: argparse.Namespace) -> None:
     """Refuse files that could not be written in the end, and one that would overwrite another."""
     named = {f"--{name}": getattr(chosen, name, None) for name in ("json", "trace", "plot")}
-    files = {option: Path(name) for option, name in named.items() if name and name != "-"}
+    files = {option: Path(name) for option, name in named.items() if name and str(name) != "-"}
+    if str(named["--trace"]) == "-":
+        raise Exit(REFUSED, "--trace: expected a file, got -: standard output is for --json")
     for option, file in files.items():
         if not _can_write(file.resolve(), makes_folders=option in getattr(chosen, "makes_folders", ())):
             raise Exit(REFUSED, f"{option}: expected a file that can be written, in a folder that exists, got {file}")
