@@ -340,7 +340,8 @@ def _pack(timeline: Timeline, seen: Observed) -> Timeline:
         return event._replace(scale=1 - (seen.padding_pairs if pairs else seen.padding))
 
     events = enumerate(timeline.events)
-    return replace(timeline, events=tuple(e if e.optimizing else pack(place, e) for place, e in events))
+    kept = (event if event.optimizing or event.packed else pack(place, event) for place, event in events)
+    return replace(timeline, events=tuple(kept))
 
 
 def _as_tf32(event: Event) -> Event:

@@ -1,5 +1,6 @@
 """nn.LSTM, nn.GRU and nn.RNN as a GPU runs them: one call of cuDNN, where a CPU takes them apart."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -95,6 +96,7 @@ def run_packed(note, kind: str, data, batch_sizes, hx, params, has_biases, layer
     states = list(hx) if kind == "lstm" else [hx]
     directions = 2 if bidirectional else 1
     shape = data.shape[0], batch_sizes.shape[0], (data.shape[0], directions * states[0].shape[-1]), len(states)
+    note = functools.partial(note, packed=True)
     return _run(note, kind, shape, len(params) // (layers * directions), data, states, params)
 
 

@@ -128,7 +128,8 @@ class Work:
         call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
         reads_on = self.phase == FORWARD and self._scores.read_on(func, args, kwargs, result)
         lasting = self._find_lasting(func, args, kwargs) if kernels and self.counts else ""
-        self._add(kernels, call + LISTED * sum(map(len, lists_of(args))), reads_on, lasting)
+        calls = call + LISTED * sum(map(len, lists_of(args)))
+        self._add(kernels, calls, reads_on=reads_on, lasting=lasting)
 
     def _find_lasting(self, func, args: tuple, kwargs: dict) -> str:
         """What of it outlives a forward pass, if an operation takes only such a tensor, and others of its shape."""
@@ -150,22 +151,21 @@ class Work:
                 found.add(WEIGHTS)
         return min(found, default="")  # gradients, if any
 
-    def _add(self, kernels: list[Kernel], calls: float, reads_on: bool = False, lasting: str = "") -> bool:
+    def _add(self, kernels: list[Kernel], calls: float, **about: object) -> bool:
         """Note kernels, if they are in the step that counts, and return whether they are."""
         if self.counts:
             site = sites.find_site(outermost=True, until=self.loop) if kernels else None
             inner = sites.find_site(until=self.loop) if kernels else None
-            about = {"calls": calls, "reads_on": reads_on, "inner": inner, "lasting": lasting}
-            self._append(KERNEL, site, kernels=tuple(kernels), **about)
+            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, inner=inner, **about)
         return self.counts
 
     def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:
         self.events.append(Event(kind, site, phase=self.phase, optimizer=self._recorder.optimizers.at_work, **about))
 
-    def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]]) -> None:
-        """One call of cuDNN, which runs each of these kernels so often."""
+    def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]], packed: bool = False) -> None:
+        """One call of cuDNN, which runs each of these kernels so often; `packed` says that it gets no padding."""
         self._multiplied = True
-        self._add([kernel for kernel, number in kernels for _ in range(number)], _CUDNN)
+        self._add([kernel for kernel, number in kernels for _ in range(number)], _CUDNN, packed=packed)
 
     def note_cell(self, kernel: Kernel) -> None:
         """One kernel of a cell's."""
