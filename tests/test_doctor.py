@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import effgpu
 from effgpu.__main__ import main
@@ -27,6 +28,7 @@ from effgpu.diagnosing.causes import (
     ANOMALY,
     ATTENTION,
     CAUSES,
+    CHECKPOINTS,
     COPYING,
     DOUBLE,
     EVALUATING,
@@ -48,6 +50,7 @@ from effgpu.measuring.intervals import CONFIDENCE, divide_confidence, interval_o
 from effgpu.predicting.gpus import find_gpu
 from effgpu.predicting.kinds import OTHER, Kernel
 from effgpu.predicting.predict import predict
+from effgpu.predicting.prediction import MAY_NOT_FIT, Prediction
 from effgpu.predicting.timeline import COPY, CPU, KERNEL, LOAD, NOTHING, OWN, READ, Event, Timeline
 from effgpu.units import GiB, format_bytes, format_seconds
 
@@ -282,8 +285,8 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     found, _ = diagnose()
     assert not found.findings
     known = {one.name for one in found.examined}
-    # a T4 has none; no such numbers and mode; of a script alone it is known; no such loop; all weights are trained
-    unseen = {TF32, DOUBLE, ANOMALY, EVALUATING, UPDATES, UNTRAINED}
+    # a T4 has none; no such numbers, modes and loop; of a script alone it is known; all weights are trained
+    unseen = {TF32, DOUBLE, ANOMALY, CHECKPOINTS, EVALUATING, UPDATES, UNTRAINED}
     assert known == set(CAUSES) - unseen == {name for name, *_ in patients.SICK.values()}
     assert re.search("nothing (surely )?above 5% of the step", str(found)), "a busy machine loads unevenly"
     assert "below 5% each: " in str(found)
@@ -514,6 +517,32 @@ def test_anomaly_mode_is_named_and_saves_what_switching_it_off_does():
     assert waits == none, "they are no hidden waits"
     assert ANOMALY not in [one.name for one in after.examined]
     assert not any("decides by a value" in note for note in before.notes)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_that_memory_has_no_need_of_is_named_and_saves_what_leaving_it_out_does(reentrant, monkeypatch):
+    def training(is_checkpointed):
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4))
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+        def step():
+            out = torch.ones(2048, 512, requires_grad=True)
+            for layer in layers:
+                out = checkpoint(layer, out, use_reentrant=reentrant) if is_checkpointed else layer(out)
+            out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    before, after = (effgpu.doctor(partial(training, each), gpu="T4") for each in (True, False))
+    (found,) = (one for one in before.findings if one.name == CHECKPOINTS)
+    assert found.seconds == pytest.approx(before.seconds - after.seconds, rel=0.05)
+    assert found.note == f"{4 * (2 + reentrant)} operations run twice", "the other kind stops after what is kept"
+    assert CHECKPOINTS not in [one.name for one in after.examined]
+    monkeypatch.setattr(Prediction, "verdict", lambda *_: MAY_NOT_FIT)
+    full = effgpu.doctor(partial(training, True), gpu="T4")
+    assert CHECKPOINTS not in [one.name for one in full.examined]
 
 
 @pytest.mark.parametrize("gpu", ["T4", "A100"])

@@ -37,7 +37,7 @@ LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
 UPDATES, UNTRAINED, DOUBLE = "loops over weights", "unused gradients", "double precision"
-ANOMALY = "anomaly mode"
+ANOMALY, CHECKPOINTS = "anomaly mode", "checkpointing"
 BATCHES = 8  # whose shapes are looked at
 _MOST = 0.5  # a share of the calls
 _PIECES = 16  # copies, one after the other: of a batch that was taken apart
@@ -585,6 +585,21 @@ CAUSES = {
             _fuse_attention,
             lambda seen, events: f"{len(events)} softmaxes read their scores from memory",
             _called_at,
+        ),
+        Cause(
+            CHECKPOINTS,
+            "07",
+            lambda seen: (
+                (
+                    "TrainingArguments(gradient_checkpointing=False)"
+                    if seen.trainer == "transformers"
+                    else "no checkpoint, or one around fewer layers"
+                )
+                + ", as far as there is memory: effgpu predict tells"
+            ),
+            lambda event, seen: event.again,
+            note=lambda seen, events: f"{sum(bool(event.kernels) for event in events)} operations run twice",
+            place=lambda event: event.inner,
         ),
         Cause(
             UPDATES,

@@ -10,6 +10,7 @@ from effgpu.attaching.sites import Site
 from effgpu.diagnosing.causes import (
     ANOMALY,
     CAUSES,
+    CHECKPOINTS,
     COMPILING,
     COPYING,
     DOUBLE,
@@ -27,7 +28,7 @@ from effgpu.diagnosing.causes import (
 )
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
 from effgpu.predicting.gpus import Gpu
-from effgpu.predicting.prediction import Prediction
+from effgpu.predicting.prediction import FITS, Prediction
 from effgpu.predicting.timeline import COPY, Event, Range, Timeline, looks_for_nan, saved
 
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
@@ -97,6 +98,8 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     without |= set() if seen.frozen else {UNTRAINED}
     without |= set() if any(map(is_double, prediction.events)) else {DOUBLE}
     without |= set() if any(map(looks_for_nan, prediction.events)) else {ANOMALY}
+    fits = prediction.verdict(gpu) == FITS
+    without |= set() if fits and any(event.again for event in prediction.events) else {CHECKPOINTS}
     without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
     without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
     without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}

@@ -43,7 +43,7 @@ class Event(NamedTuple):
     holds buffers, or GRADIENTS. `reads_on` says that kernels read scores of attention that is over, `beside` that the
     event is seen by the timeline alone: it is part of no segment. `optimizer` is, in an update, its name and whether
     its step is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set
-    back, `packed` that a recurrent layer gets no padding.
+    back, `packed` that a recurrent layer gets no padding, `again` that checkpointing computes it anew.
     """
 
     kind: str
@@ -63,6 +63,7 @@ class Event(NamedTuple):
     inner: Site | None = None
     lasting: str = ""
     packed: bool = False
+    again: bool = False
 
     @property
     def optimizing(self) -> bool:

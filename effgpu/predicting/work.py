@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import checkpoint
 
 from effgpu.attaching import sites
 from effgpu.attaching.steps import drive
@@ -156,7 +157,8 @@ class Work:
         if self.counts:
             site = sites.find_site(outermost=True, until=self.loop) if kernels else None
             inner = sites.find_site(until=self.loop) if kernels else None
-            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, inner=inner, **about)
+            again = self.phase == BACKWARD and torch.is_grad_enabled() and _is_checkpointing()
+            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, inner=inner, again=again, **about)
         return self.counts
 
     def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:
@@ -215,3 +217,11 @@ class Work:
             own = own or (bool(self.events) and looks_for_nan(self.events[-1]))
             site = None if own or sites.asked_by_torch(OWN_READS) else sites.find_site(until=self.loop)
             self._append(READ if site else KERNEL, site, bytes=size, waits=True)
+
+
+def _is_checkpointing() -> bool:
+    """Whether a checkpoint of PyTorch's runs what is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
