@@ -5,7 +5,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from effgpu.errors import CannotPredict
-from effgpu.predicting.facts import ASSUMED, CHOSEN, NOT_KNOWN, UNKNOWN, tell
+from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, tell
 from effgpu.predicting.statistic import Statistic
 from effgpu.predicting.uses import find_reader, is_compared, makes_a_statistic, only_tells, passing
 
@@ -141,4 +141,4 @@ class Guesses:
         said = self._recorder.said
         numbers = [guess for guess in self.made if not isinstance(guess.value, Filled)]
         read = [f"{guess.where} reads a value, taken as {guess.value}" for guess in numbers[-2:]]
-        return ", ".join(dict.fromkeys([*tell(said, CHOSEN)[-2:], *read, *tell(said, *NOT_KNOWN)[-1:]]))
+        return ", ".join(dict.fromkeys([*tell(said, CHOSEN)[-2:], *read, *tell(said, UNKNOWN)[-1:]]))
