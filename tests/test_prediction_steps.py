@@ -1313,6 +1313,24 @@ def test_a_network_over_time_counts_its_products(kind, options):
     assert flops(partial(recurrent, kind, **options)) == 3 * forward
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_network_over_time_puts_the_steps_of_time_in_order(batch_first):
+    """cudnn/RNN.cpp: input.contiguous() forward, and in both calls backward, and so the gradient of what comes out."""
+    size = 4 * 32 * 16 * 256
+
+    def variant():
+        model, inputs = nn.LSTM(256, 256, batch_first=batch_first), torch.zeros(32, 16, 256)
+
+        def step():
+            made = model(inputs)[0]
+            assert made.is_contiguous() is not batch_first
+            made.backward(torch.zeros(32, 16, 256))
+
+        return step
+
+    assert copies(predict(variant, "T4"), size) == [2 * size] * 4 * batch_first
+
+
 def test_directions_and_projections_count_too():
     token = TIME * ROWS * 2 * 4 * WIDE
     assert flops(partial(recurrent, trained=False, bidirectional=True)) == 2 * token * 2 * WIDE
@@ -1588,9 +1606,68 @@ def test_a_convolution_copies_texts_whose_channels_are_last(turned):
         return lambda: (net(texts.transpose(1, 2) if turned else texts).sum().backward(), net.zero_grad())
 
     predicted = predict(variant, "T4")
-    copies = [k.bytes for event in predicted.events for k in event.kernels if k.name == "clone" and k.bytes > size]
-    assert copies == [2 * size, 2 * size] * turned
+    assert copies(predicted, size) == [2 * size, 2 * size] * turned
     assert predicted.allocated == pytest.approx((1 + turned) * size, rel=0.08)  # what comes out is small
+
+
+def copies(predicted, least):
+    return [k.bytes for event in predicted.events for k in event.kernels if k.name == "clone" and k.bytes > least]
+
+
+NORMS = {
+    "softmax": (partial(nn.functional.softmax, dim=-1), 1),  # and how often: the result is kept, or the input
+    "log_softmax": (partial(nn.functional.log_softmax, dim=-1), 1),
+    "layer_norm": (partial(nn.functional.layer_norm, normalized_shape=(512,)), 2),
+    "rms_norm": (partial(nn.functional.rms_norm, normalized_shape=(512,)), 2),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("turned", [True, False])
+def test_what_reads_row_by_row_takes_a_copy_of_rows_that_are_apart(name, turned):
+    """SoftMax.cu, host_softmax: input.contiguous(). layer_norm_kernel.cu: input.expect_contiguous(), backward, too."""
+    function, times = NORMS[name]
+    size = 4 * 64 * 256 * 512
+
+    def variant():
+        rows = torch.rand(64, 512, 256) if turned else torch.rand(64, 256, 512)
+        rows.requires_grad_()
+        seen = torch.rand(64, 256, 512)
+
+        def step():
+            made = function(rows.transpose(1, 2) if turned else rows)
+            made.backward(seen)
+            rows.grad = None
+
+        return step
+
+    assert copies(predict(variant, "T4"), size) == [2 * size] * times * turned
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_the_copy_of_rows_that_are_apart_counts_beside_what_it_is_made_of(turned):
+    size = 4 * 64 * 256 * 512
+
+    def variant():
+        rows = torch.rand(64, 512, 256) if turned else torch.rand(64, 256, 512)
+        return lambda: (rows.transpose(1, 2) if turned else rows).log_softmax(-1)
+
+    assert predict(variant, "T4").allocated == pytest.approx((2 + turned) * size, rel=0.01)
+
+
+def test_a_group_norm_and_a_convolution_change_the_order_of_channels_back_and_forth():
+    """group_norm.cpp: input.contiguous(). A convolution copies images as its weight lies."""
+    size = 4 * 8 * 64 * 64 * 64
+
+    def variant():
+        layers = nn.Sequential(nn.Conv2d(64, 64, 1), nn.GroupNorm(8, 64), nn.Conv2d(64, 64, 3, padding=1))
+        layers.to(memory_format=torch.channels_last)
+        images = torch.rand(8, 64, 64, 64).to(memory_format=torch.channels_last)
+        return lambda: (layers(images).sum().backward(), layers.zero_grad())
+
+    predicted = predict(variant, "T4")
+    # for the norm, for the second convolution; backward: its gradient, its image, for the norm, for the first one
+    assert copies(predicted, size) == [2 * size] * 6
 
 
 FLASH, EFFICIENT, MATH = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "bmm"
@@ -2303,7 +2380,7 @@ def test_what_a_packed_lstm_keeps_lies_on_the_gpu():
         for packs in (True, False)
     )
     kept = 16 * 64 * 2 * 7 * 512 * 4
-    assert padded.allocated > kept and 1 <= packed.allocated / padded.allocated < 1.25
+    assert padded.allocated > kept and 0.9 < packed.allocated / padded.allocated < 1.25
     assert packed.time().expected == pytest.approx(padded.time().expected, rel=0.1)
     assert packed.unknown == () and packed.assumptions == ()
 

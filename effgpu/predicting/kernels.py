@@ -334,14 +334,17 @@ def _attend(name: str, func, args: tuple, named: dict, result, moved: int) -> Ke
 
 
 def copied_to_convolve(name: str, args: tuple) -> list[torch.Tensor]:
-    """What a convolution makes contiguous first: aten/src/ATen/native/Convolution.cpp. Images' channels may be last."""
-    given = args[:2] if name == "convolution_backward" and args[10][1] else args[:1]
-    return [tensor for tensor in given if not any(tensor.is_contiguous(memory_format=each) for each in _orders(tensor))]
+    """What a convolution makes contiguous first: aten/src/ATen/native/Convolution.cpp.
 
-
-def _orders(images: torch.Tensor) -> tuple[torch.memory_format, ...]:
-    last = CHANNELS_LAST.get(images.dim())
-    return (torch.contiguous_format, last) if last else (torch.contiguous_format,)
+    With channels last, where its image or its weight has them: ConvUtils.h, cudnn_conv_suggest_memory_format.
+    """
+    backward = name == "convolution_backward"
+    image, weight = args[1:3] if backward else args[:2]
+    wanted = args[10] if backward else (True, True)
+    given = [*args[: int(backward)], *[image] * wanted[1], *[weight] * wanted[0]]
+    last = any(t.dim() in CHANNELS_LAST and t.stride(1) == 1 < t.stride(-1) for t in (image, weight))
+    order = CHANNELS_LAST[image.dim()] if last else torch.contiguous_format
+    return [tensor for tensor in given if not tensor.is_contiguous(memory_format=order)]
 
 
 def _convolve(name: str, args: tuple, results: list[torch.Tensor]) -> list[Kernel]:

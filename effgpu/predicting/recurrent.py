@@ -61,8 +61,9 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, note, kind, shape, weights_per_layer, inputs, *states_and_weights):
-        """`shape` is ((tokens, steps, the output's shape, the number of states), whether it is trained)."""
-        (tokens, steps, output_shape, states), is_trained = shape
+        """`shape` is (tokens, steps, the output's shape, how many states, is the batch first, is it trained)."""
+        tokens, steps, output_shape, states, ctx.turned, is_trained = shape
+        ordered = _in_order(inputs, ctx.turned)
         weights = states_and_weights[states:]
         first = [weights[i : i + 2] for i in range(0, len(weights), weights_per_layer)]
         sizes = [(ours.shape[1], ours.shape[0] // GATES[kind], theirs.shape[1]) for ours, theirs in first]
@@ -70,16 +71,35 @@ class _Layers(torch.autograd.Function):
         ctx.note = lambda inputs: note(backward_kernels(kind, tokens, steps, sizes, inputs))
         kept = tokens * sum(KEPT[kind] * hidden for _, hidden, _ in sizes)
         reserve = inputs.new_empty(kept) if is_trained else None  # which the backward pass frees, as all that is saved
-        output = inputs.new_empty(output_shape)
+        output = _empty(ordered, output_shape, ctx.turned)
         ctx.save_for_backward(reserve, inputs, output, *states_and_weights)
         return output, *(torch.empty_like(state) for state in states_and_weights[:states])
 
     @staticmethod
     def backward(ctx, *grads):
         _, inputs, _, *others = ctx.saved_tensors
+        given = _in_order(inputs, ctx.turned), _in_order(grads[0], ctx.turned)
         ctx.note(inputs)
-        wanted = ctx.needs_input_grad[4:]
-        return (None,) * 4 + tuple(torch.empty_like(t) if on else None for t, on in zip((inputs, *others), wanted))
+        wanted, *others_wanted = ctx.needs_input_grad[4:]
+        made = _empty(inputs, inputs.shape, ctx.turned) if wanted else None
+        del given
+        again = _in_order(inputs, ctx.turned)  # _cudnn_rnn_backward_weight is a call of its own
+        others_made = [torch.empty_like(each) if on else None for each, on in zip(others, others_wanted)]
+        del again
+        return None, None, None, None, made, *others_made
+
+
+def _in_order(tensor: torch.Tensor, turned: bool) -> torch.Tensor:
+    """cudnn/RNN.cpp, _cudnn_rnn: what lies one step of time after the other; a copy, where it does not."""
+    return (tensor.transpose(0, 1) if turned else tensor).contiguous()
+
+
+def _empty(like: torch.Tensor, shape: torch.Size, turned: bool) -> torch.Tensor:
+    """What cuDNN writes, step by step, whatever comes first in its shape."""
+    if not turned:
+        return like.new_empty(shape)
+    rows, _, width = shape
+    return like.new_empty_strided(shape, (width, rows * width, 1))
 
 
 def run_padded(note, kind: str, inputs, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first):
@@ -87,7 +107,7 @@ def run_padded(note, kind: str, inputs, hx, params, has_biases, layers, dropout,
     states = list(hx) if kind == "lstm" else [hx]
     tokens, steps = inputs.shape[0] * inputs.shape[1], inputs.shape[1 if batch_first else 0]
     directions = 2 if bidirectional else 1
-    shape = tokens, steps, (*inputs.shape[:2], directions * states[0].shape[-1]), len(states)
+    shape = tokens, steps, (*inputs.shape[:2], directions * states[0].shape[-1]), len(states), batch_first
     return _run(note, kind, shape, len(params) // (layers * directions), inputs, states, params)
 
 
@@ -95,7 +115,7 @@ def run_packed(note, kind: str, data, batch_sizes, hx, params, has_biases, layer
     """aten::lstm.data and the like: a packed sequence, whose number of steps is the length of `batch_sizes`."""
     states = list(hx) if kind == "lstm" else [hx]
     directions = 2 if bidirectional else 1
-    shape = data.shape[0], batch_sizes.shape[0], (data.shape[0], directions * states[0].shape[-1]), len(states)
+    shape = data.shape[0], batch_sizes.shape[0], (data.shape[0], directions * states[0].shape[-1]), len(states), False
     note = functools.partial(note, packed=True)
     return _run(note, kind, shape, len(params) // (layers * directions), data, states, params)
 
@@ -145,7 +165,7 @@ def _run(note: Callable, kind: str, shape: tuple, weights_per_layer: int, inputs
     else:
         rest = [*states, *params]
     is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in (inputs, *rest))
-    return _Layers.apply(note, kind, (shape, is_trained), weights_per_layer, inputs, *rest)
+    return _Layers.apply(note, kind, (*shape, is_trained), weights_per_layer, inputs, *rest)
 
 
 def pad_packed(data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int):

@@ -73,6 +73,21 @@ _COPIED_FIRST = """index_add index_copy index_reduce scatter.src scatter.value s
 scatter_add scatter_reduce.two"""
 
 
+# The arguments of which a GPU's kernel takes a copy, where they are not contiguous: cuda/SoftMax.cu, host_softmax and
+# host_softmax_backward; cuda/layer_norm_kernel.cu; group_norm.cpp, native_group_norm_backward.
+_IN_ORDER = {
+    aten._softmax.default: (0,),
+    aten._log_softmax.default: (0,),
+    aten._softmax_backward_data.default: (0,),
+    aten._log_softmax_backward_data.default: (0,),
+    aten.native_layer_norm.default: (0,),
+    aten.native_layer_norm_backward.default: (1,),
+    aten._fused_rms_norm.default: (0,),
+    aten._fused_rms_norm_backward.default: (1,),
+    aten.native_group_norm_backward.default: (0, 1),
+}
+
+
 def kernels(recorder: "Recorder") -> dict[tuple[str, str], Callable]:
     """(operation, dispatch key) -> what a GPU does."""
     kernels: dict[tuple[str, str], Callable] = {}
@@ -99,6 +114,7 @@ def made_of_others(recorder: "Recorder") -> dict:
     return {
         aten.dropout.default: dropout,
         aten.batch_norm.default: batch_norm,
+        aten.group_norm.default: group_norm,
         aten.softmax.int: functools.partial(_softmax, aten._softmax.default),
         aten.log_softmax.int: functools.partial(_softmax, aten._log_softmax.default),
         aten.scaled_dot_product_attention.default: functools.partial(attention, recorder),
@@ -255,6 +271,13 @@ def batch_norm(tensor, weight, bias, mean, variance, training, momentum, epsilon
     return aten.cudnn_batch_norm.default(ordered, weight, bias, mean, variance, training, momentum, epsilon)[0]
 
 
+def group_norm(tensor, groups, weight=None, bias=None, epsilon=1e-5, cudnn_enabled=True):
+    """aten/src/ATen/native/group_norm.cpp: a GPU's kernel knows no channels_last. A copy in its order is kept."""
+    samples, channels, *places = tensor.shape
+    given = tensor.contiguous(), weight, bias, samples, channels, math.prod(places), groups, epsilon
+    return aten.native_group_norm.default(*given)[0]
+
+
 def rms_norm(tensor, shape, weight, epsilon):
     """aten/src/ATen/native/layer_norm.cpp, rms_norm_symint: a GPU has a kernel, where a CPU takes several."""
     if _are_functorch_transforms_active():
@@ -295,7 +318,15 @@ def in_parts(func, args: tuple) -> Callable | None:
         return None
     if func is aten.roll.default and len(args) > 2 and len(args[2]) == 1:
         return None
+    if not all(args[place].is_contiguous() for place in _IN_ORDER.get(func, ())):
+        return functools.partial(_put_in_order, func)
     return IN_PARTS.get(func)
+
+
+def _put_in_order(func, *args, **kwargs):
+    """The kernel reads row by row: what lies in another order is copied first."""
+    places = _IN_ORDER[func]
+    return func(*(each.contiguous() if place in places else each for place, each in enumerate(args)), **kwargs)
 
 
 def boxes_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
