@@ -156,6 +156,13 @@ def test_no_loop_is_named_that_lists_would_not_help(line, tmp_path):
     assert find_updates(walk(line, tmp_path / "train.py")) == ()
 
 
+def test_two_products_with_weights_are_one_round(tmp_path):
+    line = "for n, p in enumerate(weights): kept[n] = p.data * 0.1 + averages[n].data * 0.9"
+    (found,) = find_updates(walk(line, tmp_path / "train.py"))
+    assert (found.calls, found.rounds, found.instead()) == (3 * 24, 24, [LERP])
+    assert find_updates(walk(line, tmp_path / "train.py", layers=1)) == (), "eight products in four rounds"
+
+
 def test_a_loop_over_weights_is_no_loop_of_the_forward_pass(tmp_path):
     events = walk(PLAIN, tmp_path / "train.py")
     assert find_loop(events) is None and any(event.lasting for event in events)

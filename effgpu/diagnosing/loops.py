@@ -63,10 +63,10 @@ def _look_at(loop: Updates, runs: Iterable[list[Event]]) -> list[Updates]:
     lines: Counter[Site] = Counter()
     rounds = 0
     for run in runs:
-        by_line: dict[Site, list[str]] = {}
+        by_line: dict[Site, list[str]] = {loop.find(event): [] for event in run if event.lasting}
         for event in run:
-            if event.lasting and (name := event.kernels[0].name) in known:
-                by_line.setdefault(loop.find(event), []).append(name)
+            if (site := loop.find(event)) in by_line and (name := event.kernels[0].name) in known:
+                by_line[site].append(name)  # what is made of them, too: it tells two products of a round apart
         most = max(map(_count_rounds, by_line.values()), default=0)
         if most >= _FEWEST:
             rounds += most
