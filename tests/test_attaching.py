@@ -323,7 +323,8 @@ def test_an_error_names_what_was_guessed_before_it(run):
 
 
 def test_an_error_names_nothing_of_which_only_the_time_is_not_known(run):
-    step = "made = model(torch.randn(64, 1024).to('cuda'))\ntorch.fft.rfft(made)\nmade.view(63 + 65473 * (number < 2))\n"
+    step = "made = model(torch.randn(64, 1024).to('cuda'))\ntorch.fft.rfft(made)\n"
+    step += "made.view(63 + 65473 * (number < 2))\n"
     code, _, errors = run(loop(step=step + STEP))
     assert code == 1 and "'[63]' is invalid" in errors and "not known here" not in errors
 
