@@ -1100,6 +1100,18 @@ torch.jit.script(model).save("model.ts")
 """
 
 
+def test_of_many_files_in_a_folder_one_is_named(run, here):
+    (here / "rows").mkdir()
+    for name in [*(f"rows/{number}.txt" for number in range(40)), "best.txt"]:
+        (here / name).write_text("before")
+        os.utime(here / name, (0, 0))
+    again = "for n in range(40): open(f'rows/{n}.txt', 'w').write('now')\nopen('best.txt', 'w').write('now')\n"
+    code, told, errors = run(loop(build=again + BUILD))
+    left = [note for note in told["notes"] if note.startswith("left as it is, a file from before: ")]
+    assert code == 0 and (here / "rows/39.txt").read_text() == "before", errors
+    assert [note.partition(": ")[2] for note in left] == ["rows/0.txt, and 39 others in rows", "best.txt"]
+
+
 def test_what_a_script_writes_over_a_file_from_before_it_reads_again_and_the_file_stays(run, here):
     (here / "run").mkdir()
     names = "words.pkl", "weights.npz", "run/best.pt", "again.pt", "best", "run/last.pt"

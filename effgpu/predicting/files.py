@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from threading import get_ident
 from typing import BinaryIO, NamedTuple
@@ -37,6 +37,7 @@ FOLDER = "/dev/fd/"  # of files without a name
 _MOST_LINKS = 40  # that lead to one another, as in Linux
 WORD = 64  # bytes, of which the first ones tell what a file holds
 _REMEMBERED = "effgpu, weights without values: "  # and their number
+_NAMED = 8  # files of a folder that are each told by name
 _LOOKS = 0.1  # seconds that looking around may take: a folder may lie in a network
 _OTHERS = ".", "__"  # begin the names of folders that tools keep for themselves
 _SAVED_BY_ITSELF = ".ipynb"  # ends the names of files that an editor saves
@@ -106,8 +107,9 @@ class Files:
     def tell(self, why: str) -> list[str]:
         """What was not written, as of its weights `why` is true, and which files from before were left alone."""
         unwritten = [f"not written, as its weights {why}: {what}" for what in self.unwritten]
-        left = [f"left as it is, a file from before: {file}" for file in self.left_alone]
-        changed = [f"changed by another program, or by code that is not followed: {file}" for file in self._changed()]
+        left = [f"left as it is, a file from before: {file}" for file in _name_few(self.left_alone)]
+        code = "changed by another program, or by code that is not followed"
+        changed = [f"{code}: {file}" for file in _name_few(self._changed())]
         return unwritten + left + changed
 
     def look_around(self) -> None:
@@ -427,6 +429,16 @@ class Files:
         except OSError:
             return False
         return found.st_ctime > self._computed and not stat.S_ISDIR(found.st_mode)
+
+
+def _name_few(files: Iterable[str]) -> Iterator[str]:
+    """Files by their names; of a folder with many, such as of images that are made anew, one, and how many more."""
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        folders.setdefault(os.path.dirname(file), []).append(file)
+    for folder, inside in folders.items():
+        few = len(inside) <= _NAMED
+        yield from inside if few else [f"{inside[0]}, and {len(inside) - 1:,} others in {folder or 'the same folder'}"]
 
 
 def _look(folder: str) -> tuple[dict[str, tuple[int, int]], bool]:
