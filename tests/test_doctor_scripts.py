@@ -592,6 +592,25 @@ for _ in range(20):
 """
 
 
+SCALED = """
+import torch
+model = torch.nn.Linear(256, 256).to("cuda")
+optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+while True:
+    with torch.autocast("cuda", torch.float16):
+        loss = model(torch.randn(64, 256).to("cuda")).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_scale_of_a_scaler_in_64_bits_is_nothing_to_look_at(run):
+    _, told, _ = run(SCALED)
+    assert causes.DOUBLE not in [each["name"] for each in told["examined"]]
+
+
 def test_a_loop_over_weights_is_named_and_lists_save_what_it_promises(run):
     code, told, errors = run(AVERAGED)
     (loop,) = (each for each in told["findings"] if each["name"] == causes.UPDATES)

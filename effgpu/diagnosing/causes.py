@@ -353,9 +353,12 @@ def _as_tf32(event: Event) -> Event:
     return event._replace(kernels=tuple(kernels))
 
 
+_SINGLE = 64  # bytes: a kernel of so few is of single numbers, such as a GradScaler's scale
+
+
 def is_double(event: Event) -> bool:
-    """Whether the GPU computes with numbers in 64 bits."""
-    return any(kernel.format == "fp64" for kernel in event.kernels)
+    """Whether the GPU computes with many numbers in 64 bits."""
+    return any(kernel.format == "fp64" and kernel.bytes > _SINGLE for kernel in event.kernels)
 
 
 def _as_fp32(event: Event) -> Event:
