@@ -41,9 +41,9 @@ from effgpu.diagnosing.causes import (
     UPDATES,
     VALIDATION,
     WAITS,
-    Observed,
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
+from effgpu.diagnosing.observed import Observed
 from effgpu.diagnosing.observing import Observer
 from effgpu.diagnosing.turns import emptied, in_16_bits
 from effgpu.measuring.intervals import CONFIDENCE, divide_confidence, interval_of_blocks

@@ -11,7 +11,7 @@ from torch import nn
 
 import effgpu
 from effgpu.attaching.sites import Site
-from effgpu.diagnosing import causes, ranking
+from effgpu.diagnosing import advice, ranking
 from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.causes import (
     CAUSES,
@@ -24,11 +24,11 @@ from effgpu.diagnosing.causes import (
     UPDATES,
     VALIDATION,
     WAITS,
-    Observed,
 )
 from effgpu.diagnosing.diagnosis import Diagnosis, Finding
 from effgpu.diagnosing.doctor import diagnose_script, scripts
 from effgpu.diagnosing.lists import Updates
+from effgpu.diagnosing.observed import Observed
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.facts import UNTIMED, Fact
 from effgpu.predicting.gpus import find_gpu
@@ -185,7 +185,7 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (LOADING, {"has_loader": True, "workers": 8}, "less work per sample"),
         (LOADING, {"has_loader": True, "handing": 0.001}, "whole batches of what is in memory: tensors[rows]"),
         (LOADING, {"has_loader": True, "handing": 0.001, "workers": 2}, "fewer bytes, such as uint8, to hand over"),
-        (LOADING, {"has_loader": True, "handing": 0.6, "loading": (1.0,) * 3}, f"{causes._AT_ONCE}; where each sample"),
+        (LOADING, {"has_loader": True, "handing": 0.6, "loading": (1.0,) * 3}, f"{advice._AT_ONCE}; where each sample"),
         (LOADING, {"has_loader": True, "trainer": "transformers"}, "TrainingArguments(dataloader_num_workers=2"),
         (LOADING, {"working": {READS.site: 1.0}}, "what train.py:3 computes, in a DataLoader's workers"),
         (
@@ -226,15 +226,15 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (WAITS, {"events": (MASKS,)}, "the library reads there"),
         (WAITS, {"events": (MASKS, READS)}, "keep the value on the GPU"),
         (WAITS, {"events": (CHOSEN, MASKED)}, "torch.where(mask, tensor, 0) in place of tensor[mask]"),
-        (WAITS, {"events": (CHOSEN, MASKED, READS)}, f"{causes._KEEP}; torch.where"),
-        (WAITS, {"events": (CHOSEN, MASKED, CHOSEN, MASKED, READS)}, f"{causes._CHOOSE}; keep the value"),
+        (WAITS, {"events": (CHOSEN, MASKED, READS)}, f"{advice._KEEP}; torch.where"),
+        (WAITS, {"events": (CHOSEN, MASKED, CHOSEN, MASKED, READS)}, f"{advice._CHOOSE}; keep the value"),
         (WAITS, {}, "keep the value on the GPU"),
         (VALIDATION, {}, "with torch.no_grad(): around what is not trained there, which saves memory above all"),
         (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),
     ],
 )
 def test_no_advice_is_given_that_the_script_follows(name, seen, advice, monkeypatch):
-    monkeypatch.setattr(causes.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert CAUSES[name].advice(Observed(**seen)).startswith(advice)
 
 

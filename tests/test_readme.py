@@ -19,10 +19,10 @@ from test_lessons import ADDRESS, ROOT
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import read_program
 from effgpu.course.outcomes import Outcome, read_lessons
-from effgpu.diagnosing.causes import NOTHING
 from effgpu.diagnosing.ranking import rank
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.gpus import find_gpu
+from effgpu.predicting.timeline import NOTHING
 from effgpu.results import stored
 from effgpu.units import NOT_MEASURED, format_bytes, with_article
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from effgpu.attaching.sites import Site, parse
-from effgpu.diagnosing.causes import Observed
+from effgpu.diagnosing.observed import Observed
 from effgpu.errors import CannotPredict
 from effgpu.measuring.variants import Variant
 from effgpu.predicting.prediction import Prediction

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from effgpu.attaching import scripts
 from effgpu.attaching.commands import Program, read_program
-from effgpu.diagnosing.causes import Observed
 from effgpu.diagnosing.diagnosis import Diagnosis
+from effgpu.diagnosing.observed import Observed
 from effgpu.diagnosing.ranking import rank
 from effgpu.errors import BadArgument
 from effgpu.predicting.asked import STEPS, Asked

@@ -13,9 +13,10 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.agreement import check_walked, find_branches
 from effgpu.diagnosing.batches import Batches, change_tensors, time_handing
-from effgpu.diagnosing.causes import PRECISION, Observed
+from effgpu.diagnosing.causes import PRECISION
 from effgpu.diagnosing.diagnosis import Diagnosis
 from effgpu.diagnosing.loops import find_loop, find_updates
+from effgpu.diagnosing.observed import Observed
 from effgpu.diagnosing.observing import Moves
 from effgpu.diagnosing.ranking import rank
 from effgpu.diagnosing.turns import Supply, are_16_bits_on, in_16_bits, observe, tell_failure, time_turns

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 
 from effgpu.attaching.sites import Site, called_name, once_a_file, parse
-from effgpu.diagnosing.causes import Loop
 from effgpu.diagnosing.lists import Updates, foreach_names, is_average
+from effgpu.diagnosing.observed import Loop
 from effgpu.predicting.kinds import OTHER
 from effgpu.predicting.timeline import FORWARD, GRADIENTS, Event
 

@@ -25,6 +25,11 @@ _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "uniqu
 _TO_HOST = ("cpu", "numpy", "__array__", "tolist")
 _READING = {*_TO_HOST, "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique"}
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+TRAINERS = {  # libraries that make the steps of a script, by parts of their files' names, the outermost first
+    "transformers": ("transformers/trainer.py",),
+    "lightning": ("lightning/pytorch/loops/", "pytorch_lightning/loops/"),
+    "accelerate": ("accelerate/optimizer.py",),
+}
 
 Note = Callable[[Event], object]
 
@@ -224,3 +229,12 @@ class _Operations(TorchDispatchMode):
 
 def _has_mask(indices) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def find_trainer() -> str:
+    """The library that makes the step which ends here, the first of `TRAINERS` whose code runs; "" if none does."""
+    frame, files = sys._getframe(1), []
+    while frame:
+        files.append(Path(frame.f_code.co_filename).as_posix())
+        frame = frame.f_back
+    return next((name for name, parts in TRAINERS.items() if any(part in file for part in parts for file in files)), "")

@@ -17,19 +17,18 @@ from effgpu.diagnosing.causes import (
     EVALUATING,
     LAUNCHING,
     LOADING,
-    NOTHING,
     PRECISION,
     TF32,
     UNTRAINED,
     UPDATES,
     WAITS,
-    Observed,
     is_double,
 )
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
+from effgpu.diagnosing.observed import Observed
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.prediction import FITS, Prediction
-from effgpu.predicting.timeline import COPY, Event, Range, Timeline, looks_for_nan, saved
+from effgpu.predicting.timeline import COPY, NOTHING, Event, Range, Timeline, looks_for_nan, saved
 
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _ALONE = 0.6  # of what two changes save together: of a pair whose parts hide each other, neither saves more alone

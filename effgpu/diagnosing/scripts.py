@@ -16,11 +16,12 @@ from effgpu.attaching.child import Again
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan, ScriptOver
 from effgpu.diagnosing.batches import count_ahead, padding_shares
-from effgpu.diagnosing.causes import PRECISION, TF32, Observed, find_trainer
+from effgpu.diagnosing.causes import PRECISION, TF32
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.loaders import Loading, on_this_machine
 from effgpu.diagnosing.loops import find_loop, find_updates
-from effgpu.diagnosing.observing import Graphs, goes_to
+from effgpu.diagnosing.observed import Observed
+from effgpu.diagnosing.observing import Graphs, find_trainer, goes_to
 from effgpu.diagnosing.turns import Supply, are_16_bits_on, in_16_bits, observe, tell_failure, time_turns
 from effgpu.measuring.torch_internals import _current_graph_task_id
 from effgpu.predicting.asked import Asked

@@ -20,8 +20,9 @@ from effgpu.attaching.child import describe_error, find_line
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
 from effgpu.diagnosing.batches import padding_shares
-from effgpu.diagnosing.causes import BATCHES, COPYING, LOADING, OPTIMIZER, PRECISION, TF32, Observed
+from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, TF32
 from effgpu.diagnosing.diagnosis import THRESHOLD
+from effgpu.diagnosing.observed import BATCHES, Observed
 from effgpu.diagnosing.observing import Observer, UntilRead
 from effgpu.diagnosing.ranking import feeding, reads
 from effgpu.measuring import power
