@@ -100,6 +100,11 @@ def test_the_flops_are_those_that_pytorch_counts_also_of_what_checkpointing_comp
     assert flops == count_flops(variant()) == (4 if again else 3) * 2 * 128 * 64 * 64
 
 
+def test_what_asks_for_settings_after_a_functions_step_is_no_call_of_the_step():
+    calls = [each["name"] for each in predict(forward(torch.relu, 8), "T4").timeline().trace()["traceEvents"]]
+    assert "a view" not in calls and any("relu" in call for call in calls)
+
+
 def test_fused_and_foreach_optimizers_launch_few_kernels():
     def launches(**options):
         return predict(training(depth=40, **options), "T4").time().table[OPTIMIZER].number
