@@ -2149,13 +2149,17 @@ def test_a_convolution_of_many_channels_takes_the_tiles_of_winograd_without_tf32
     assert t4 - a100 == takes * 4 * 36 * 2 * 16 * 24 * (2048 + 512)
 
 
-def test_a_convolution_of_many_channels_takes_them_on_every_gpu_where_tf32_is_off(monkeypatch):
+def test_a_convolution_of_many_channels_takes_them_on_every_gpu_where_tf32_is_off():
     def variant():
         convolution, images = nn.Conv2d(2048, 512, 3, padding=1), torch.zeros(2, 2048, 64, 96, requires_grad=True)
-        torch.backends.cudnn.allow_tf32 = False
         return lambda: convolution(images).sum().backward()
 
-    predicted = predict(variant, ["T4", "A100 80 GB"])
+    switch = torch.backends.cudnn.conv
+    before, switch.fp32_precision = switch.fp32_precision, "ieee"
+    try:
+        predicted = predict(variant, ["T4", "A100 80 GB"])
+    finally:
+        switch.fp32_precision = before
     assert len({predicted.for_gpu(gpu)[0].allocated for gpu in ("T4", "A100 80 GB")}) == 1
 
 

@@ -21,7 +21,7 @@ from effgpu.measuring import device_lock
 from effgpu.measuring.device import describe
 from effgpu.storing import write_atomic
 
-CELL_TIMEOUT = 3600  # seconds
+CELL_TIMEOUT = START_TIMEOUT = 3600  # seconds: another lesson may pause a start, too
 _STABLE_METADATA = {  # instead of what the kernel reports, which differs between machines
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -93,7 +93,7 @@ async def _execute(notebook, folder: Path, progress: Callable[[float], None]) ->
 async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callable[[float], None]) -> None:
     """Like nbclient's `execute`, which would swallow a Ctrl-C. Here asyncio cancels this task at one."""
     options = {"record_timing": False, "coalesce_streams": True, "extra_arguments": ["--log-level=ERROR"]}
-    options |= {"timeout": CELL_TIMEOUT, "startup_timeout": CELL_TIMEOUT}  # another lesson may pause its start, too
+    options |= {"timeout": CELL_TIMEOUT, "startup_timeout": START_TIMEOUT}
     client = NotebookClient(notebook, kernel_name="python3", **options)
     kernel = client.create_kernel_manager()
     kernels.fork_kernel(kernel)
