@@ -3,16 +3,12 @@
 import asyncio
 import itertools
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
-import torch
-from tiny_lessons import DYING, FAILING, compares, write_lesson
+from tiny_lessons import FAILING, compares, write_lesson
 
 from effgpu import results
 from effgpu.comparison import Comparison
@@ -44,12 +40,11 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
     assert drawing in copy and good.read_text() == copy.replace(drawing, "](../images/a.svg)")
 
 
-def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out, monkeypatch):
+def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out):
     """CUDA counts as in use from the second cell on. A turn of it is a cell, less what is `free` in it."""
-    monkeypatch.setattr(runner, "find_device", lambda: torch.device("cuda"))
     write = "with open('log', 'a') as log: log.write(f'{what} {time.monotonic()} ')"
     work = f"for what in ('begin', 'end'):\n    {write}\n    time.sleep(0.3)"
-    predict = "from effgpu.measuring import device_lock\nwith device_lock.free():\n    time.sleep(1.5)"
+    predict = "from effgpu.measuring import gpu_lock\nwith gpu_lock.free():\n    time.sleep(1.5)"
     settings = "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_CPP_LOG_LEVEL'])"
     cells = [f"{settings}\nimport time, torch\ntorch.cuda.is_initialized = lambda: True", work, predict, work]
     lessons = [write_lesson(tmp_path / name, name, *cells) for name in ("a", "b")]
@@ -64,81 +59,6 @@ def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_pa
     turns.sort()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(turns)), "two at once"
     assert turns[-1][1] - turns[0][0] < 2 * 1.5 + 4 * 0.6, "each waited while the other one predicted"
-
-
-TICKING = """
-import os, subprocess, sys, time
-from effgpu.measuring import device_lock
-
-TICK = '''
-import os, time
-
-def tick(name):
-    after, limit = 5, time.monotonic() + 60
-    with open(name, 'a') as log:
-        while after and time.monotonic() < limit:
-            after -= os.path.exists('../a/turn')
-            print(time.monotonic(), file=log, flush=True)
-            time.sleep(0.02)
-
-'''
-child = subprocess.Popen([sys.executable, "-c", TICK + "tick('child')"], start_new_session=True)
-exec(TICK)
-with device_lock.free():
-    tick("own")
-child.wait()
-"""
-MEASURING = """
-import os, time
-from effgpu.measuring import device_lock
-
-with device_lock.free():
-    limit = time.monotonic() + 60
-    while not (os.path.exists('../b/child') and os.path.exists('../b/own')) and time.monotonic() < limit:
-        time.sleep(0.02)
-began = time.monotonic()
-time.sleep(1)
-open('turn', 'w').write(f'{began} {time.monotonic()}')
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there, lessons run one by one on a CPU")
-@pytest.mark.parametrize("end", ["", DYING], ids=["over", "its kernel dead"])
-def test_on_a_cpu_a_lesson_that_measures_pauses_the_others_and_what_they_started_until_it_is(tmp_path, out, end):
-    lessons = [write_lesson(tmp_path / name, name, code) for name, code in (("a", MEASURING + end), ("b", TICKING))]
-    failures = {outcome.name: outcome.failure for outcome in runner.run(lessons, out, at_once=2)}
-    assert failures["b"] is None and bool(failures["a"]) == bool(end)
-    began, ended = map(float, (tmp_path / "a" / "turn").read_text().split())
-    for name in ("own", "child"):
-        ticks = list(map(float, (tmp_path / "b" / name).read_text().split()))
-        assert not [tick for tick in ticks if began < tick < ended], name
-        assert ticks[0] < began and ticks[-1] > ended
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there, lessons run one by one on a CPU")
-def test_a_run_that_is_killed_leaves_nothing_paused(tmp_path, out):
-    """The lesson that measures takes longer than the run lives; the other one is paused by then."""
-    long = MEASURING.replace("sleep(1)", "sleep(600)").replace("began =", "open('begun', 'w')\nbegan =")
-    lessons = [write_lesson(tmp_path / name, name, code) for name, code in (("a", long), ("b", TICKING))]
-    code = "import sys; from pathlib import Path; from effgpu.course import runner\n"
-    code += "list(runner.run([Path(each) for each in sys.argv[2:]], Path(sys.argv[1]), at_once=2))"
-    with subprocess.Popen([sys.executable, "-c", code, str(out), *map(str, lessons)]) as run:
-        wait_until((tmp_path / "a" / "begun").exists)
-        (forking,) = psutil.Process(run.pid).children()
-        kernels, all_of_them = forking.children(), forking.children(recursive=True)
-        wait_until(lambda: sum(each.status() == psutil.STATUS_STOPPED for each in all_of_them) == 2)
-        run.kill()
-    (ticking,) = set(all_of_them) - set(kernels)
-    assert len(kernels) == 2 and not psutil.wait_procs([forking, *kernels], timeout=30)[1]
-    assert ticking.status() != psutil.STATUS_STOPPED
-    ticking.kill()
-
-
-def wait_until(happened):
-    limit = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_and_named(tmp_path, out):

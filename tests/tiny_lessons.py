@@ -9,7 +9,6 @@ from effgpu.measuring.device import Device
 from effgpu.measuring.measurement import Measurement
 
 CALCULATOR = Device("Pocket calculator", "cpu", 2**30, 1, versions={"torch": "2.8.0"})
-DYING = "import os\nos._exit(1)"
 FAILING = "\n# a comment\nraise ArithmeticError('no such number\\nat all')"
 
 

@@ -17,11 +17,11 @@ from effgpu.course import kernels
 from effgpu.course.lessons import Origin, code_cells, digest
 from effgpu.course.outcomes import INTERRUPTED, Outcome, first_line, read_outcome
 from effgpu.course.pictures import lighten
-from effgpu.measuring import device_lock
+from effgpu.measuring import gpu_lock
 from effgpu.measuring.device import describe
 from effgpu.storing import write_atomic
 
-CELL_TIMEOUT = START_TIMEOUT = 3600  # seconds: another lesson may pause a start, too
+CELL_TIMEOUT = 3600  # seconds
 _STABLE_METADATA = {  # instead of what the kernel reports, which differs between machines
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -93,15 +93,14 @@ async def _execute(notebook, folder: Path, progress: Callable[[float], None]) ->
 async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callable[[float], None]) -> None:
     """Like nbclient's `execute`, which would swallow a Ctrl-C. Here asyncio cancels this task at one."""
     options = {"record_timing": False, "coalesce_streams": True, "extra_arguments": ["--log-level=ERROR"]}
-    options |= {"timeout": CELL_TIMEOUT, "startup_timeout": START_TIMEOUT}
-    client = NotebookClient(notebook, kernel_name="python3", **options)
+    client = NotebookClient(notebook, kernel_name="python3", timeout=CELL_TIMEOUT, **options)
     kernel = client.create_kernel_manager()
     kernels.fork_kernel(kernel)
     try:
         await client.async_start_new_kernel(cwd=str(folder))
         await client.async_start_new_kernel_client()
-        if device_lock.VARIABLE in os.environ:
-            await _run_silently(client.kc, f"__import__('{device_lock.__name__}', fromlist=['*']).hold_in_cells()")
+        if gpu_lock.VARIABLE in os.environ:
+            await _run_silently(client.kc, f"__import__('{gpu_lock.__name__}', fromlist=['*']).hold_in_cells()")
         while waiting:
             index, cell = waiting[0]
             await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
@@ -115,8 +114,6 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
         if client.kc:
             client.kc.stop_channels()
         await kernel.shutdown_kernel(now=bool(waiting))
-        if device_lock.VARIABLE in os.environ:
-            kernels.resume_others(os.environ[device_lock.VARIABLE])
 
 
 async def _run_silently(kernel, source: str) -> None:

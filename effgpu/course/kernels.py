@@ -1,8 +1,7 @@
 """Start a lesson's kernel as a fork of one process, in which what lessons import has been imported.
 
 `python -m effgpu.course.kernels` is that process. It reads requests from stdin, a JSON line each, answers each with the
-process number of a fork, and ends when its stdin does; ipykernel ends a kernel whose parent has ended. One that another
-kernel has paused (device_lock.py) goes on for that.
+process number of a fork, and ends when its stdin does; ipykernel ends a kernel whose parent has ended.
 """
 
 import contextlib
@@ -17,11 +16,8 @@ from functools import cache
 from glob import glob
 from typing import Any
 
-import psutil
 from jupyter_client import KernelManager
 from jupyter_client.provisioning import LocalProvisioner
-
-from effgpu.measuring import device_lock
 
 LAUNCHER = "ipykernel_launcher"
 IMPORTED = ["ipykernel.kernelapp", "datasets", "torch._dynamo", "torchvision", "transformers.trainer"]
@@ -35,13 +31,6 @@ def fork_kernel(manager: KernelManager) -> None:
     """Let a manager start its kernel as a fork of a process that this one keeps; not where the system is not Linux."""
     if sys.platform == "linux":
         manager.provisioner = _Forking(kernel_spec=manager.kernel_spec, kernel_id=manager.kernel_id, parent=manager)
-
-
-def resume_others(lock: str) -> None:
-    """Let kernels go on that one that has ended had paused, by the lock in this file."""
-    if _server.cache_info().currsize:
-        with contextlib.suppress(psutil.Error):
-            device_lock.resume_if_free(lock, psutil.Process(_server().pid).children())
 
 
 class _Forking(LocalProvisioner):
@@ -116,7 +105,6 @@ def _serve() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _become_kernel(*json.loads(request))
         sys.exit()
-    device_lock.resume(psutil.Process().children(recursive=True))
 
 
 def _become_kernel(command: list[str], folder: str, environment: dict[str, str]) -> None:

@@ -1,17 +1,17 @@
-"""Tests of effgpu.device_lock. How lessons take turns with it is tested in test_runner.py, in real kernels."""
+"""Tests of effgpu.gpu_lock. How lessons take turns with it is tested in test_runner.py, in real kernels."""
 
 import fcntl
 
 import pytest
 
-from effgpu.measuring import device_lock
+from effgpu.measuring import gpu_lock
 
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
     """The lock of this process, taken; `is_free` says whether another process could take it."""
-    lock = device_lock._Lock(tmp_path / "gpu")
-    monkeypatch.setattr(device_lock, "_lock", lock)
+    lock = gpu_lock._Lock(tmp_path / "gpu")
+    monkeypatch.setattr(gpu_lock, "_lock", lock)
     lock.take()
     return lock
 
@@ -28,18 +28,18 @@ def is_free(lock, tmp_path) -> bool:
 def test_it_is_free_inside_of_free_and_taken_inside_of_taken_whatever_happens(lock, tmp_path):
     free = lambda: is_free(lock, tmp_path)
     assert not free()
-    with pytest.raises(ZeroDivisionError), device_lock.free():
+    with pytest.raises(ZeroDivisionError), gpu_lock.free():
         assert free()
-        with device_lock.free(), device_lock.taken():
+        with gpu_lock.free(), gpu_lock.taken():
             assert not free()
-            with device_lock.taken():
+            with gpu_lock.taken():
                 assert not free()
             assert not free()
         assert free()
         1 / 0  # noqa: B018
     assert not free()
     lock.give_back()
-    with device_lock.free():
+    with gpu_lock.free():
         assert free()
     assert free(), "what was not taken is not taken afterwards"
 
@@ -56,8 +56,8 @@ def test_it_is_free_while_compiling_also_after_a_reset(lock, tmp_path):
     for expected in (False, True, True):
         torch.compiler.reset()
         if expected:
-            device_lock.free_while_compiling()
-            device_lock.free_while_compiling()
+            gpu_lock.free_while_compiling()
+            gpu_lock.free_while_compiling()
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
         assert seen.pop() == expected and not is_free(lock, tmp_path)
     torch.compiler.reset()
@@ -78,14 +78,14 @@ def test_it_is_free_while_compiling_also_after_a_reset(lock, tmp_path):
     ],
 )
 def test_only_a_cell_that_may_use_the_gpu_waits_for_it(source, expected):
-    assert device_lock.may_use_device(source) == expected
+    assert gpu_lock.may_use_gpu(source) == expected
 
 
 def test_without_a_lock_nothing_is_locked(monkeypatch):
-    monkeypatch.setattr(device_lock, "_lock", None)
-    with device_lock.free(), device_lock.taken():
-        device_lock.free_while_compiling()
-    monkeypatch.delenv(device_lock.VARIABLE, raising=False)
+    monkeypatch.setattr(gpu_lock, "_lock", None)
+    with gpu_lock.free(), gpu_lock.taken():
+        gpu_lock.free_while_compiling()
+    monkeypatch.delenv(gpu_lock.VARIABLE, raising=False)
     monkeypatch.setattr("IPython.get_ipython", lambda: None)
-    with pytest.raises(KeyError, match=device_lock.VARIABLE):
-        device_lock.hold_in_cells()
+    with pytest.raises(KeyError, match=gpu_lock.VARIABLE):
+        gpu_lock.hold_in_cells()
