@@ -2147,6 +2147,7 @@ def test_a_convolution_of_many_channels_takes_the_tiles_of_winograd_without_tf32
     predicted = predict(variant, ["T4", "A100 80 GB"])
     t4, a100 = (predicted.for_gpu(gpu)[0].allocated for gpu in ("T4", "A100 80 GB"))
     assert t4 - a100 == takes * 4 * 36 * 2 * 16 * 24 * (2048 + 512)
+    assert any("Winograd" in what for what in predicted.assumptions) == takes
 
 
 def test_a_convolution_of_many_channels_takes_them_on_every_gpu_where_tf32_is_off():

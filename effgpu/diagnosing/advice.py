@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from effgpu.attaching.sites import Site
 from effgpu.diagnosing.attention import find_attention, may_mask, runs
-from effgpu.diagnosing.observed import Observed
+from effgpu.diagnosing.observed import TRAINERS, Observed
 from effgpu.predicting.timeline import BACKWARD, COPY, KERNEL, READ, Event
 from effgpu.units import format_bytes, format_seconds
 
@@ -22,7 +22,7 @@ _NEEDLESS = {
     "synchronize": "no synchronize() in the loop: only a stopwatch needs it",
     "empty_cache": "no empty_cache() in the loop: PyTorch gives memory back by itself before it runs out",
 }
-_TRAINER = os.path.join("transformers", "trainer.py")
+_TRAINER = os.path.normpath(*TRAINERS["transformers"])
 _AS_16_BITS = {
     "transformers": "TrainingArguments({}=True)",
     "lightning": 'Trainer(precision="{}-mixed")',

@@ -8,6 +8,11 @@ from effgpu.diagnosing.lists import Updates
 from effgpu.predicting.timeline import NOTHING, Event, Range
 
 BATCHES = 8  # whose shapes are looked at
+TRAINERS = {  # libraries that make the steps of a script, by parts of their files' names, the outermost first
+    "transformers": ("transformers/trainer.py",),
+    "lightning": ("lightning/pytorch/loops/", "pytorch_lightning/loops/"),
+    "accelerate": ("accelerate/optimizer.py",),
+}
 
 
 class Loop(NamedTuple):
@@ -33,7 +38,7 @@ class Observed:
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
     events in 16 bits, `frozen` those without the gradients of so many `untrained` weights, which no optimizer has,
     `frozen_halved` those with both changes. `loop` is the one that calls most of its forward pass, `updates` are those
-    over weights. `trainer` is the library that makes the steps, one of `observing.TRAINERS`, or "". `padding` is the
+    over weights. `trainer` is the library that makes the steps, one of `TRAINERS`, or "". `padding` is the
     share of the tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
     """
 

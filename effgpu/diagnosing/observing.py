@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.attaching.steps import drive
+from effgpu.diagnosing.observed import TRAINERS
 from effgpu.measuring.ops import tensors_in
 from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id, storage_key
 from effgpu.predicting.kernels import note
@@ -25,11 +26,6 @@ _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "uniqu
 _TO_HOST = ("cpu", "numpy", "__array__", "tolist")
 _READING = {*_TO_HOST, "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique"}
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
-TRAINERS = {  # libraries that make the steps of a script, by parts of their files' names, the outermost first
-    "transformers": ("transformers/trainer.py",),
-    "lightning": ("lightning/pytorch/loops/", "pytorch_lightning/loops/"),
-    "accelerate": ("accelerate/optimizer.py",),
-}
 
 Note = Callable[[Event], object]
 

@@ -298,10 +298,12 @@ class Recorder(TorchDispatchMode):
     def _transform(self, func, args: tuple) -> int:
         """What a convolution takes for Winograd's algorithm; nothing in TF32, which older GPUs do not have."""
         tiles = tiles_of_winograd(func.overloadpacket.__name__, args)
-        if not tiles or self.capability < (8, 0) or torch.backends.cudnn.conv.fp32_precision != "tf32":
-            return tiles
-        self.holds_from = max(self.holds_from, (8, 0))
-        return 0
+        if tiles and self.capability >= (8, 0) and torch.backends.cudnn.conv.fp32_precision == "tf32":
+            self.holds_from = max(self.holds_from, (8, 0))
+            return 0
+        if tiles:
+            self.say(ASSUMED, "cuDNN takes Winograd's algorithm for convolutions of many channels, and memory for it")
+        return tiles
 
     def _read(self, func, args: tuple, kwargs: dict) -> bool | int | float:
         return self.reading.number(func, args, kwargs)

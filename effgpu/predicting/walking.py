@@ -89,9 +89,7 @@ def _explain_mixing(error: Exception) -> str | None:
 def _walk_once(variant: Variant, recorder: Recorder) -> None:
     def walk_step(step: Step) -> None:
         drive(count(recorder), _check_takes_nothing(step))
-        recorder.work.counts = (
-            False  # what asks then for the settings that a variant has changed is no part of the step
-        )
+        recorder.work.counts = False  # what puts back the settings that a variant has changed is no part of the step
         code = getattr(inspect.unwrap(step.func if isinstance(step, partial) else step), "__code__", None)
         name_rare(recorder, [code] if code else [])
 
