@@ -51,6 +51,21 @@ def test_a_kernel_is_a_fork_with_its_own_folder_environment_and_process_group(tm
     assert Path("/proc", str(server)).exists() and not Path("/proc", str(first)).exists()
 
 
+ENDS = """
+import atexit, string
+
+string.kept = open("kept", "w")
+string.kept.write("flushed where modules are taken apart")
+atexit.register(lambda: open("left", "w").close())
+"""
+
+
+def test_a_kernel_runs_what_is_to_run_at_its_end_and_is_not_taken_apart(tmp_path):
+    execute(ENDS, cwd=tmp_path)
+    wait_until((tmp_path / "left").exists)
+    assert not (tmp_path / "kept").read_text()
+
+
 NO_CUDA = """
 import torch
 
