@@ -530,6 +530,16 @@ def test_a_loop_that_ends_by_a_value_is_refused(monkeypatch):
         predict(partial(checking, goes_on), "T4")
 
 
+def test_a_loop_over_samples_that_reads_a_value_of_each_ends_by_itself(monkeypatch):
+    def looks_at_each(out):
+        for row in out:
+            if row.max() > 1:
+                break
+
+    monkeypatch.setattr(guesses, "_LONGEST", 0.1)
+    assert predict(partial(checking, looks_at_each, (2000, 16)), "T4").unknown
+
+
 def test_what_all_numbers_of_a_tensor_are_takes_no_memory():
     took = []
 

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
+from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from effgpu.errors import CannotPredict
 from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, tell
 from effgpu.predicting.statistic import Statistic
-from effgpu.predicting.uses import find_reader, is_compared, makes_a_statistic, only_tells, passing
+from effgpu.predicting.uses import find_reader, is_compared, is_in_while, makes_a_statistic, only_tells, passing
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 _MOST_GUESSES, _LONGEST = 1000, 20.0  # at one place in a step, in so many seconds
+_PATIENCE = 30  # so many times as long for a loop that ends by itself, as one over the samples of an evaluation
 _MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
 
 
@@ -79,7 +81,7 @@ class Guesses:
             value = -1 - len(self.made)  # which equals nothing that is counted, nor another guess
         self.made.append(Guess(site, where, value))
         if decides:
-            self._check_ends(site, where)
+            self._check_ends(site, where, frame)
             self._recorder.say(UNKNOWN, f"{where} decides by a value, taken as {truth}")
         elif isinstance(value, float):
             self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value:g}")
@@ -103,11 +105,12 @@ class Guesses:
             self.made.append(Guess(site, where, value))
         return int(value)
 
-    def _check_ends(self, site: Hashable, where: str) -> None:
+    def _check_ends(self, site: Hashable, where: str, frame: FrameType) -> None:
         """Raise RuntimeError where a guess that is always the same does not let a loop end."""
         times, began = self._asked.get(site, (0, monotonic()))
         self._asked[site] = times + 1, began
-        if times > _MOST_GUESSES and monotonic() - began > _LONGEST:
+        longest = _LONGEST * (1 if is_in_while(frame) else _PATIENCE)
+        if times > _MOST_GUESSES and monotonic() - began > longest:
             text = f"{where} decides by a value that is not known here, and has done so {times:,} times in a step"
             raise CannotPredict(f"{text}: no loop ends by it, so give that one, or its library, a number of rounds")
 

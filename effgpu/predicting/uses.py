@@ -80,6 +80,27 @@ def find_reader() -> tuple[Hashable, FrameType]:
     return (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti), frame
 
 
+def is_in_while(frame: FrameType) -> bool:
+    """Whether the nearest function that has a loop around what a frame reads has a `while` there, or no code to read.
+
+    One without, such as `for sample in batch`, ends by itself.
+    """
+    caller: FrameType | None = frame
+    while caller is not None:
+        loops = _loops(caller.f_code.co_filename)
+        if around := [is_while for lines, is_while in loops if (caller.f_lineno or 0) in lines]:
+            return any(around)
+        caller = caller.f_back if caller.f_code.co_name != "<module>" else None
+    return True
+
+
+@once_a_file
+def _loops(file: str) -> list[tuple[range, bool]]:
+    """The lines of each loop, and whether it is a `while`."""
+    loops = (node for node in ast.walk(parse(file)) if isinstance(node, ast.For | ast.AsyncFor | ast.While))
+    return [(range(node.lineno, (node.end_lineno or node.lineno) + 1), isinstance(node, ast.While)) for node in loops]
+
+
 def passing(frame: FrameType) -> bool | None:
     """The value with which the check passes that a frame is at; None where it is at none that can be read as one.
 
