@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from tiny_lessons import FAILING, compares, write_lesson
 
 from effgpu import results
@@ -40,25 +41,74 @@ def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritt
     assert drawing in copy and good.read_text() == copy.replace(drawing, "](../images/a.svg)")
 
 
-def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out):
+LOG = "with open('log', 'a') as log: log.write(f'{what} {time.monotonic()} ')"
+WORK = f"for what in ('begin', 'end'):\n    {LOG}\n    time.sleep(0.3)"
+
+
+def turns_of(folders):
+    """When each cell of WORK began and ended, in all folders."""
+    turns = []
+    for folder in folders:
+        words = (folder / "log").read_text().split()[1::2]
+        turns += zip(map(float, words[::2]), map(float, words[1::2]))
+    return sorted(turns)
+
+
+def test_lessons_at_once_take_turns_on_the_gpu_but_not_while_they_predict(tmp_path, out, monkeypatch):
     """CUDA counts as in use from the second cell on. A turn of it is a cell, less what is `free` in it."""
-    write = "with open('log', 'a') as log: log.write(f'{what} {time.monotonic()} ')"
-    work = f"for what in ('begin', 'end'):\n    {write}\n    time.sleep(0.3)"
-    predict = "from effgpu.measuring import gpu_lock\nwith gpu_lock.free():\n    time.sleep(1.5)"
+    monkeypatch.setattr(runner, "find_device", lambda: torch.device("cuda"))
+    predict = "from effgpu.measuring import device_lock\nwith device_lock.free():\n    time.sleep(1.5)"
     settings = "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_CPP_LOG_LEVEL'])"
-    cells = [f"{settings}\nimport time, torch\ntorch.cuda.is_initialized = lambda: True", work, predict, work]
+    cells = [f"{settings}\nimport time, torch\ntorch.cuda.is_initialized = lambda: True", WORK, predict, WORK]
     lessons = [write_lesson(tmp_path / name, name, *cells) for name in ("a", "b")]
     outcomes = list(runner.run(lessons, out, at_once=2))
     assert {outcome.name for outcome in outcomes} == {"a", "b"} and not any(outcome.failure for outcome in outcomes)
-    turns = []
     told = nbformat.read(out / "notebooks" / "a.ipynb", as_version=4).cells[1].outputs[0].text.split()
     assert int(told[0]) >= 1 and told[1] == "ERROR", "a log line of PyTorch's holds the hour"
-    for name in ("a", "b"):
-        words = (tmp_path / name / "log").read_text().split()[1::2]
-        turns += zip(map(float, words[::2]), map(float, words[1::2]))
-    turns.sort()
+    turns = turns_of([tmp_path / "a", tmp_path / "b"])
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(turns)), "two at once"
     assert turns[-1][1] - turns[0][0] < 2 * 1.5 + 4 * 0.6, "each waited while the other one predicted"
+
+
+PREDICT = """
+import os, effgpu
+from torch import nn
+
+def training():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)])
+
+    def step():
+        while not os.path.exists("../done"):
+            with open("predicts", "a") as log:
+                log.write(f"{time.monotonic()} ")
+            model(torch.empty(8, 8, device="cpu"))
+        model(torch.empty(8, 8)).sum().backward()
+
+    return step
+
+effgpu.predict(training, "T4")
+"""
+
+
+WAIT = """
+import os, time
+from effgpu.measuring import device_lock
+
+with device_lock.free(stands_aside=True):
+    while not os.path.exists("../a/predicts"):
+        time.sleep(0.01)
+"""
+
+
+def test_on_a_cpu_a_lesson_that_predicts_stands_aside_while_another_one_runs_a_cell(tmp_path, out):
+    """The first predicts until the second, which waits for it, has worked twice."""
+    lessons = [write_lesson(tmp_path / "a", "a", "import time, torch", PREDICT)]
+    lessons += [write_lesson(tmp_path / "b", "b", WAIT, WORK, WORK, "open('../done', 'w').close()")]
+    outcomes = list(runner.run(lessons, out, at_once=2))
+    assert not any(outcome.failure for outcome in outcomes), outcomes
+    times = [float(word) for word in (tmp_path / "a" / "predicts").read_text().split()]
+    for begin, end in turns_of([tmp_path / "b"]):
+        assert not [each for each in times if begin + 0.1 < each < end]
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_and_named(tmp_path, out):

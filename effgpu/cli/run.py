@@ -21,8 +21,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--inplace", action="store_true", help="also store the outputs in the lessons that succeeded")
     seconds_help = "most seconds of a measurement: for a quick look, not for results"
     parser.add_argument("--seconds", type=float, metavar="S", help=seconds_help)
-    once_help = "lessons that run at once, and take turns on the GPU; default: 1"
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help=once_help)
+    once_help = "lessons that run at once, and take turns to measure; default: 1, on a CPU of several cores 2"
+    parser.add_argument("--at-once", type=int, metavar="N", help=once_help)
     budget_help = "share out so long, such as 450s or 10m, then stop and say what was left out"
     parser.add_argument("--budget", type=duration, default=math.inf, metavar="TIME", help=budget_help)
     missing_help = "only lessons that store outputs of other code or, on a GPU, of another device"
@@ -79,9 +79,11 @@ def _choose(chosen: argparse.Namespace) -> tuple[list[Path], Path]:
     capped = chosen.seconds is not None or timing.cap_seconds(math.inf) < math.inf
     out = chosen.out or Path("out/look" if capped else "out")  # a quick look must not replace results
     lessons, device = find_lessons(chosen.lessons), describe()
+    if chosen.at_once is None:
+        chosen.at_once = 2 if device.kind == "cpu" and device.cores > 1 and sys.platform != "win32" else 1
     units.check_positive(Integral, **{"--at-once": chosen.at_once})
-    if chosen.at_once > 1 and not capped and device.kind != "cuda":
-        raise ValueError("--at-once: on a CPU, lessons that run at once slow each other down: expected 1 or --seconds")
+    if chosen.at_once > 1 and sys.platform == "win32":
+        raise ValueError("--at-once: expected 1, as Windows has no lock that lessons take turns by")
     if chosen.missing:
         lessons = [path for path in lessons if is_missing(path, device)]
         if not lessons:

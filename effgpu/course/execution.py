@@ -17,7 +17,7 @@ from effgpu.course import kernels
 from effgpu.course.lessons import Origin, code_cells, digest
 from effgpu.course.outcomes import INTERRUPTED, Outcome, first_line, read_outcome
 from effgpu.course.pictures import lighten
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import device_lock
 from effgpu.measuring.device import describe
 from effgpu.storing import write_atomic
 
@@ -99,8 +99,8 @@ async def _execute_cells(notebook, waiting: list, folder: Path, progress: Callab
     try:
         await client.async_start_new_kernel(cwd=str(folder))
         await client.async_start_new_kernel_client()
-        if gpu_lock.VARIABLE in os.environ:
-            await _run_silently(client.kc, f"__import__('{gpu_lock.__name__}', fromlist=['*']).hold_in_cells()")
+        if device_lock.VARIABLE in os.environ:
+            await _run_silently(client.kc, f"__import__('{device_lock.__name__}', fromlist=['*']).hold_in_cells()")
         while waiting:
             index, cell = waiting[0]
             await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)

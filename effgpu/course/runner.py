@@ -17,8 +17,8 @@ from tqdm import tqdm
 from effgpu import results
 from effgpu.course.execution import run_lesson
 from effgpu.course.outcomes import INTERRUPTED, OUT_OF_TIME, Outcome
-from effgpu.measuring import gpu_lock, timing
-from effgpu.measuring.device import AT_ONCE
+from effgpu.measuring import device_lock, timing
+from effgpu.measuring.device import AT_ONCE, find_device
 
 
 def prepare(out: Path, *others: Path) -> None:
@@ -45,7 +45,7 @@ def run(
     """Run lessons, so many at once, with a progress bar, and yield each outcome. A failure does not stop the rest.
 
     Executed lessons are written to `out`/notebooks. With `inplace`, lessons that succeeded are also overwritten.
-    Lessons that run at once take turns on the GPU (gpu_lock.py). `seconds` cap every measurement. Ctrl-C stops the
+    Lessons that run at once take turns to measure (device_lock.py). `seconds` cap every measurement. Ctrl-C stops the
     running kernels, yields the results of their lessons so far, and raises KeyboardInterrupt.
 
     All have `budget` seconds together. One that takes twice its share of what is left is stopped while others wait, and
@@ -100,7 +100,7 @@ def run(
 
 @contextlib.contextmanager
 def _environment(at_once: int, seconds: float | None) -> Iterator[None]:
-    """Inside, kernels inherit the most seconds of a measurement; at once, a lock on the GPU and a share of the cores.
+    """Inside, kernels inherit the most seconds of a measurement; at once, a lock and, on a GPU, a share of the cores.
 
     PyTorch's warnings in C++, which hold the hour, stay out of the outputs: they do so only if set before torch starts.
     """
@@ -110,8 +110,10 @@ def _environment(at_once: int, seconds: float | None) -> Iterator[None]:
         if seconds is not None:
             os.environ[timing.CAP] = str(seconds)
         if at_once > 1:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
-            os.environ.update({gpu_lock.VARIABLE: os.path.join(folder, "gpu"), AT_ONCE: str(at_once)})
+            os.environ[device_lock.VARIABLE] = os.path.join(folder, "lock")
+            if find_device().type != "cpu":  # which is all for whoever has the lock
+                os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+                os.environ[AT_ONCE] = str(at_once)
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from effgpu.course import corpus
 from effgpu.course.corpus import check_int
 from effgpu.course.transformer import Transformer
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import device_lock
 from effgpu.measuring.device import choose_16_bits, describe, find_device, is_out_of_memory, release_memory
 from effgpu.measuring.timing import time_for, time_steps
 from effgpu.predicting.hardware import as_it_is
@@ -102,7 +102,7 @@ def _measure_batch(name: str) -> int:
     """The batch that fits the current GPU."""
     from effgpu.predicting.translator import on_real_tensors
 
-    with gpu_lock.taken(), on_real_tensors(), as_it_is():
+    with device_lock.taken(), on_real_tensors(), as_it_is():
         device, kept = describe(), _read_batches()
         key = f"{name} {GPU_SIZES[name]} on {device.name} with torch {device.versions['torch']}"
         if key in kept:

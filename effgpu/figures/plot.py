@@ -11,12 +11,12 @@ from effgpu.figures.bars import plot_comparison
 from effgpu.figures.lines import Line, lines_of, plot_curves, plot_sweep
 from effgpu.figures.timelines import plot_timelines
 from effgpu.figures.traces import plot_traces
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import device_lock
 from effgpu.measuring.memory import Trace
 from effgpu.predicting.timeline import Timeline
 
 
-@gpu_lock.free()
+@device_lock.free()
 def plot(
     result: Comparison | Curves | Trace | Timeline | Mapping[str, Trace | Timeline | Line | list[Line]],
     *,

@@ -37,7 +37,7 @@ OUT_OF_MEMORY_PHRASES = (  # what messages of PyTorch and of NVIDIA's libraries 
 FULL_OR_FAILED = "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED"
 _HANDLE = 512 * MiB  # more than cuBLAS or cuDNN takes for a handle and its kernels: a guess
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # with it, PyTorch's allocator counts nothing
-AT_ONCE = "EFFGPU_AT_ONCE"  # how many lessons share the machine
+AT_ONCE = "EFFGPU_AT_ONCE"  # how many lessons share a machine with a GPU
 CHANGING = {  # the variables that change what is measured, and what they do to it
     "CUDA_LAUNCH_BLOCKING": "CUDA_LAUNCH_BLOCKING={} was set, so nothing overlaps.",
     AT_ONCE: "{} lessons ran at once, so waits for the CPU may be longer.",

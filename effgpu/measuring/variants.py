@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from effgpu.errors import BadArgument, BadType, CannotRun
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import device_lock
 from effgpu.measuring.device import is_out_of_memory, release_memory
 from effgpu.measuring.torch_internals import _GLOBAL_DEVICE_CONTEXT, exchange_compiled_shapes, has_compiled
 from effgpu.measuring.workers import Workers
@@ -66,7 +66,7 @@ class BuiltVariants:
                     if (now := _current_gpu()) != gpu:
                         text = f"a variant must not change the current GPU: call torch.cuda.set_device({now})"
                         raise BadArgument(f"{text} before effgpu's function")
-                gpu_lock.free_while_compiling()
+                device_lock.free_while_compiling()
                 return action(self._built[label])
         except BaseException as error:
             if is_out_of_memory(error) or isinstance(error, KeyboardInterrupt):

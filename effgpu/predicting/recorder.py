@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from effgpu.attaching import sites
 from effgpu.errors import CannotPredict
+from effgpu.measuring import device_lock
 from effgpu.measuring.ops import lists_of, runs_kernel, tensors_of
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
@@ -224,6 +225,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        device_lock.stand_aside()
         self._depth += 1
         try:
             with DisableTorchFunction():  # what is asked of tensors in here needs no translation, which takes long

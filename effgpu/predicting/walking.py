@@ -18,7 +18,7 @@ from types import CodeType
 from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
 from effgpu.errors import BadType, CannotPredict
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import device_lock
 from effgpu.measuring.device import gc_frozen, random_states_kept
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
@@ -93,7 +93,7 @@ def _walk_once(variant: Variant, recorder: Recorder) -> None:
         code = getattr(inspect.unwrap(step.func if isinstance(step, partial) else step), "__code__", None)
         name_rare(recorder, [code] if code else [])
 
-    with gpu_lock.free(), gc_frozen(), random_states_kept(), as_gpu(recorder):
+    with device_lock.free(stands_aside=True), gc_frozen(), random_states_kept(), as_gpu(recorder):
         run_variant(variant, walk_step)
 
 

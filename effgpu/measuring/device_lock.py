@@ -1,9 +1,12 @@
-"""One GPU for several lessons at once: a kernel holds a lock while it may use the GPU, and no longer.
+"""One device for several lessons at once: a kernel holds a lock while it may measure, and no longer.
 
-`effgpu run --at-once 4` names a file in the environment variable EFFGPU_GPU_LOCK and lets each kernel call
+`effgpu run --at-once 4` names a file in the environment variable EFFGPU_DEVICE_LOCK and lets each kernel call
 `hold_in_cells`. From the moment that a kernel uses CUDA, a cell that may use it waits for the lock. It is free while a
 kernel predicts, draws (`free`) or compiles, so what is measured has the GPU for itself. Without the variable nothing is
 locked.
+
+On a CPU each cell waits for the lock, and it is free only while a kernel predicts. What predicts takes a core, so it
+calls `stand_aside` between operations: while another kernel holds the lock, it waits.
 """
 
 import ast
@@ -12,12 +15,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from time import monotonic
 
 import torch
 
+from effgpu.measuring.device import AT_ONCE
 from effgpu.measuring.torch_internals import _lazy_call
 
-VARIABLE = "EFFGPU_GPU_LOCK"
+VARIABLE = "EFFGPU_DEVICE_LOCK"
+_OFTEN = 0.005  # seconds between two looks at the lock
 # What a cell may call without using the GPU: effgpu's own frees the lock while it works.
 _HARMLESS = {
     *dir(builtins),
@@ -35,11 +41,12 @@ _HARMLESS = {
 
 
 class _Lock:
-    """The lock of this process. Raises OSError for a file that cannot be opened."""
+    """The lock of this process, on a GPU or on the CPU. Raises OSError for a file that cannot be opened."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, on_cpu: bool = False):
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
-        self.held = False
+        self._next = 0.0
+        self.on_cpu, self.held = on_cpu, False
 
     def take(self, *_) -> None:
         import fcntl
@@ -55,23 +62,35 @@ class _Lock:
             self.held = False
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def stand_aside(self) -> None:
+        """Wait while another process holds the lock."""
+        import fcntl
+
+        if not self.held and monotonic() > self._next:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._next = monotonic() + _OFTEN
+
 
 _lock: _Lock | None = None
 
 
 def hold_in_cells() -> None:
-    """Let each cell of this kernel that may use the GPU hold the lock while it runs, from the first use of CUDA on.
+    """Let each cell of this kernel hold the lock while it runs: on a GPU if it may use it, from the first use on.
 
-    Raises KeyError where EFFGPU_GPU_LOCK names no file, and OSError for one that cannot be opened.
+    Raises KeyError where EFFGPU_DEVICE_LOCK names no file, and OSError for one that cannot be opened.
     """
     from IPython import get_ipython
 
     global _lock
-    _lock = _Lock(os.environ[VARIABLE])
+    _lock = _Lock(os.environ[VARIABLE], on_cpu=AT_ONCE not in os.environ)  # which is set for a GPU
     events = get_ipython().events
-    events.register(
-        "pre_run_cell", lambda info: torch.cuda.is_initialized() and may_use_gpu(info.raw_cell) and _lock.take()
-    )
+
+    def begin(info) -> None:
+        if _lock.on_cpu or (torch.cuda.is_initialized() and may_use_gpu(info.raw_cell)):
+            _lock.take()
+
+    events.register("pre_run_cell", begin)
     events.register("post_execute", _lock.give_back)  # before the plots of the cell are drawn
     _lazy_call(_lock.take)  # PyTorch calls it once it has initialised CUDA
 
@@ -89,9 +108,9 @@ def may_use_gpu(source: str) -> bool:
 
 
 @contextlib.contextmanager
-def free() -> Iterator[None]:
-    """Inside, other kernels may use the GPU: this one does not."""
-    if _lock is None or not _lock.held:
+def free(*, stands_aside: bool = False) -> Iterator[None]:
+    """Inside, other kernels may use the GPU: this one does not. So with the CPU, for code that calls `stand_aside`."""
+    if _lock is None or not _lock.held or (_lock.on_cpu and not stands_aside):
         yield
         return
     _lock.give_back()
@@ -99,6 +118,12 @@ def free() -> Iterator[None]:
         yield
     finally:
         _lock.take()
+
+
+def stand_aside() -> None:
+    """Wait while another kernel has the CPU for itself. Costs nothing where no lessons share one."""
+    if _lock is not None and _lock.on_cpu:
+        _lock.stand_aside()
 
 
 @contextlib.contextmanager
@@ -116,7 +141,7 @@ def taken() -> Iterator[None]:
 
 def free_while_compiling() -> None:
     """Free the lock while torch.compile compiles, until the next `torch.compiler.reset`, which forgets it."""
-    if _lock is None or "torch._dynamo" not in sys.modules:
+    if _lock is None or _lock.on_cpu or "torch._dynamo" not in sys.modules:
         return
     from effgpu.measuring.torch_internals import callback_handler
 

@@ -1,17 +1,19 @@
-"""Tests of effgpu.gpu_lock. How lessons take turns with it is tested in test_runner.py, in real kernels."""
+"""Tests of effgpu.device_lock. How lessons take turns with it is tested in test_runner.py, in real kernels."""
 
 import fcntl
 
 import pytest
+import torch
 
-from effgpu.measuring import gpu_lock
+from effgpu.measuring import device_lock
+from effgpu.measuring.torch_internals import callback_handler
 
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
     """The lock of this process, taken; `is_free` says whether another process could take it."""
-    lock = gpu_lock._Lock(tmp_path / "gpu")
-    monkeypatch.setattr(gpu_lock, "_lock", lock)
+    lock = device_lock._Lock(tmp_path / "gpu")
+    monkeypatch.setattr(device_lock, "_lock", lock)
     lock.take()
     return lock
 
@@ -28,25 +30,23 @@ def is_free(lock, tmp_path) -> bool:
 def test_it_is_free_inside_of_free_and_taken_inside_of_taken_whatever_happens(lock, tmp_path):
     free = lambda: is_free(lock, tmp_path)
     assert not free()
-    with pytest.raises(ZeroDivisionError), gpu_lock.free():
+    with pytest.raises(ZeroDivisionError), device_lock.free():
         assert free()
-        with gpu_lock.free(), gpu_lock.taken():
+        with device_lock.free(), device_lock.taken():
             assert not free()
-            with gpu_lock.taken():
+            with device_lock.taken():
                 assert not free()
             assert not free()
         assert free()
         1 / 0  # noqa: B018
     assert not free()
     lock.give_back()
-    with gpu_lock.free():
+    with device_lock.free():
         assert free()
     assert free(), "what was not taken is not taken afterwards"
 
 
 def test_it_is_free_while_compiling_also_after_a_reset(lock, tmp_path):
-    import torch._dynamo
-
     seen = []
 
     def backend(graph, inputs):
@@ -56,8 +56,8 @@ def test_it_is_free_while_compiling_also_after_a_reset(lock, tmp_path):
     for expected in (False, True, True):
         torch.compiler.reset()
         if expected:
-            gpu_lock.free_while_compiling()
-            gpu_lock.free_while_compiling()
+            device_lock.free_while_compiling()
+            device_lock.free_while_compiling()
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
         assert seen.pop() == expected and not is_free(lock, tmp_path)
     torch.compiler.reset()
@@ -78,14 +78,28 @@ def test_it_is_free_while_compiling_also_after_a_reset(lock, tmp_path):
     ],
 )
 def test_only_a_cell_that_may_use_the_gpu_waits_for_it(source, expected):
-    assert gpu_lock.may_use_gpu(source) == expected
+    assert device_lock.may_use_gpu(source) == expected
 
 
 def test_without_a_lock_nothing_is_locked(monkeypatch):
-    monkeypatch.setattr(gpu_lock, "_lock", None)
-    with gpu_lock.free(), gpu_lock.taken():
-        gpu_lock.free_while_compiling()
-    monkeypatch.delenv(gpu_lock.VARIABLE, raising=False)
+    monkeypatch.setattr(device_lock, "_lock", None)
+    with device_lock.free(), device_lock.taken():
+        device_lock.free_while_compiling()
+    monkeypatch.delenv(device_lock.VARIABLE, raising=False)
     monkeypatch.setattr("IPython.get_ipython", lambda: None)
-    with pytest.raises(KeyError, match=gpu_lock.VARIABLE):
-        gpu_lock.hold_in_cells()
+    with pytest.raises(KeyError, match=device_lock.VARIABLE):
+        device_lock.hold_in_cells()
+
+
+def test_on_a_cpu_it_is_free_only_for_what_stands_aside_and_not_while_compiling(lock, tmp_path):
+    lock.on_cpu = True
+    with device_lock.free():
+        assert not is_free(lock, tmp_path)
+    with device_lock.free(stands_aside=True):
+        assert is_free(lock, tmp_path)
+        device_lock.stand_aside()  # nobody else holds it
+        assert is_free(lock, tmp_path)
+    assert not is_free(lock, tmp_path)
+    torch.compiler.reset()
+    device_lock.free_while_compiling()
+    assert lock.give_back not in callback_handler.start_callbacks
