@@ -91,7 +91,8 @@ def hold_in_cells() -> None:
             _lock.take()
 
     events.register("pre_run_cell", begin)
-    events.register("post_execute", _lock.give_back)  # before the plots of the cell are drawn
+    # the plots of the cell are drawn between the two
+    events.register("post_run_cell" if _lock.on_cpu else "post_execute", _lock.give_back)
     _lazy_call(_lock.take)  # PyTorch calls it once it has initialised CUDA
 
 
