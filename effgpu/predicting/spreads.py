@@ -19,7 +19,7 @@ SPREAD[COPY] = 0.3  # an A100 copied 12 to 26 GB/s from pinned memory, 3.3 to 10
 # What a source that was not seen is off by, beyond that, and what is added where no run of a kind and format was
 # compared on a GPU: fitted on all published times (tests/benchmarks/ranges.py), with least widths for transformers and
 # for what nothing checks.
-SPREAD_OF_SOURCES = {TRANSFORMERS: 0.085, CONVOLUTIONAL: 0.2}
+SPREAD_OF_SOURCES = {TRANSFORMERS: 0.08, CONVOLUTIONAL: 0.19}
 EXTRAPOLATED = 0.1
 # The same for ratios of times, where the steps have less than 1 − DIFFER of the longer one's time in common, and the
 # least where they have all. Fitted on published ratios; convolutional networks would ask for more: docs/predict.md.
