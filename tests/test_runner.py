@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import re
+import textwrap
 import time
 from pathlib import Path
 
@@ -101,9 +102,10 @@ with device_lock.free(stands_aside=True):
 
 
 def test_on_a_cpu_a_lesson_that_predicts_stands_aside_while_another_one_runs_a_cell(tmp_path, out):
-    """The first predicts until the second, which waits for it, has worked twice."""
+    """The first predicts until the second, which waits for it, has worked twice, and drawn what a cell's end draws."""
     lessons = [write_lesson(tmp_path / "a", "a", "import time, torch", PREDICT)]
-    lessons += [write_lesson(tmp_path / "b", "b", WAIT, WORK, WORK, "open('../done', 'w').close()")]
+    draws = f"def draw():\n{textwrap.indent(WORK, '    ')}\nget_ipython().events.register('post_execute', draw)"
+    lessons += [write_lesson(tmp_path / "b", "b", WAIT, WORK, draws, "open('../done', 'w').close()")]
     outcomes = list(runner.run(lessons, out, at_once=2))
     assert not any(outcome.failure for outcome in outcomes), outcomes
     times = [float(word) for word in (tmp_path / "a" / "predicts").read_text().split()]

@@ -56,7 +56,7 @@ def _walk(number: int) -> object:
 def main() -> int:
     """Run the audits and update both pages and the package's table. Returns 1 for a false "fits"."""
     warnings.simplefilter("ignore")
-    with get_context("fork").Pool(maxtasksperchild=60) as pool:  # a process for each core; what they import stays
+    with get_context("fork").Pool() as pool:  # a process for each core, with what this one has imported
         found = pool.map(_walk, range(len(_WALKS)), chunksize=1)
     memory = found[: len(published_peaks.CASES)]
     walked = dict(zip(published_times.CASES, found[len(memory) :]))
