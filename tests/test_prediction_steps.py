@@ -519,25 +519,46 @@ def test_a_check_of_what_is_known_is_decided():
         predict(partial(checking, fails), "T4")
 
 
-def test_a_loop_that_ends_by_a_value_is_refused(monkeypatch):
-    def goes_on(out):
-        while not out.max() > 1:
-            pass
+def goes_on(out):
+    while not out.max() > 1:
+        pass
 
+
+def goes_on_by_rows(out):
+    found = False
+    while not found:
+        for row in out:
+            found = found or bool(row.max() > 1)
+
+
+@pytest.mark.parametrize("goes_on", [goes_on, goes_on_by_rows])
+def test_a_loop_that_ends_by_a_value_is_refused(goes_on, monkeypatch):
     monkeypatch.setattr(guesses, "_LONGEST", 0.1)
     told = r"test_prediction_steps.py:\d+ decides by a value .* times in a step: no loop ends by it"
     with pytest.raises(RuntimeError, match=told):
         predict(partial(checking, goes_on), "T4")
 
 
-def test_a_loop_over_samples_that_reads_a_value_of_each_ends_by_itself(monkeypatch):
-    def looks_at_each(out):
-        for row in out:
-            if row.max() > 1:
-                break
+def looks_at_each(out):
+    for row in out:
+        if row.max() > 1:
+            break
 
+
+def looks_in_a_list(out):
+    while True:
+        counts_all(out)
+        break
+
+
+def counts_all(out):
+    return len([row for row in out if row.max() > 1])
+
+
+@pytest.mark.parametrize("looks", [looks_at_each, looks_in_a_list])
+def test_a_loop_over_samples_that_reads_a_value_of_each_ends_by_itself(looks, monkeypatch):
     monkeypatch.setattr(guesses, "_LONGEST", 0.1)
-    assert predict(partial(checking, looks_at_each, (2000, 16)), "T4").unknown
+    assert predict(partial(checking, looks, (2000, 16)), "T4").unknown
 
 
 def test_what_all_numbers_of_a_tensor_are_takes_no_memory():

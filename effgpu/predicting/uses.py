@@ -94,10 +94,13 @@ def is_in_while(frame: FrameType) -> bool:
     return True
 
 
+_LOOPS = ast.For | ast.AsyncFor | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
 @once_a_file
 def _loops(file: str) -> list[tuple[range, bool]]:
     """The lines of each loop, and whether it is a `while`."""
-    loops = (node for node in ast.walk(parse(file)) if isinstance(node, ast.For | ast.AsyncFor | ast.While))
+    loops = (node for node in ast.walk(parse(file)) if isinstance(node, _LOOPS))
     return [(range(node.lineno, (node.end_lineno or node.lineno) + 1), isinstance(node, ast.While)) for node in loops]
 
 
