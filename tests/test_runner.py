@@ -171,6 +171,12 @@ def test_the_results_of_a_partial_run_join_those_in_the_folder(tmp_path, make_ou
     assert stored_verdicts(tmp_path) == {"first": "faster", "second": "slower", "third": "slower"}
 
 
+def test_results_are_in_the_order_of_the_lessons_whichever_ended_first(tmp_path, make_outcome):
+    for outcome in (make_outcome("02", "02_plain", "02_early"), make_outcome("01", "01_first")):
+        runner.store(outcome, tmp_path)
+    assert list(stored_verdicts(tmp_path)) == ["01_first", "02_plain", "02_early"]
+
+
 def test_no_results_are_lost_to_another_lesson_of_the_run(tmp_path, make_outcome):
     first, second = make_outcome("a", "same"), make_outcome("b", "same", "other", seconds=0.04)
     third = make_outcome("c", "same", seconds=0.04)
