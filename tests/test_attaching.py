@@ -2618,7 +2618,8 @@ CHANGED = """
 for epoch in range(3):
     for _ in range(2):
         place = place + 64
-        part = [*range(4096)][place:place + rows], torch.ones(8)[:place]
+        part = [*range(4096)][place:place + rows], torch.ones(8)[:place], range(place, 64), torch.randint(high, (2,))
+        part = torch.full((2,), high)
         {step}
     {line}
 """
@@ -2630,7 +2631,10 @@ for epoch in range(3):
         ("rows *= 2", True),
         ("rows = min(512, rows * 2)", True),
         ("if epoch % 2: rows = rows + rows // 2", True),
+        ("rows += 8", True),
+        ("if epoch % 2: rows = rows + 1", True),
         ("rate *= 0.5", False),
+        ("high += 1", False),
         ("rows = len(model) * 8", False),
         ("wide = wide * 2", False),
         ("place = (place + rows) % 1024", False),
@@ -2639,13 +2643,13 @@ for epoch in range(3):
 @pytest.mark.parametrize("given", ["rows, 1024", "*shape(rows)"])
 def test_a_size_that_a_loop_changes_is_named(line, given, named, run):
     build = (
-        f"{BUILD}rows, rate, wide, place = 64, 0.1, 1, 0\n"
+        f"{BUILD}rows, rate, wide, place, high = 64, 0.1, 1, 0, 9\n"
         "def shape(rows, wide=1): return torch.empty(rows, 1024).shape\n"
         "for _ in range(3):\n    wide *= 2\n    torch.zeros(wide)[place:place + 64]\n"
     )
     step = textwrap.indent(STEP.replace("64, 1024", given), " " * 8).strip()
     _, told, errors = run(build + CHANGED.format(step=step, line=line))
-    said = f"a size that the step's number decides is that of the step that was counted: train.py:19: {line}"
+    said = f"a size that the step's number decides is that of the step that was counted: train.py:20: {line}"
     assert (said in told["assumptions"]) == named, errors
 
 

@@ -16,6 +16,7 @@ _PASSES = ("backward", "grad")
 _COPIES = ("deepcopy", "AveragedModel")  # of a model, as for a moving average or the best one
 _CAPTURES = ("CUDAGraph", "make_graphed_callables")
 _COUNTS = ("range", "enumerate")
+_RANGES = ("range", "arange")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DRAWS = ("random", "rand", "uniform", "random_sample")
 _SIZED = (  # whose arguments are sizes
@@ -261,7 +262,7 @@ def _changed_sizes(file: str) -> list[tuple[str, int]]:
     while more:
         more = {name for name, called in calls.items() if called & more} - trainers
         trainers = trainers | more
-    found = []
+    found, places = [], {name for node in ast.walk(tree) for name in _places(node)}
     for scope in (tree, *functions.values()):
         loops = [node for node in _own(scope) if isinstance(node, ast.For | ast.While)]
         for loop in loops:
@@ -269,19 +270,19 @@ def _changed_sizes(file: str) -> list[tuple[str, int]]:
             if trainers.isdisjoint(map(called_name, inside)):
                 continue
             sizes = {name for node in inside for name in _sizes_given(node, functions)}
-            lines = [node.lineno for node in inside if _changes(node) in sizes]
+            lines = [node.lineno for node in inside if _changes(node, places) in sizes]
             found += [(getattr(scope, "name", "<module>"), line) for line in lines]
     return found
 
 
-def _changes(node: ast.AST) -> str | None:
-    """The name to which a statement gives arithmetic of itself; None, also where it adds another number, as to a place
-    in the data.
-    """
+def _changes(node: ast.AST, places: set[str]) -> str | None:
+    """The name to which a statement gives arithmetic of itself; None, also where it adds a number to a place."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.FloorDiv):
         return _name(node.target)
     if added := _added(node):
         target, value = added
+        if isinstance(value, ast.Constant):
+            return name if (name := _name(target)) not in places else None
     elif isinstance(node, ast.Assign) and not isinstance(node.value, ast.Name):
         target, value = node.targets[0], node.value
     else:
@@ -291,21 +292,38 @@ def _changes(node: ast.AST) -> str | None:
     return name if (name := _name(target)) in _in_arithmetic(value) else None
 
 
+def _places(node: ast.AST) -> set[str]:
+    """The names that a slice or a range begins at, as of a place in the data."""
+    if isinstance(node, ast.Slice):
+        return _in_arithmetic(node.lower)
+    return _in_arithmetic(node.args[0]) if called_name(node) in _RANGES and len(node.args) > 1 else set()
+
+
 def _sizes_given(node: ast.AST, functions: dict[str, ast.FunctionDef]) -> set[str]:
     """The names that a call, or a slice, takes as sizes, also by a function of the file's that takes them as such."""
     if isinstance(node, ast.Slice):
-        return _in_arithmetic(node.upper) - _in_arithmetic(node.lower)
+        return _in_arithmetic(node.upper) - _places(node)
     if not isinstance(node, ast.Call):
         return set()
-    name = called_name(node)
-    sizes = [each.value for each in node.keywords if each.arg in _SIZES or name in _SIZED]
-    sizes += node.args if name in _SIZED else []
-    if function := functions.get(name):
+    sizes = _taken_as_sizes(node)
+    if function := functions.get(called_name(node)):
         names = [each.arg for each in function.args.args]
         taken = {each for part in ast.walk(function) for each in _sizes_given(part, {})}
         given = [*zip(names[names[:1] == ["self"] :], node.args), *((each.arg, each.value) for each in node.keywords)]
         sizes += [value for parameter, value in given if parameter in taken]
-    return {each for size in sizes for each in _in_arithmetic(size)}
+    return {each for size in sizes for each in _in_arithmetic(size)} - _places(node)
+
+
+def _taken_as_sizes(call: ast.Call) -> list[ast.expr]:
+    """What a call takes as sizes: not what it fills them with."""
+    name, arguments = called_name(call), call.args
+    if name == "full":
+        arguments = arguments[:1]
+    elif name == "randint":
+        arguments = [each for each in arguments if isinstance(each, ast.Tuple | ast.List | ast.Starred)]
+    elif name not in _SIZED:
+        arguments = []
+    return [*arguments, *(each.value for each in call.keywords if each.arg in _SIZES or name in _SIZED)]
 
 
 def _in_arithmetic(node: ast.AST | None) -> set[str]:
@@ -347,9 +365,7 @@ def _sizes_in(node: ast.AST) -> set[str]:
         return _names(node)
     if not isinstance(node, ast.Call):
         return set()
-    sizes = [each.value for each in node.keywords if each.arg in _SIZES or called_name(node) in _SIZED]
-    sizes += node.args if called_name(node) in _SIZED else []
-    return {name for each in sizes for name in _names(each)}
+    return {name for each in _taken_as_sizes(node) for name in _names(each)}
 
 
 def _names(node: ast.AST) -> set[str]:
