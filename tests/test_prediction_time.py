@@ -495,9 +495,9 @@ def test_a_ratio_is_known_the_better_the_more_the_steps_have_in_common(monkeypat
 
     same, *differ = widths()
     assert same == pytest.approx(LEAST_OF_RATIOS) and same < differ[0] < differ[1] < differ[2]
-    most = math.hypot(LEAST_OF_RATIOS, SPREAD_OF_RATIOS[audited.TRANSFORMERS])
+    most = math.hypot(LEAST_OF_RATIOS, SPREAD_OF_RATIOS[audited.OTHERS])
     assert differ[2:] == pytest.approx([most, most])
-    monkeypatch.setitem(SPREAD_OF_RATIOS, audited.TRANSFORMERS, 0.0)
+    monkeypatch.setitem(SPREAD_OF_RATIOS, audited.OTHERS, 0.0)
     assert widths() == pytest.approx([LEAST_OF_RATIOS] * 5), "of the same kinds of operations"
 
 
@@ -505,25 +505,53 @@ def test_a_gpu_that_no_run_was_compared_on_says_so_and_its_range_is_wider(monkey
     """In the table, in what a program reads, and in a comparison."""
     cells = {("A100", audited.TRANSFORMERS, "fp32"): 3, ("T4", audited.CONVOLUTIONAL, "fp32"): 2}
     monkeypatch.setattr(audited, "_counted", lambda: cells)
-    checked, unseen = (made(gpu) for gpu in ("A100 40 GB", "RTX 4080"))
+    checked, unseen = (made(gpu, product=(4, 4096, 4096, 1024)) for gpu in ("A100 40 GB", "RTX 4080"))
     assert (checked.checked_by, unseen.checked_by) == (3, 0) and unseen.network == (audited.TRANSFORMERS, "fp32")
     assert not checked.tell_unchecked() and unseen.tell_unchecked() == "transformers in fp32"
     width = lambda time: math.log(time.high / time.low) / 2 / NINE_OF_TEN
     without = math.sqrt(width(unseen) ** 2 - EXTRAPOLATED**2)
     assert without == pytest.approx(width(checked)) and without > SPREAD_OF_SOURCES[audited.TRANSFORMERS]
-    predicted = predict(training(**WIDE), ["T4", "A100 80 GB", "RTX 4080"])
+    predicted = predict(classifying, ["T4", "A100 80 GB", "RTX 4080"])
     told = [line for line in repr(predicted).splitlines() if line.startswith("no published time")]
     assert told == ["no published time to check this by: transformers in fp32 on T4, RTX 4080"]
     assert [gpu["time"]["checked_by"] for gpu in predicted.to_dict()["gpus"]] == [0, 3, 0]
-    (one, _, other) = predict_full_size({"wide": training}, {"wide": training(**WIDE)}, ["T4", "A100", "4080"])["wide"]
+    (one, _, other) = predict_full_size({"small": classifying}, {"small": classifying}, ["T4", "A100", "4080"])["small"]
     assert one.unchecked == other.unchecked == "transformers in fp32"
+
+
+def classifying():
+    model, texts, labels = workloads.text_classifier(batch=2, length=64, width=64, heads=4, layers=1)
+    return lambda: F.cross_entropy(model(texts), labels).backward()
+
+
+def a_kernel(kind, share=1.0, batch=1):
+    product, layout = (batch, round(share * 8192), 4096, 4096), {ATTENTION: "flash", CONVOLUTION: "nchw"}.get(kind, "")
+    return Kernel(kind, kind, "fp16", 2 * math.prod(product), 0, 1, product, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "kernels, kind",
+    [
+        ([a_kernel(PRODUCT), a_kernel(ATTENTION, 0.01)], audited.TRANSFORMERS),
+        ([a_kernel(PRODUCT), a_kernel(PRODUCT, 0.01, batch=16)], audited.TRANSFORMERS),
+        ([a_kernel(PRODUCT), a_kernel(ATTENTION), a_kernel(CONVOLUTION, 0.3)], audited.TRANSFORMERS),
+        ([a_kernel(PRODUCT)], audited.OTHERS),
+        ([a_kernel(PRODUCT), a_kernel(CONVOLUTION, 0.01)], audited.OTHERS),
+        ([a_kernel(PRODUCT), a_kernel(CONVOLUTION, 0.3)], audited.CONVOLUTIONAL),
+        ([a_kernel(PRODUCT), a_kernel(CONVOLUTION, 3), a_kernel(ATTENTION)], audited.CONVOLUTIONAL),
+    ],
+)
+def test_a_network_is_of_a_kind_that_was_compared_only_where_it_attends_or_convolves(kernels, kind):
+    time = step_time([Segment(Counter(kernels), 0.0)], find_gpu("A100 40 GB"))
+    assert time.network == (kind, "fp16")
+    assert (time.tell_unchecked() == "steps without attention in fp16") == (kind == audited.OTHERS)
 
 
 @pytest.mark.parametrize(
     "format, gpu, counted", [("tf32", "T4", "fp32"), ("tf32", "A100", "tf32"), ("bf16", "P100", "fp32")]
 )
 def test_a_network_counts_as_what_the_gpu_multiplies_in(format, gpu, counted):
-    assert made(gpu, format=format).network == (audited.TRANSFORMERS, counted)
+    assert made(gpu, format=format).network == (audited.OTHERS, counted)
     convolved = dict(kind=CONVOLUTION, layout="wide nchw", format=format)
     assert made(gpu, **convolved).network == (audited.CONVOLUTIONAL, counted)
     assert made(gpu, kind=OTHER, product=None, format=format).network is None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("audited.csv")
 TRANSFORMERS, CONVOLUTIONAL = "transformers", "convolutional networks"
+OTHERS = "steps without attention"  # such as those of an LSTM: no run of one was compared
 COLUMNS = ("gpu", "kind", "format", "runs", "sources", "median_error", "error_of_nine_in_ten")
 
 

@@ -6,7 +6,7 @@ Every constant has its source beside it; `tests/benchmarks/ranges.py` fits those
 import math
 from collections import Counter
 
-from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs
+from effgpu.predicting.audited import CONVOLUTIONAL, OTHERS, TRANSFORMERS, audited_runs
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, NORM, OPTIMIZER, OTHER, PRODUCT
 from effgpu.predicting.rates import counted_as
@@ -20,10 +20,12 @@ SPREAD[COPY] = 0.3  # an A100 copied 12 to 26 GB/s from pinned memory, 3.3 to 10
 # compared on a GPU: fitted on all published times (tests/benchmarks/ranges.py), with least widths for transformers and
 # for what nothing checks.
 SPREAD_OF_SOURCES = {TRANSFORMERS: 0.08, CONVOLUTIONAL: 0.19}
+SPREAD_OF_SOURCES[OTHERS] = SPREAD_OF_SOURCES[TRANSFORMERS]
 EXTRAPOLATED = 0.1
 # The same for ratios of times, where the steps have less than 1 − DIFFER of the longer one's time in common, and the
 # least where they have all. Fitted on published ratios; convolutional networks would ask for more: docs/predict.md.
 SPREAD_OF_RATIOS = {TRANSFORMERS: 0.1, CONVOLUTIONAL: 0.14}
+SPREAD_OF_RATIOS[OTHERS] = SPREAD_OF_RATIOS[TRANSFORMERS]
 DIFFER, LEAST_OF_RATIOS = 0.25, 0.04
 OF_LAYOUTS = 0.25  # of the variance of a kind and format: what its layouts do not share
 NINE_OF_TEN = 1.645  # standard deviations of a normal distribution on each side

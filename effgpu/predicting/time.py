@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from effgpu import units
 from effgpu.errors import BadArgument
-from effgpu.predicting.audited import CONVOLUTIONAL, TRANSFORMERS, audited_runs
+from effgpu.predicting.audited import CONVOLUTIONAL, OTHERS, TRANSFORMERS, audited_runs
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.kinds import ATTENTION, CONVOLUTION, COPY, KINDS, NORM, OTHER, PRODUCT, Segment
 from effgpu.predicting.rates import LAYOUTS, counted_as, kernel_seconds
@@ -27,6 +27,7 @@ BUS_BOUND = "PCI Express"
 # Perfect fusion: of a chain of operations on one tensor, one reads and one writes. Not measured: the range says so.
 FUSED, FUSED_CALLS = 1 / 3, 0.2
 FUSES = NORM, OTHER  # kinds of kernels
+_SOME = 0.1  # of the products' time, without attention: ConvNeXt's convolutions take a fifth to a third of it
 
 
 class Row(NamedTuple):
@@ -144,14 +145,17 @@ class _Work:
     bounds: Counter = field(default_factory=Counter)  # seconds by what decides them
     multiplied: Counter = field(default_factory=Counter)  # seconds by kind and format of what multiplies
     between_waits: list = field(default_factory=list)  # seconds of the GPU and of the CPU
+    attends: bool = False  # also as a formula, by products of batches of matrices
 
     def network(self, gpu: Gpu) -> Network | None:
         """The kind of the network by what takes the most time of its arithmetic, and the format of most of that."""
         if not self.multiplied:
             return None
-        convolves = self.seconds[CONVOLUTION] > self.seconds[PRODUCT] + self.seconds[ATTENTION]
+        others = self.seconds[PRODUCT] + self.seconds[ATTENTION]
+        convolves = self.seconds[CONVOLUTION] > others * (1 if self.attends else _SOME)
         chosen = [(seconds, each[1]) for each, seconds in self.multiplied.items() if each[0] == convolves]
-        return CONVOLUTIONAL if convolves else TRANSFORMERS, counted_as(max(chosen)[1], gpu)
+        kind = CONVOLUTIONAL if convolves else TRANSFORMERS if self.attends else OTHERS
+        return kind, counted_as(max(chosen)[1], gpu)
 
     def range(self, gpu: Gpu) -> tuple[float, float, float]:
         """Expected, least and most seconds of the step."""
@@ -182,6 +186,7 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             work.sources[what, counted_as(kernel.format, gpu) * bool(computes), layout] += seconds
             if kernel.kind in (PRODUCT, ATTENTION, CONVOLUTION):
                 work.multiplied[kernel.kind == CONVOLUTION, kernel.format] += seconds
+            work.attends |= kernel.kind == ATTENTION or (kernel.kind == PRODUCT and kernel.product[0] > 1)
         work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1) * gpu.launch))
     return work
 
