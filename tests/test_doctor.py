@@ -519,6 +519,18 @@ def test_anomaly_mode_is_named_and_saves_what_switching_it_off_does():
     assert not any("decides by a value" in note for note in before.notes)
 
 
+@pytest.mark.parametrize("gpu, named", [("T4", True), ("A100 80 GB", False)])
+def test_it_says_where_no_published_time_checks_the_step(gpu, named):
+    def variant():
+        query = torch.ones(2, 4, 64, 32, requires_grad=True)
+        return lambda: nn.functional.scaled_dot_product_attention(query, query, query).mean().backward()
+
+    found, predicted = effgpu.doctor(variant, gpu=gpu), predict(variant, gpu)
+    said = ["no published time to check this by: transformers in fp32 on T4"] * named
+    assert [line for line in found.notes if line.startswith("no published")] == said
+    assert [line for line in repr(predicted).splitlines() if line.startswith("no published")] == said
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_that_memory_has_no_need_of_is_named_and_saves_what_leaving_it_out_does(reentrant, monkeypatch):
     def training(is_checkpointed):

@@ -47,7 +47,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         for name in names:
             examined.setdefault(name, _predict(name, timeline, seen, names))
         notes += [*prediction.notes, *(f"assumed: {what}" for what in prediction.assumptions)]
-        notes += [f"not known: {what}" for what in prediction.unknown]
+        notes += [*(f"not known: {what}" for what in prediction.unknown), *prediction.tell_unchecked([gpu])]
         warnings += [prediction.grows(gpu)] * bool(prediction.grows(gpu))
     slowest = _find_slowest_optimizer(timeline) if timeline else ()
     facts = replace(seen, events=events, optimizers=slowest or seen.optimizers)

@@ -3,7 +3,7 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -302,11 +302,11 @@ class Prediction:
             notes.append(_GIVES_BACK)
         if any(gpu.bandwidth for gpu in self.gpus):  # else no time is shown
             notes += [_RANGE, *[_COMPILED] * self.compiled]
-        return [*self._warnings(), *self.notes, *notes, *self._unchecked()]
+        return [*self._warnings(), *self.notes, *notes, *self.tell_unchecked(self.gpus)]
 
-    def _unchecked(self) -> list[str]:
+    def tell_unchecked(self, gpus: Iterable[Gpu]) -> list[str]:
         """Where no run stands beside the predicted times, published or ours: their ranges are wider."""
-        found = [(gpu.name, self.time(gpu).tell_unchecked()) for gpu in self.gpus if gpu.bandwidth]
+        found = [(gpu.name, self.time(gpu).tell_unchecked()) for gpu in gpus if gpu.bandwidth]
         return [f"no published time to check this by: {missing}" for missing in list_unchecked(found)]
 
     def _kinds(self) -> tuple[list[str], list[list[str]]]:
