@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import published_times
+from benchmarks import predictions, published_times
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -738,14 +738,28 @@ def test_no_row_both_calibrates_and_is_audited():
     assert {case.calibrates for case in published_times.CASES if case.source == published_times.TIMM} == {True, False}
 
 
-@pytest.mark.slow
+def shown(case):
+    """The run's row in docs/audit.md."""
+    runs = predictions.EVERY.read_text(encoding="utf-8").partition(f"### [{case.source}]")[2].partition("\n### ")[0]
+    (row,) = [row for row in runs.splitlines() if row.startswith(f"| {case.name} | {case.gpu} | {case.format} | ")]
+    return row
+
+
 def test_nine_of_ten_published_transformers_lie_in_their_range():
-    """Of every sixth one: `make predictions` predicts all."""
-    chosen = [c for c in published_times.CASES if not c.calibrates and not c.convolutional]
-    outcomes = [published_times.run(case) for case in chosen[::6]]
-    assert sum(o.is_inside for o in outcomes) >= 0.9 * len(outcomes)
-    errors = sorted(abs(o.error) for o in outcomes)
-    assert errors[len(errors) // 2] < 0.08
+    rows = [shown(case) for case in published_times.CASES if not case.calibrates and not case.convolutional]
+    assert len(rows) > 100 and sum("outside" not in row for row in rows) >= 0.9 * len(rows)
+    errors = sorted(abs(float(re.search(r"([+−]\d+\.\d)%", row)[1].replace("−", "-"))) for row in rows)
+    assert errors[len(errors) // 2] < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [c for c in published_times.CASES if not c.calibrates][::25], ids=lambda case: case.name
+)
+def test_a_published_time_is_predicted_as_the_page_shows_it(case):
+    """`make predictions` predicts all."""
+    ((row,),) = (rows for rows in published_times.tables([published_times.run(case)]).values() if rows)
+    assert row == shown(case), "make predictions"
 
 
 @pytest.mark.parametrize("gpu, half", [("T4", True), ("T4", False), ("A100 80 GB", True)])
