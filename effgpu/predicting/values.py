@@ -7,7 +7,7 @@ from constants, drawn as whole numbers, or come from outside of the variant, whi
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -32,6 +32,7 @@ class Values:
     def __init__(self):
         self._known: dict[int, torch.Tensor] = {}  # by storage: all its elements, or one, where all are equal
         self._assumed: set[int] = set()  # storages whose numbers are not known for certain
+        self._leaves_out = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor; None if they are not known."""
@@ -61,8 +62,19 @@ class Values:
         self._known.pop(storage, None)
         self._assumed.discard(storage)
 
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Inside, nothing is followed: of new tensors whose numbers nobody asks for, such as a bias of attention's."""
+        self._leaves_out = True
+        try:
+            yield
+        finally:
+            self._leaves_out = False
+
     def follow(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Do with the known numbers what an operation has done with the fake tensors."""
+        if self._leaves_out:
+            return
         self._follow(func, args, kwargs, result)
         if self._assumed and any(map(self.are_assumed, tensors_of((args, kwargs)))):
             made = filter(_is_fake, tensors_of((result, args[:1] if _written(func) else ())))
