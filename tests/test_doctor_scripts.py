@@ -169,6 +169,67 @@ def test_gradients_that_a_script_uses_otherwise_are_no_finding(more, run):
     assert code == 0 and UNTRAINED not in [each["name"] for each in told["examined"]], errors
 
 
+TWO = """
+import torch
+from torch import nn
+maker, critic = (nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024)).cuda() for _ in "ab")
+ours, theirs = (torch.optim.Adam(network.parameters()) for network in (maker, critic))
+for number in range(40):
+    made = maker(torch.rand(2048, 1024, device="cuda"))
+    theirs.zero_grad()
+    critic(made).mean().backward(retain_graph=True)  # not detached
+    theirs.step()
+    ours.zero_grad()
+    critic(made).square().mean().backward()
+    ours.step()
+"""
+CURED = (
+    TWO.replace("critic(made).mean().backward(retain_graph=True)", "critic(made.detach()).mean().backward()")
+    .replace("    ours.zero_grad()", "    ours.zero_grad()\n    critic.requires_grad_(False)")
+    .replace("    ours.step()", "    ours.step()\n    critic.requires_grad_(True)")
+)
+
+
+AHEAD = "critic(maker(torch.rand(8, 1024, device='cuda'))).mean().backward()\nours.step()\n"  # whose steps then count
+
+
+@pytest.mark.parametrize("first", ["theirs", "ours"])  # whose gradients are dropped in the same step, or in the next
+def test_gradients_that_are_dropped_save_what_leaving_them_out_does(first, run):
+    turned = lambda script: script if first == "theirs" else script.replace("for number", f"{AHEAD}for number")
+    (code, told, errors), (_, cured, _) = run(turned(TWO)), run(turned(CURED))
+    assert code == 0, errors
+    (found,) = (each for each in told["findings"] if each["name"] == UNTRAINED)
+    assert found["note"].startswith("8 gradients are dropped before an optimizer uses them: train.py:")
+    assert found["seconds"] == pytest.approx(told["seconds"] - cured["seconds"], rel=0.02)
+    assert "not to be trained" in found["advice"] and "no optimizer has" not in found["advice"]
+    assert PRECISION in [each["name"] for each in told["findings"]]
+    assert UNTRAINED not in [each["name"] for each in cured["examined"]]
+
+
+def test_a_script_may_end_before_what_is_dropped_is_left_out(run):
+    code, told, errors = run(TWO.replace("40", "7"))
+    names = [each["name"] for each in told["examined"]]
+    assert code == 0 and (PRECISION in names) != any("as the script ended" in note for note in told["notes"]), errors
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "kept = [weight.grad for weight in critic.parameters()]",
+        "for weight, given in zip(other.parameters(), critic.parameters()): weight.grad = given.grad",
+        "print(*[weight.grad.add(1).mean() for weight in critic.parameters()])",
+        "third.step()",
+    ],
+)
+def test_gradients_that_somebody_holds_or_uses_are_not_dropped(use, run):
+    more = "import copy\nother = copy.deepcopy(critic)\nthird = torch.optim.SGD(critic.parameters(), 1e-3)\n"
+    used = TWO.replace("critic(made).mean().backward(retain_graph=True)", "critic(made.detach()).mean().backward()")
+    code, told, errors = run(
+        used.replace("for number", f"{more}for number").replace("    ours.step()", f"    {use}\n    ours.step()")
+    )
+    assert code == 0 and UNTRAINED not in [each["name"] for each in told["examined"]], errors
+
+
 ENDLESS = """
 
 open("built", "a").write("once ")

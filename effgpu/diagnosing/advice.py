@@ -116,6 +116,26 @@ def tell_copies(seen: Observed, events: list[Event]) -> str:
     return "; ".join(told)
 
 
+def give_fewer_gradients(seen: Observed) -> str:
+    """How to leave out the gradients that nothing uses."""
+    frozen = (
+        "requires_grad_(False) for the weights that no optimizer has, or torch.no_grad() around what needs no graph"
+    )
+    through = "requires_grad_(False) for a network's weights while another one's loss runs through it"
+    frozen, dropped = f"{frozen}: both save memory, too", f"{through}, or .detach() of what is not to be trained"
+    return "; ".join([frozen] * bool(seen.untrained) + [dropped] * bool(seen.dropped[0]))
+
+
+def tell_unused_gradients(seen: Observed, events: list[Event]) -> str:
+    """Which gradients nothing uses."""
+    told = [f"{seen.untrained} weights get gradients, and no optimizer has them"] * bool(seen.untrained)
+    number, sites = seen.dropped
+    if number:
+        places = f": {', '.join(site.place for site in sites)}" if sites else ""
+        told.append(f"{number} gradients are dropped before an optimizer uses them{places}")
+    return "; ".join(told)
+
+
 def update_faster(seen: Observed) -> str:
     """How an optimizer's step takes less."""
     fewer, each = "fewer updates: accumulate gradients over larger batches", dict.fromkeys(seen.optimizers)

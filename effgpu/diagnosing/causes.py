@@ -123,12 +123,9 @@ CAUSES = {
         Cause(
             UNTRAINED,
             "23",
-            lambda seen: (
-                "requires_grad_(False) for the weights that no optimizer has, or torch.no_grad() around what needs no "
-                "graph: both save memory, too"
-            ),
+            advice.give_fewer_gradients,
             without=_freeze,
-            note=lambda seen, events: f"{seen.untrained} weights get gradients, and no optimizer has them",
+            note=advice.tell_unused_gradients,
         ),
         Cause(
             DOUBLE,

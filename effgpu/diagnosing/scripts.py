@@ -18,6 +18,7 @@ from effgpu.attaching.steps import Marks, Plan, ScriptOver
 from effgpu.diagnosing.batches import count_ahead, padding_shares
 from effgpu.diagnosing.causes import PRECISION, TF32
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
+from effgpu.diagnosing.gradients import Freezing
 from effgpu.diagnosing.loaders import Loading, on_this_machine
 from effgpu.diagnosing.loops import find_loop, find_updates
 from effgpu.diagnosing.observed import Observed
@@ -31,7 +32,7 @@ from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import find_work, recording, walk
-from effgpu.predicting.timeline import BACKWARD, GRADIENTS, NOTHING, OUTSIDE_ATTENTION, Event, Timeline
+from effgpu.predicting.timeline import BACKWARD, NOTHING, OUTSIDE_ATTENTION, Event, Timeline
 from effgpu.predicting.weights import weights_set_aside
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
@@ -39,6 +40,7 @@ _WITHIN = "the optimizer steps in the backward pass: what precision saves, and w
 _OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
 _COMPILED = "what compiling again for other shapes takes was not looked at"
 _OTHER_WORK = "the steps in 16 bits did other work than the one before: what precision saves is not known"
+_TOO_FEW = "what precision saves was not looked at, as the script ended"
 
 
 # --- on a GPU ---
@@ -202,39 +204,10 @@ def predicting(
     seeing = itertools.chain(loading.replacing(), loading.keeping_aside())
     with replaced(seeing), recording(marks, asked, **again) as recorder:
         loading.recorder = recorder
-        marks.listeners.append(loading.next_step)
         freezing = Freezing(freezes)
-        with _without_what_fails(freezing.frozen):
+        marks.listeners += [loading.next_step, freezing.next_step]
+        with _without_what_fails(freezing.frozen), freezing.watching():
             yield functools.partial(_predict, marks, asked.gpu, recorder, loading, refused, freezing)
-
-
-class Freezing:
-    """Weights that get no gradients for a while, if it `may`: those that no optimizer has."""
-
-    def __init__(self, may: bool):
-        self.frozen: list[torch.Tensor] = []
-        self.weights: list[torch.Tensor] = []
-        self._may = may
-
-    def look(self, recorder: ScriptRecorder, events: Iterable[Event]) -> None:
-        """At the end of a step, find the weights. A script that reads gradients may use them itself."""
-        if self._may and not any(event.lasting == GRADIENTS for event in events):
-            self.weights = recorder.find_untrained()
-
-    @contextlib.contextmanager
-    def freezing(self) -> Iterator[None]:
-        """Inside, the weights get no gradients."""
-        self._set(False)
-        self.frozen += self.weights
-        try:
-            yield
-        finally:
-            self.frozen.clear()
-            self._set(True)
-
-    def _set(self, requires_grad: bool) -> None:
-        for weight in self.weights:
-            weight.requires_grad_(requires_grad)
 
 
 def _predict(
@@ -252,18 +225,31 @@ def _predict(
     notes = (_WITHIN,) * within + (_OPEN,) * is_open + (refused,) * bool(refused)
     with contextlib.nullcontext() if within else graphs.looking():
         yield 1
+    freezing.look_back()
     working = find_work(Counter(worked) + Counter(recorder.own.in_each()), predicted)
     usual = len(recorder.work.evaluations)
-    if not notes:
-        with in_16_bits(gpu):
-            halved = yield from _repeat(recorder, predicted.events)
-        notes += (_OTHER_WORK,) * (not halved)
-    if freezing.weights:
-        with contextlib.suppress(ScriptOver), freezing.freezing():
-            frozen = yield from _repeat(recorder, predicted.events, backward=False)
+
+    def freeze() -> Plan:
+        with freezing.freezing():
+            return (yield from _repeat(recorder, predicted.events, backward=False))
+
+    try:
+        if freezing.dropped:  # before 16 bits: what a step in these leaves to the next one may not go with 32
+            frozen = yield from freeze()
+        if not notes:
+            with in_16_bits(gpu):
+                halved = yield from _repeat(recorder, predicted.events)
+                frozen_halved = (yield from freeze()) if halved and frozen else ()
+            notes += (_OTHER_WORK,) * (not halved)
+        if freezing.weights and not frozen:
+            frozen = yield from freeze()
             if halved and frozen:
                 with in_16_bits(gpu):
-                    frozen_halved = yield from _repeat(recorder, predicted.events, backward=False)
+                    frozen_halved = yield from freeze()
+    except ScriptOver:
+        if not (freezing.dropped or halved or notes):
+            raise
+        notes += (_TOO_FEW,) * (not (halved or notes))
     recorder.own.end()
     marks.doing = "now its loader is measured"
     with on_this_machine():
@@ -287,6 +273,7 @@ def _predict(
         frozen=frozen,
         frozen_halved=frozen_halved,
         untrained=len(freezing.weights),
+        dropped=freezing.count_dropped(),
         loop=find_loop(predicted.events),
         updates=find_updates(predicted.events),
         has_loader=loader is not None,

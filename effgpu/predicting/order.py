@@ -33,7 +33,7 @@ class Order:
         result = run_backward(tensors, *args, **kwargs)
         _, _, creates_graph, *_ = args
         if creates_graph and _get_sequence_nr() > begun:
-            made = result or (leaf.grad for leaf in _leaves(tensors))
+            made = result or (leaf.grad for leaf in leaves(tensors))
             for node in _nodes(made, begun):
                 node._set_sequence_nr(self._place(node._sequence_nr()))
         if is_outermost and (passed := _get_sequence_nr() - self._first):
@@ -55,7 +55,8 @@ def _nodes(tensors: Iterable[torch.Tensor | None], begun: int) -> Iterator[torch
     return (node for node in _behind(tensors, begun) if begun <= node._sequence_nr() < _BEFORE_ALL)
 
 
-def _leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What a backward pass from these tensors gives gradients."""
     return [node.variable for node in _behind(tensors, 0) if hasattr(node, "variable")]
 
 
