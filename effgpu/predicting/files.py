@@ -82,7 +82,7 @@ class Files:
 
     def __init__(self, began: float, threads: set[int] | None = None):
         self.unwritten: dict[str, None] = {}  # what was not written, for its weights
-        self.left_alone: dict[str, None] = {}
+        self.left_alone: dict[str, str] = {}  # the names of files, by path
         self._threads = threads
         self._as_they_are: frozenset[int] = frozenset()  # threads
         self.saved: dict[str, Saved] = {}  # by path
@@ -107,7 +107,8 @@ class Files:
     def tell(self, why: str) -> list[str]:
         """What was not written, as of its weights `why` is true, and which files from before were left alone."""
         unwritten = [f"not written, as its weights {why}: {what}" for what in self.unwritten]
-        left = [f"left as it is, a file from before: {file}" for file in _name_few(self.left_alone)]
+        self._forget_locks(self._open)
+        left = [f"left as it is, a file from before: {file}" for file in _name_few(self.left_alone.values())]
         code = "changed by another program, or by code that is not followed"
         changed = [f"{code}: {file}" for file in _name_few(self._changed())]
         return unwritten + left + changed
@@ -324,7 +325,7 @@ class Files:
         """Whether to leave a file alone, as it is from before."""
         left = self.is_from_before(path)
         if left and any(_lstat(each).st_ctime < self._began for each in _files_in(path)):  # none of an earlier walk's
-            self.left_alone[self.name(path).removeprefix(os.getcwd() + os.sep)] = None
+            self.left_alone[path] = self.name(path).removeprefix(os.getcwd() + os.sep)
         return left
 
     def note_written(self, path: str | None) -> None:
@@ -356,7 +357,16 @@ class Files:
         """Close what the script can find no more: only then is its room on the disk free."""
         self._close(self._open.keys() - {saved.source for saved in self.saved.values()})
 
+    def _forget_locks(self, sources: Iterable[str]) -> None:
+        """A file that was empty, and is opened but not written to, is none to tell of."""
+        for source in sources:
+            path = self.stand_ins[source]
+            with contextlib.suppress(OSError):
+                if _stat(source).st_size == _stat(path).st_size == 0:
+                    self.left_alone.pop(path, None)
+
     def _close(self, sources: set[str]) -> None:
+        self._forget_locks(sources)
         for source in sources:
             self._open.pop(source).close()
             del self.stand_ins[source]
