@@ -30,6 +30,7 @@ PACKAGE, SITE = Path(effgpu.__file__).parent, Path(torch.__file__).parents[1]
         ("/home/a/course/train.py", READER),
         (sysconfig.get_path("stdlib") + "/runpy.py", OTHER),
         ("<frozen runpy>", OTHER),
+        ("numpy/random/mtrand.pyx", OTHER),  # as Cython names what it has compiled
         ("<stdin>", READER),
         ("/tmp/ipykernel_7/2972.py", READER),
     ],

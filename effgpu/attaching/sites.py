@@ -19,6 +19,7 @@ _COURSE = f"{_EFFGPU}course{os.sep}"  # stands for a reader
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = "site-packages", "dist-packages"
 _TYPED = "<stdin>", "<string>", "<ipython-input"
+_CYTHON = ".pyx", ".pxd", ".pxi"  # end the names of files that Cython compiled, often from below another folder
 _CELLS = "ipykernel", "ipython-input"  # in the names of files that hold a notebook's cells, on Colab too
 READER, LIBRARY, TORCH, OTHER = "reader", "library", "torch", "other"
 
@@ -102,7 +103,8 @@ def whose(file: str) -> str:
         return READER if file.startswith(_COURSE) else OTHER
     if any(part in _INSTALLED for part in Path(file).parts):
         return LIBRARY
-    if file.startswith(_PYTHON) or (file.startswith("<") and not file.startswith(_TYPED)):
+    is_no_file = file.startswith("<") and not file.startswith(_TYPED)
+    if is_no_file or file.startswith(_PYTHON) or file.endswith(_CYTHON):
         return OTHER
     return READER
 
