@@ -18,6 +18,7 @@ def step(own, works=True):
         numpy.sort(NUMBERS)
     with own.apart():
         numpy.sort(NUMBERS)
+    numpy.sort(NUMBERS), own.enter(__file__, frees=True), own.leave()  # as a graph that is let go of
     own.enter("")
     own.leave()
 

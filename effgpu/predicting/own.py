@@ -58,10 +58,13 @@ class OwnWork:
         finally:
             self.leave()
 
-    def enter(self, caller: str) -> None:
-        """PyTorch, or what frees a tensor, is called by code of this file: before, a library's may have run."""
+    def enter(self, caller: str, *, frees: bool = False) -> None:
+        """PyTorch, or what frees a tensor, is called by code of this file: before, a library's may have run.
+
+        Not where it `frees` what it computed: with it goes the graph, which takes the walk as long as work does.
+        """
         if get_ident() == self._thread:
-            if not self._depth and self._line and whose(caller) is READER:
+            if not self._depth and self._line and not frees and whose(caller) is READER:
                 self._note()
             self._depth += 1
 

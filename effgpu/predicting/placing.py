@@ -279,9 +279,10 @@ class ScriptRecorder(Recorder):
 
     def _drop(self, key: int, block: Block) -> None:
         interrupted = sys._getframe(1).f_back  # by weakref's own frame: what lets go of the tensor
-        self.own.enter(interrupted.f_code.co_filename if interrupted else "")
+        frees = self.storages.is_on_gpu(block)
+        self.own.enter(interrupted.f_code.co_filename if interrupted else "", frees=frees)
         super()._drop(key, block)
-        self.room.taken -= block.size * self.storages.is_on_gpu(block)
+        self.room.taken -= block.size * frees
         self.own.leave()
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
