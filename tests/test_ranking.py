@@ -172,6 +172,7 @@ CHOSEN = Event(KERNEL, None, (Kernel("nonzero", OTHER, "fp32", 0, 0),))
 MASKED = READS._replace(site=Site("train.py", 4))
 COPIED = Event(COPY, None, bytes=1 << 20, waits=True)
 ASKS = COPIED._replace(non_blocking=True)
+BY_LIBRARY = COPIED._replace(pinned=True, site=Site("train.py", 3, "accelerate/utils/operations.py:160"))
 MULTIPLIED = Event(KERNEL, None, (Kernel("mm", PRODUCT, "fp32", 0, 0),))
 HALVED = Event(KERNEL, None, (Kernel("mm", PRODUCT, "fp16", 2, 0, product=(1, 1, 1, 1)),))
 UPDATED = Event(KERNEL, None, phase=UPDATE)
@@ -219,6 +220,9 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (COPYING, {"events": (MULTIPLIED, *[COPIED] * 16)}, "one copy of the whole batch"),
         (COPYING, {"events": (MULTIPLIED, COPIED) * 16}, "all data on the GPU before the loop, if it fits; or"),
         (COPYING, {"events": (COPIED._replace(pinned=True),)}, ".to(device, non_blocking=True)"),
+        (COPYING, {"events": (BY_LIBRARY,), "trainer": "transformers"}, "TrainingArguments(accelerator_config={"),
+        (COPYING, {"events": (BY_LIBRARY,), "trainer": "accelerate"}, "Accelerator(dataloader_config=DataLoaderConfig"),
+        (COPYING, {"events": (BY_LIBRARY, COPIED._replace(pinned=True)), "trainer": "accelerate"}, ".to(device, non"),
         (COPYING, {"events": (COPIED._replace(pinned=True, waits=False),)}, "fewer bytes"),
         (WAITS, {"events": (READS, FILTERS)}, "keep the value on the GPU"),
         (WAITS, {"events": (MASKS, FILTERS)}, "TrainingArguments(logging_nan_inf_filter=False)"),

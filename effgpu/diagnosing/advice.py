@@ -28,6 +28,10 @@ _AS_16_BITS = {
     "lightning": 'Trainer(precision="{}-mixed")',
     "accelerate": 'Accelerator(mixed_precision="{}")',
 }
+_NON_BLOCKING = {  # where accelerate copies what the loader gives
+    "transformers": 'TrainingArguments(accelerator_config={"non_blocking": True})',
+    "accelerate": "Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))",
+}
 _KINDS = {"pageable": False, "pinned": True}
 
 
@@ -88,7 +92,10 @@ def copy_faster(seen: Observed) -> str:
     # (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html).
     first = "" if pinned or seen.has_loader else "all data on the GPU before the loop, if it fits; or "
     changes = [] if pinned else ["DataLoader(..., pin_memory=True)"]
-    changes += [] if all(event.non_blocking for event in waiting) else [".to(device, non_blocking=True)"]
+    blocking = [event for event in waiting if not event.non_blocking]
+    by_library = all(event.site and event.site.inside.startswith("accelerate/") for event in blocking)
+    trainer = seen.trainer if by_library else ""
+    changes += [_NON_BLOCKING.get(trainer, ".to(device, non_blocking=True)")] * bool(blocking)
     return first + " and ".join(changes)
 
 
