@@ -652,7 +652,7 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     waits = "assert ticking._script.slowed.endswith('let the script run fewer') == (number == 0)\n"
     (note,) = run(slow + script.rstrip() + "\n" + textwrap.indent(waits, "    "))[1]["notes"]
     assert re.fullmatch(
-        r"forward passes without gradients .* are not counted and took \d.* here: let the script .*", note
+        r"forward passes without gradients .* are not counted and took \d.* here: let the script run fewer", note
     )
     rollout = "for _ in range(20): evaluate()\nfor _ in range(4):\n" + textwrap.indent(STEP, "    ")
     (note,) = run(loop(BUILD + EVALUATED, rollout))[1]["notes"]
