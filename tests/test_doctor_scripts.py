@@ -169,6 +169,27 @@ def test_gradients_that_a_script_uses_otherwise_are_no_finding(more, run):
     assert code == 0 and UNTRAINED not in [each["name"] for each in told["examined"]], errors
 
 
+VALIDATED = """
+import torch
+inputs = torch.randn(2048, 4096, device="cuda")
+model = torch.nn.Sequential(torch.nn.Linear(4096, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number in range(40):
+    model(inputs).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checked = model(inputs)
+"""
+
+
+def test_what_a_graph_keeps_is_what_would_be_gone_without_it(run):
+    _, told, errors = run(VALIDATED)
+    (found,) = (each for each in told["findings"] if each["name"] == VALIDATION)
+    assert found["note"].startswith("8.00 MiB are kept here for a backward pass"), (
+        errors
+    )  # of ReLU; the inputs are older
+
+
 TWO = """
 import torch
 from torch import nn

@@ -89,9 +89,15 @@ class Observer:
 
 
 class Graphs:
-    """The graphs that a step builds, and those that no backward pass uses, by the line of the step."""
+    """The graphs that a step builds, and those that no backward pass uses, by the line of the step.
 
-    def __init__(self, loop: tuple[CodeType, ...]):
+    What a graph holds of tensors that `were_there` before the step lives on without it.
+    """
+
+    def __init__(
+        self, loop: tuple[CodeType, ...], were_there: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> None:
+        self._were_there = were_there
         self._kept: dict[Site, dict[int, int]] = {}  # bytes by storage
         self._unused: dict[Site, dict[int, int]] = {}
         self._find = functools.partial(find_site, outermost=True, until=loop)
@@ -116,7 +122,7 @@ class Graphs:
             return tensor.detach(), None
         site, storage = self._find(), tensor.untyped_storage()
         root = tensor if tensor._base is None else tensor._base
-        if site and not (root.is_leaf and root.requires_grad):
+        if site and not (root.is_leaf and root.requires_grad) and not self._were_there(tensor):
             for graphs in (self._kept, self._unused):
                 graphs.setdefault(site, {})[storage_key(storage)] = storage.nbytes()
         return tensor.detach(), site  # the original could keep its own graph alive

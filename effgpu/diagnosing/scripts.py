@@ -219,7 +219,8 @@ def _predict(
     tokens, taken = recorder.looked_up, loading.taken
     within = _current_graph_task_id() != -1  # the optimizer's step: what PyTorch remembers in a pass ends with it
     is_open = not within and torch.is_autocast_enabled("cuda")  # the script's own would end in the middle of ours
-    graphs, halved, frozen, frozen_halved = Graphs(recorder.work.loop), (), (), ()
+    halved, frozen, frozen_halved = (), (), ()
+    graphs = Graphs(recorder.work.loop, functools.partial(recorder.storages.were_there, recorder.storages.now))
     if not within:
         freezing.look(recorder, predicted.events)
     notes = (_WITHIN,) * within + (_OPEN,) * is_open + (refused,) * bool(refused)

@@ -51,6 +51,11 @@ class Storages:
         """The block that a tensor lies in, if it has one."""
         return self._alive_now.get(storage_key(tensor)) if tensor.layout is torch.strided else None
 
+    def were_there(self, before: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage was allocated before such an event, or at it."""
+        block = self.of(tensor)
+        return block is not None and block.born <= before
+
     def __contains__(self, storage: int) -> bool:
         return storage in self._alive_now
 
