@@ -23,7 +23,7 @@ from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing import batches, turns
 from effgpu.diagnosing import functions as module
-from effgpu.diagnosing.batches import change_tensors, padding_shares, time_handing
+from effgpu.diagnosing.batches import change_tensors, padding_shares, time_handing, time_loading
 from effgpu.diagnosing.causes import (
     ANOMALY,
     ATTENTION,
@@ -644,6 +644,13 @@ def test_a_batch_stays_what_it_is_when_its_tensors_change():
     assert changed[0]["name"] == "a" and torch.equal(batch[2]["rows"], ROWS), "the batch itself is left as it is"
     for rows in (changed[0]["rows"], changed[1][0], changed[2]["rows"], changed[3].bytes):
         assert torch.equal(rows, -ROWS)
+
+
+def test_a_slow_loader_with_many_workers_is_let_go_while_it_is_warmed_up_too(monkeypatch):
+    taken = []
+    monkeypatch.setattr(batches, "time", SimpleNamespace(perf_counter=lambda: 4.0 * len(taken)))
+    assert time_loading(lambda: taken.append(1), SimpleNamespace(num_workers=10)) == (4.0, 4.0, 4.0)
+    assert len(taken) == 3 + 3 * 10, "three batches for more than 10 s, and three turns of ten"
 
 
 def test_how_long_a_worker_hands_a_batch_over_is_measured_and_told_where_loading_takes_no_longer():

@@ -70,9 +70,11 @@ def time_loading(take: Callable[[], object], loader: object) -> Range:
 
     After 10 s, a slow loader is let go: then the range is that of the times so far.
     """
-    workers = max(1, getattr(loader, "num_workers", 0))
+    workers, first = max(1, getattr(loader, "num_workers", 0)), time.perf_counter()
     for _ in range(1 + count_ahead(loader)):  # the first one waits for workers to start
         take()
+        if time.perf_counter() - first > _PATIENCE:  # where this waits so long, nothing lies there any more
+            break
     seconds, first = [], time.perf_counter()
     while len(seconds) < FEWEST_BLOCKS:
         began = time.perf_counter()
