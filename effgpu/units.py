@@ -148,10 +148,15 @@ def join_places(lines: Iterable[str]) -> list[str]:
     """Put lines that say the same of several places in the code into one.
 
     `["assumed: a.py:3 reads a number", "assumed: a.py:9 reads a number"]` -> `["assumed: a.py:3, a.py:9: reads a
-    number"]`. Other lines stay as they are.
+    number"]`, and of several values in one place, too. Other lines stay as they are.
     """
-    places: dict[tuple[str, str], dict[str, None]] = {}
+    taken: dict[str, dict[str, None]] = {}
     for line in lines:
+        found = re.fullmatch(r"(.* taken as )([^ :]+)", line)
+        what, value = found.groups() if found else (line, "")
+        taken.setdefault(what, {})[value] = None
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for line in (what + ", ".join(values) for what, values in taken.items()):
         found = re.fullmatch(r"(.*?)(\S+:\d+) (.*)", line)
         before, place, rest = found.groups() if found else (line, "", "")
         places.setdefault((before, rest), {})[place] = None

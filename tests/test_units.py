@@ -153,3 +153,8 @@ def test_lines_that_say_the_same_of_several_places_become_one():
     lines += ["b.py:9 decides", "assumed: b.py:9 reads a number"]
     told = ["not known: a", "assumed: a.py:3, b.py:9: reads a number", "b.py:9 decides"]
     assert units.join_places(lines) == told and units.join_places(told[::2]) == told[::2]
+
+
+def test_values_that_are_taken_in_one_place_are_one_line():
+    lines = [f"assumed: {place} reads a number, taken as {value}" for place in ("a.py:3", "b.py:9") for value in "12"]
+    assert units.join_places([*lines[::-1], "c"]) == ["assumed: b.py:9, a.py:3: reads a number, taken as 2, 1", "c"]
