@@ -603,7 +603,9 @@ def test_a_model_that_is_drawn_or_traced_runs_as_it_is(run, here, expected):
     (here / "tensorboardX" / "writer.py").write_text(f"import torch\n{traces}")
     draws = "import tensorboardX\ntensorboardX.SummaryWriter().add_graph(model, torch.randn(64, 1024).cuda())\n"
     traced = "model = torch.jit.trace(model, torch.randn(64, 1024).cuda())\n"
-    for build, said in ((draws, []), (traced, ["traced code takes what it takes without torch.jit.trace"])):
+    own = "model.save = [3]\nassert torch.jit.trace(model.forward, torch.randn(64, 1024).cuda()).save == [3]\n"
+    as_is = ["traced code takes what it takes without torch.jit.trace"]
+    for build, said in ((draws, []), (traced, as_is), (own, as_is)):
         code, told, errors = run(loop(BUILD + build))
         assert code == 0 and seconds(told) == pytest.approx(expected[1], rel=0.01), errors
         assert told["assumptions"] == said and not told["unknown"]

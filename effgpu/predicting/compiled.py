@@ -56,11 +56,14 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
 
     @functools.wraps(trace)
     def run_untraced(func=None, example_inputs=None, *args, **options):
+        if getattr(func, "__name__", "") == "forward":  # of a module, which PyTorch traces then
+            func = getattr(func, "__self__", func)
         weights = func.parameters() if isinstance(func, torch.nn.Module) else ()
         if not any(isinstance(each, FakeTensor) for each in tensors_of([*weights, example_inputs])):
             return trace(func, example_inputs, *args, **options)
         recorder.say(ASSUMED, "traced code takes what it takes without torch.jit.trace")
-        func.save = functools.partial(torch.jit.save, func)
+        if not hasattr(func, "save"):  # which a module of the script's may have, and read
+            func.save = functools.partial(torch.jit.save, func)
         return func
 
     def is_compiling():  # PyTorch's own code runs as it is
