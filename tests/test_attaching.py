@@ -2270,13 +2270,16 @@ def test_marks_are_counted_anew_where_what_made_them_is_gone():
 CHECKED = {
     "by a name": "fine = bool((loss > 0).all())\nif not fine:\n    raise ValueError('negative')\n",
     "by a function": "fine = bool((loss > 0).all())\ncheck(fine)\n",
+    "by what a function returns": "try:\n    assert is_kept(loss) or loss is None\nexcept AssertionError:\n"
+    "    torch.empty(2**28, device='cuda')\n",
     "told": "if loss > 9:\n    print('large', loss)\nelse:\n    warnings.warn('small')\n",
 }
 
 
 @pytest.mark.parametrize("kind", CHECKED)
 def test_a_check_passes_and_what_is_only_told_changes_nothing(kind, run, expected):
-    helper = "import warnings\ndef check(fine):\n    if not fine: raise ValueError('negative')\n"
+    helper = "import torch, warnings\ndef check(fine):\n    if not fine: raise ValueError('negative')\n"
+    helper += "@torch.no_grad()\ndef is_kept(x): return not x.dim() and torch.allclose(x, x.abs())\n"
     code, told, errors = run(loop(helper + BUILD, STEP + CHECKED[kind]))
     assert code == 0 and not told["unknown"] and told["allocated"] == pytest.approx(expected[0], rel=0.01), errors
     assert [each.split(" ", 1)[1] for each in told["assumptions"]] == ["checks a value, taken as passed"] * (

@@ -108,10 +108,45 @@ def passing(frame: FrameType) -> bool | None:
     """The value with which the check passes that a frame is at; None where it is at none that can be read as one.
 
     A check is an assertion, or an `if` whose body ends in an error: `if not (a >= b).all(): raise ValueError`, or
-    `ok = bool((a >= b).all())` before one.
+    `ok = bool((a >= b).all())` before one. So is what a function returns of which one asks: `assert is_close(a, b)`.
     """
     test, passes = _checks(frame.f_code.co_filename).get(frame.f_lineno, (None, None))
-    return None if test is None else _asked(test, passes)
+    if test is None:
+        return _passing_where_returned(frame)
+    parts = {asked for _, asked in _parts(test, passes)}
+    return parts.pop() if len(parts) == 1 else None
+
+
+def _passing_where_returned(frame: FrameType) -> bool | None:
+    """The same, of what a function returns to a check."""
+    returned, caller = _returned(frame.f_code.co_filename).get(frame.f_lineno), frame.f_back
+    if returned is None or caller is None:
+        return None
+    test, passes = _checks(caller.f_code.co_filename).get(caller.f_lineno, (None, None))
+    wanted = _passing_where_returned(caller) if test is None else _find_part(caller, test, passes)
+    return None if wanted is None else _find_part(frame, returned, wanted)
+
+
+def _find_part(frame: FrameType, test: ast.expr, wanted: bool) -> bool | None:
+    """What the part of a test has to be that a frame runs; None where it runs none as a whole."""
+    line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    spans = [((line, column), (end_line, end_column))]
+    return next((asked for part, asked in _parts(test, wanted) if [*_spans_of([part])] == spans), None)
+
+
+def _parts(test: ast.expr, wanted: bool) -> list[tuple[ast.expr, bool]]:
+    """What a test asks the truth of, and what that has to be."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _parts(test.operand, not wanted)
+    values = test.values if isinstance(test, ast.BoolOp) else []
+    return [part for value in values for part in _parts(value, wanted)] or [(test, wanted)]
+
+
+@once_a_file
+def _returned(file: str) -> dict[int, ast.expr]:
+    """By line: what a function returns there."""
+    nodes = (node for node in ast.walk(parse(file)) if isinstance(node, ast.Return) and node.value)
+    return {line: node.value for node in nodes for line in range(node.lineno, node.end_lineno + 1)}
 
 
 @once_a_file
@@ -135,10 +170,7 @@ def _checks(file: str) -> dict[int, tuple[ast.expr, bool]]:
 
 def _names(test: ast.expr) -> list[str]:
     """The names of which the truth alone is asked."""
-    if isinstance(test, ast.Name):
-        return [test.id]
-    parts = test.values if isinstance(test, ast.BoolOp) else [test.operand] if isinstance(test, ast.UnaryOp) else []
-    return [name for part in parts for name in _names(part)]
+    return [part.id for part, _ in _parts(test, True) if isinstance(part, ast.Name)]
 
 
 def _is_truth(value: ast.expr) -> bool:
@@ -197,13 +229,3 @@ def _equalities(file: str) -> frozenset[int]:
     tests = [node.test for node in ast.walk(parse(file)) if isinstance(node, (ast.If, ast.While))]
     equal = [test for test in tests if isinstance(test, ast.Compare) and [*map(type, test.ops)] == [ast.Eq]]
     return frozenset(line for test in equal for line in range(test.lineno, test.end_lineno + 1))
-
-
-def _asked(test: ast.expr, wanted: bool) -> bool | None:
-    """What each part of a test has to be; None where parts differ, or numbers are compared."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _asked(test.operand, not wanted)
-    if isinstance(test, ast.BoolOp):
-        parts = {_asked(part, wanted) for part in test.values}
-        return parts.pop() if len(parts) == 1 else None
-    return wanted
