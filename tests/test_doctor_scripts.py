@@ -451,8 +451,12 @@ for _ in range(9):
 """
 
 
-def test_that_the_walk_lets_go_of_a_graph_is_no_work_of_the_scripts(run):
-    code, told, errors = run(DROPPED)
+ASKED = DROPPED.replace('device="cuda"))\n    (', 'device="cuda"))\n    torch.cuda.max_memory_allocated()\n    (')
+
+
+@pytest.mark.parametrize("script", [DROPPED, ASKED], ids=["lets go of a graph", "tells of memory"])
+def test_what_the_walk_does_is_no_work_of_the_scripts(script, run):
+    code, told, errors = run(script)
     assert code == 0 and LOADING not in [each["name"] for each in told["examined"]], errors
 
 

@@ -64,7 +64,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
 
     No weights are read or written, and there is one rank. `more` is what else is replaced.
     """
-    spread = [*ranks.alone()]
+    spread, storages = [*ranks.alone()], recorder.storages
     with (
         weights_without_values(recorder),
         _registered(kernels(recorder) if recorder.capability else {}),
@@ -81,7 +81,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
                 recorder.work.wait,
                 recorder.note_emptied_cache,
             ),
-            InUse(recorder.storages.in_use, recorder.storages.most_in_use, recorder.storages.forget_most),
+            InUse(*map(recorder.aside, (storages.in_use, storages.most_in_use, storages.forget_most))),
         ),
         imports.changed(
             {

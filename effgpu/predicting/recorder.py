@@ -143,6 +143,10 @@ class Recorder(TorchDispatchMode):
         """Something is taken for granted, or not known: one of the kinds of `facts`."""
         self.said[Fact(kind, text)] = None
 
+    def aside(self, tell: Callable) -> Callable:
+        """What tells the script of memory: what that takes is the walk's own."""
+        return tell
+
     def note_capability(self) -> None:
         """The step has asked what the GPU is: another one may take another way, unless GPUs are compared, of one."""
         if sites.asked_by_torch(_COMPARES_GPUS):
