@@ -2345,8 +2345,13 @@ rows = [torch.randn(1 + number // 32, 1024) for number in range(256)]
 class Later(BatchSampler):
     def __init__(self, batch_sampler): self.batch_sampler = batch_sampler
     def __iter__(self): return iter(self.batch_sampler)
+class Grouped(BatchSampler):
+    def __iter__(self):
+        rows = sorted(self.sampler) if self.drop_last else self.sampler
+        return iter(BatchSampler(rows, self.batch_size, False))
+random = RandomSampler(rows, generator=torch.Generator().manual_seed(27))
 shared = partial(distributed.DistributedSampler, rows, 1, 0)
-drawn = BatchSampler(RandomSampler(rows, generator=torch.Generator().manual_seed(27)), 1, False)
+drawn = BatchSampler(random, 1, False)
 def pad(rows): return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).flatten(0, 1)
 loader = DataLoader({order}, 32, collate_fn=pad, {more})
 batches = iter(loader)
@@ -2365,6 +2370,8 @@ batches = iter(loader)
         "of one length": ("[torch.randn(2, 1024)] * 256", "", 1),
         "drawn for a loader": ("rows", "batch_sampler=drawn", 1),
         "drawn, by accelerate": ("rows", "batch_sampler=Later(drawn)", 1),
+        "drawn, by a class of its own": ("rows", "batch_sampler=Grouped(random, 1, False)", 1),
+        "drawn, and sorted": ("rows", "batch_sampler=Grouped(random, 32, True)", 8 / 3),
         "drawn for one rank": ("rows", "batch_sampler=BatchSampler(shared(seed=5), 1, False)", 1),
         "for one rank": ("rows", "sampler=shared(shuffle=False)", 8 / 3),
     }.values(),

@@ -72,9 +72,11 @@ def compare_last(loader: DataLoader, size: int) -> float:
     would be gone then, of an iterator.
     """
     sampler = loader.batch_sampler
-    if sampler is None or _is_by_chance(sampler) or isinstance(sampler, Iterator) or not size:
+    if sampler is None or isinstance(sampler, Iterator) or not size:
         return 1.0
     with on_real_tensors(), contextlib.suppress(Exception):  # of the script's own data set
+        if _is_by_chance(sampler):
+            return 1.0
         *_, before, last = itertools.islice(sampler, _MOST)  # of which the latter may be cut short
         batches = (loader.collate_fn([loader.dataset[row] for row in rows]) for rows in (before, last))
         return max(map(_count_bytes, batches)) / size
@@ -82,12 +84,18 @@ def compare_last(loader: DataLoader, size: int) -> float:
 
 
 def _is_by_chance(sampler: Sampler) -> bool:
-    """Whether batches are drawn, also where accelerate shares them among ranks or skips the first."""
+    """Whether batches are drawn, also where accelerate shares them among ranks or skips the first.
+
+    A sampler of the script's own may sort what is drawn: then the last batch is the same each time.
+    """
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     rows = getattr(sampler, "sampler", None)
     drawn = isinstance(rows, _DRAWING) or (type(rows) is DistributedSampler and rows.shuffle)
-    return type(sampler) is BatchSampler and drawn
+    if not drawn or type(sampler) is BatchSampler:
+        return drawn
+    first, again = ([*itertools.islice(sampler, _MOST)] for _ in range(2))
+    return first[-1:] != again[-1:]
 
 
 def _count_bytes(batch: object) -> int:
