@@ -519,7 +519,7 @@ class Named(torch.Tensor):
     def double(self):
         assert self.source == "camera"
         return 2 * self
-batch = torch.ones(64, 1024).as_subclass(Named)
+batch = {made}
 batch.source = "camera"
 """
 DISPATCHED = """
@@ -546,8 +546,9 @@ optimizer.zero_grad()
 """
 
 
-def test_a_tensor_keeps_its_class_and_what_it_holds_on_the_gpu(run):
-    code, told, errors = run(loop(BUILD + NAMED, NAMED_STEP))
+@pytest.mark.parametrize("made", ["torch.ones(64, 1024).as_subclass(Named)", "Named(torch.ones(64, 1024))"])
+def test_a_tensor_keeps_its_class_and_what_it_holds_on_the_gpu(made, run):
+    code, told, errors = run(loop(BUILD + NAMED.format(made=made), NAMED_STEP))
     assert code == 0 and not told["unknown"], errors
 
 

@@ -19,7 +19,7 @@ from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED
 from effgpu.predicting.hardware import Asks, InUse, answering_as
 from effgpu.predicting.order import Order
-from effgpu.predicting.parameters import changing_classes, making_fakes, making_parameters
+from effgpu.predicting.parameters import building_of_class, changing_classes, making_fakes, making_parameters
 from effgpu.predicting.recorder import Recorder, is_meta
 from effgpu.predicting.rules import boxes_at_once, kernels
 from effgpu.predicting.threads import started_inside
@@ -208,6 +208,7 @@ def _fake_classes(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     yield FakeImplCtx, "new_dynamic_size", recorder.reading.choose_rows
     yield torch.nn.Module, "_apply", _apply
     yield torch.Tensor, "_make_subclass", staticmethod(making_fakes(lambda: recorder.fakes, _make_subclass))
+    yield torch.Tensor, "__new__", staticmethod(building_of_class(torch.Tensor.__new__))
     yield torch.Tensor, "as_subclass", changing_classes(torch.Tensor.as_subclass)
     yield FakeTensor, "device", property(recorder.device_of)
     yield FakeTensor, "is_cuda", property(lambda fake: recorder.device_of(fake).type == "cuda")  # where no mode sees

@@ -44,6 +44,18 @@ def has_kinds() -> bool:
     return _fake_kind.cache_info().currsize > 0
 
 
+def building_of_class(build: Callable) -> Callable:
+    """torch.Tensor.__new__, `build`, also of a tensor: `Noise(torch.randn(2))`, which PyTorch refuses within a mode."""
+
+    @functools.wraps(build)
+    def build_of_class(kind, *args, **options):
+        if len(args) != 1 or not isinstance(args[0], torch.Tensor) or kind is torch.Tensor:
+            return build(kind, *args, **options)
+        return args[0].as_subclass(kind)
+
+    return build_of_class
+
+
 def making_fakes(find_mode: Callable[[], FakeTensorMode], make: Callable) -> Callable:
     """torch.Tensor._make_subclass, `make`, also for fake data: PyTorch's own takes no tensor that has a class."""
 
