@@ -552,6 +552,13 @@ def test_a_tensor_keeps_its_class_and_what_it_holds_on_the_gpu(made, run):
     assert code == 0 and not told["unknown"], errors
 
 
+@pytest.mark.parametrize("made", ["torch.ones(64, 1024)", "Named(torch.ones(64, 1024))"])
+def test_a_tensor_that_is_given_the_data_of_one_on_the_gpu_is_there(made, run, expected):
+    named = NAMED.format(made=made) + "batch.data = batch.cuda()\nassert batch.is_cuda and batch.source == 'camera'\n"
+    code, told, errors = run(loop(BUILD + named, STEP.replace("torch.randn(64, 1024)", "batch.normal_()")))
+    assert code == 0 and not told["unknown"] and seconds(told) == pytest.approx(expected[1], rel=0.02), errors
+
+
 def test_what_a_class_does_with_operations_on_the_gpu_is_not_known(run):
     code, told, errors = run(loop(BUILD + DISPATCHED, STEP.replace("torch.randn(64, 1024)", "batch")))
     assert code == 0, errors

@@ -58,6 +58,7 @@ LONG = 5.0  # seconds of forward passes that are worth a line
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
+_SETS_DATA = torch.Tensor.data.__set__
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.DataDependentOutputException,
@@ -357,6 +358,8 @@ class _Placer(Translator):
         fakes = [value for value in map(innermost, _flat(values)) if isinstance(value, FakeTensor)]
         if name == "__set__" and fakes and isinstance(args[1], torch.Tensor) and not _has_fake(args[1:]):
             args = args[0], self._recorder.imitate(args[1].detach(), self._recorder.is_on_host(args[0]))
+        if func == _SETS_DATA and fakes and not _has_fake(args[:1]):
+            return self._become(args[0], args[1].detach())
         if name in ("numpy", "__array__") and fakes and not self._recorder.is_on_host(fakes[0]):
             check_array(name, kwargs)
             self._recorder.work.wait(fakes[0].nbytes)
@@ -440,6 +443,12 @@ class _Placer(Translator):
             if copy.requires_grad:
                 copy.register_hook(lambda gradient: self._move(gradient, back, non_blocking=True))
         return copy
+
+    def _become(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        """`real.data = fake`: from here on, what was real is fake, with what it holds."""
+        made = self._of_its_class(fake, real).requires_grad_(real.requires_grad)
+        vars(made).update(vars(real))
+        torch.utils.swap_tensors(real, made)
 
     def _of_its_class(self, fake: FakeTensor, real: torch.Tensor) -> torch.Tensor:
         """The fake tensor, with the class of the real one and what it holds."""
