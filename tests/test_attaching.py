@@ -559,6 +559,13 @@ def test_a_tensor_that_is_given_the_data_of_one_on_the_gpu_is_there(made, run, e
     assert code == 0 and not told["unknown"] and seconds(told) == pytest.approx(expected[1], rel=0.02), errors
 
 
+def test_data_parallel_moves_a_tensor_without_its_classs_own_method(run, expected):
+    own = "class Own(torch.Tensor):\n    def to(self, *_): raise KeyError\nmodel = torch.nn.DataParallel(model)\n"
+    step = STEP.replace('torch.randn(64, 1024).to("cuda")', "torch.randn(64, 1024).as_subclass(Own)")
+    code, told, errors = run(loop(BUILD + own, step))
+    assert code == 0 and told["allocated"] == pytest.approx(expected[0], rel=0.01), errors
+
+
 def test_what_a_class_does_with_operations_on_the_gpu_is_not_known(run):
     code, told, errors = run(loop(BUILD + DISPATCHED, STEP.replace("torch.randn(64, 1024)", "batch")))
     assert code == 0, errors

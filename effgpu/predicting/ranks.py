@@ -125,7 +125,7 @@ def _spawn_here(function: Callable, args: tuple = (), nprocs: int = 1, *_: objec
 
 
 def _on_one_gpu(self: torch.nn.DataParallel, *inputs: object, **options: object) -> object:
-    move = lambda value: value.to(FIRST_GPU) if isinstance(value, torch.Tensor) else value
+    move = lambda value: torch.Tensor.to(value, FIRST_GPU) if isinstance(value, torch.Tensor) else value
     return self.module(*map(move, inputs), **{name: move(value) for name, value in options.items()})
 
 
