@@ -7,6 +7,7 @@ import linecache
 import math
 import operator
 import re
+import runpy
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -1540,6 +1541,39 @@ MATTERS = {
 def test_how_many_answers_are_right_is_not_known_only_where_something_depends_on_it(use):
     unknown = predict(counting_the_right((SHOWN | MATTERS)[use]), "T4").unknown
     assert any("reads a whole number" in why for why in unknown) == (use in MATTERS), unknown
+
+
+@pytest.mark.parametrize(
+    "use, matters",
+    [
+        ("rows[:, best]", False),
+        ("rows[int(best)]", False),
+        ("rows[0, best.item() + 1]", False),
+        ("torch.roll(rows, -int(best), -1)", False),
+        ("rows.roll(int(best), 0)", False),
+        ("rows[: int(best)]", True),
+        ("rows[0, int(best) :]", True),
+        ("rows[[0] * int(best)]", True),
+        ("torch.zeros(int(best))[0]", True),
+        ("torch.roll(torch.zeros(int(best)), 1)", True),
+    ],
+)
+def test_no_size_depends_on_a_value_that_is_the_place_of_a_row(use, matters, tmp_path):
+    (tmp_path / "train.py").write_text(
+        f"""
+import torch
+def variant():
+    model, rows = torch.nn.Linear(8, 4), torch.randn(16, 8)
+    def step():
+        scores = model(rows)
+        scores.sum().backward()
+        best = scores.mean(0).argmax()
+        {use}
+    return step
+"""
+    )
+    unknown = predict(runpy.run_path(str(tmp_path / "train.py"))["variant"], "T4").unknown
+    assert any("reads a whole number" in why for why in unknown) == matters, unknown
 
 
 def test_a_count_that_is_no_statistic_of_its_line_is_not_known():

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from effgpu.errors import CannotPredict
 from effgpu.predicting.facts import ASSUMED, CHOSEN, UNKNOWN, tell
 from effgpu.predicting.statistic import Statistic
-from effgpu.predicting.uses import find_reader, is_compared, is_in_while, makes_a_statistic, only_tells, passing
+from effgpu.predicting.uses import (
+    find_reader,
+    is_an_index,
+    is_compared,
+    is_in_while,
+    makes_a_statistic,
+    only_tells,
+    passing,
+)
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -92,6 +100,8 @@ class Guesses:
                 self._counting = why
             elif counted:
                 self._recorder.say(ASSUMED, f"{where} reads a count, taken as {value}")
+            elif is_an_index(frame):
+                self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value}")
             else:
                 self._recorder.say(UNKNOWN, why)
         return value

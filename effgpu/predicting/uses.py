@@ -29,11 +29,21 @@ def is_shown(frame: FrameType) -> bool:
     return _is_within(frame, _shown(frame.f_code.co_filename))
 
 
+def is_an_index(frame: FrameType) -> bool:
+    """Whether what a frame reads is the place of a row, or how far `roll` moves: no size depends on it."""
+    within, exactly = _indices(frame.f_code.co_filename)
+    return _is_within(frame, within) or _position(frame) in exactly
+
+
 def _is_within(frame: FrameType, spans: _Spans) -> bool:
+    begin, end = _position(frame)
+    return None not in (*begin, *end) and any(first <= begin and end <= last for first, last in spans)
+
+
+def _position(frame: FrameType) -> tuple:
+    """Where the expression begins and ends that a frame is at, as in _Spans."""
     line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    if None in (line, end_line, column, end_column):
-        return False
-    return any(first <= (line, column) and (end_line, end_column) <= last for first, last in spans)
+    return (line, column), (end_line, end_column)
 
 
 @once_a_file
@@ -50,6 +60,29 @@ def _statistics(file: str) -> _Spans:
 @once_a_file
 def _shown(file: str) -> _Spans:
     return _spans_of(filter(_shows, ast.walk(parse(file))))
+
+
+@once_a_file
+def _indices(file: str) -> tuple[_Spans, _Spans]:
+    """Places of rows, and the expressions that take a tensor as one, as `x[:, i]` does: of no slice with an end."""
+    places, taking = [], []
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Subscript):
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            places += parts
+            if not any(isinstance(part, ast.Slice) and (part.lower or part.upper or part.step) for part in parts):
+                taking.append(node)
+        elif called_name(node) == "roll" and isinstance(node, ast.Call):
+            places += node.args[
+                isinstance(node.func, ast.Name) or ast.unparse(node.func) in ("torch.roll", "np.roll") :
+            ]
+    return _spans_of(filter(_is_plain, places)), _spans_of(taking)
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Whether it is a number that is read, or arithmetic of such: nothing in it makes a tensor or a list of a size."""
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.Call | ast.Slice | ast.List | ast.Tuple))
+    return all(called_name(part) in ("int", "item", "round") for part in parts)
 
 
 def _spans_of(nodes: Iterable[ast.expr]) -> _Spans:
