@@ -1544,6 +1544,46 @@ def test_how_many_answers_are_right_is_not_known_only_where_something_depends_on
 
 
 @pytest.mark.parametrize(
+    "line, is_certain",
+    [
+        ("after", True),
+        ("before", False),
+        ("only once, and earlier", False),
+        ("an operation that takes more", True),
+    ],
+)
+def test_what_came_before_a_value_that_decides_is_certain_to_be_needed(line, is_certain):
+    """As of clipping after a backward pass: no guess of its own can have changed the peak."""
+
+    def variant():
+        model, rows, steps = nn.Linear(1024, 4096), torch.randn(4096, 1024), itertools.count()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def decides(where):
+            if where == line and model.weight.sum() > 1:
+                rows.add_(1)
+
+        def step():
+            decides("before")
+            if not next(steps):
+                decides("only once, and earlier")
+            model(rows).square().mean().backward()
+            decides("after")
+            if line == "an operation that takes more":
+                torch.linalg.matrix_exp(model.weight[:64, :64])
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    predicted = predict(variant, "T4")
+    low = predicted.total().low - predicted.workspaces.low - find_gpu("T4").context[0]
+    assert predicted.unknown and low >= int((1 - LESS) * predicted.resting)
+    whole = pytest.approx((1 - LESS) * predicted.allocated, rel=0.01)
+    assert low == whole if is_certain else low < 0.3 * predicted.allocated
+
+
+@pytest.mark.parametrize(
     "use, matters",
     [
         ("rows[:, best]", False),

@@ -90,7 +90,9 @@ class Guesses:
         self.made.append(Guess(site, where, value))
         if decides:
             self._check_ends(site, where, frame)
-            self._recorder.say(UNKNOWN, f"{where} decides by a value, taken as {truth}")
+            self._recorder.say(
+                UNKNOWN, f"{where} decides by a value, taken as {truth}", until=self._recorder.storages.now
+            )
         elif isinstance(value, float):
             self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value:g}")
         else:
@@ -103,7 +105,7 @@ class Guesses:
             elif is_an_index(frame):
                 self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value}")
             else:
-                self._recorder.say(UNKNOWN, why)
+                self._recorder.say(UNKNOWN, why, until=self._recorder.storages.now)
         return value
 
     def fill(self, where: str | None) -> int:

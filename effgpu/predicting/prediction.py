@@ -80,7 +80,7 @@ class Prediction:
     follow from them, and `segments`. `peak` says who owns the peak: (line, owner, bytes); `kept` what each step leaves
     behind, so that memory grows from step to step. `before` is the peak of a script before the steps that are counted,
     where that is the higher one; else 0. `tight` is what the allocator would hold where it has to give back what it has
-    cached, if `reserved` is far more.
+    cached, if `reserved` is far more. `certain` is the peak up to where something is not known.
     """
 
     allocated: int
@@ -99,6 +99,7 @@ class Prediction:
     kept: tuple[tuple[Site | None, int], ...] = ()
     before: int = 0
     tight: int | None = None
+    certain: int = 0
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -135,8 +136,8 @@ class Prediction:
         `gpu` is as in `predict`, with sizes in bytes; None is the first of `gpus`.
         """
         one, gpu = self.for_gpu(gpu)
-        is_known = memory_is_known(one.said) and gpu.capability >= one.holds_from
-        passing = 0 if not is_known else (one.allocated - one.resting) * (1 - COMPILED_LESS * one.compiled)
+        peak = one.allocated if memory_is_known(one.said) else max(one.certain, one.resting)
+        passing = (peak - one.resting) * (1 - COMPILED_LESS * one.compiled) * (gpu.capability >= one.holds_from)
         low = int((one.resting + passing) * (1 - LESS)) + one.workspaces.low + gpu.context[0]
         return ByteRange(max(low, int(one.before * (1 - LESS)) + gpu.context[0]), one._most(gpu) + one.paged)
 

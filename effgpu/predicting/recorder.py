@@ -33,7 +33,7 @@ from effgpu.predicting.allocator import GPU, HOST, PAGED, Block, find_settings
 from effgpu.predicting.asked import Asked
 from effgpu.predicting.compiled import Compiled
 from effgpu.predicting.counting import Counting
-from effgpu.predicting.facts import ASSUMED, UNTIMED, Fact
+from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED, Fact
 from effgpu.predicting.files import Files
 from effgpu.predicting.guesses import Guesses
 from effgpu.predicting.hardware import FIRST_GPU
@@ -86,6 +86,8 @@ class Recorder(TorchDispatchMode):
         self.over = False
         self.one_at_a_time = RLock()  # calls of the step's threads
         self.said: dict[Fact, None] = {}  # in the order of their appearance
+        self.known_until: dict[Fact, float] = {}  # the event of the last step up to which memory was, of what is not
+        self._known_until: dict[Fact, float] = {}  # the same for the step that it is
         self.holds_from = (0, 0)  # the lowest capability that behaves the same
         self.storages = Storages(rounded=bool(self.capability))
         self.work = Work(self)
@@ -139,9 +141,15 @@ class Recorder(TorchDispatchMode):
         block = self.storages.of(fake)
         return device_while_looked_up(fake) if block is not None and block.place == HOST else FIRST_GPU
 
-    def say(self, kind: str, text: str) -> None:
-        """Something is taken for granted, or not known: one of the kinds of `facts`."""
-        self.said[Fact(kind, text)] = None
+    def say(self, kind: str, text: str, *, until: float = 0) -> None:
+        """Something is taken for granted, or not known: one of the kinds of `facts`.
+
+        `until` is the event up to which the memory of the step is known all the same.
+        """
+        fact = Fact(kind, text)
+        self.said[fact] = None
+        if kind == UNKNOWN:
+            self._known_until.setdefault(fact, until)
 
     def aside(self, tell: Callable) -> Callable:
         """What tells the script of memory: what that takes is the walk's own."""
@@ -203,6 +211,7 @@ class Recorder(TorchDispatchMode):
         """A step is over: say whose its storages are, and what it leaves behind more than the one before."""
         self.name_owners()
         self.idle = self.optimizers.idle()
+        self.known_until, self._known_until = self._known_until, {}
         self.guesses.end_step()
         self.storages.end_step()
 

@@ -183,6 +183,11 @@ class Storages:
         """The most bytes on the GPU since the walk counts, and the event at which they were."""
         return find_peak(self.on_gpu, self.first)
 
+    def peak_until(self, event: float) -> int:
+        """The most bytes on the GPU in the last step, up to an event; nothing for one before that step."""
+        begun = self._ends[-2] if len(self._ends) > 1 else self.first
+        return find_peak([block for block in self.on_gpu if block.born <= event], begun)[0] * (event >= begun)
+
     def peak_before(self) -> tuple[int, Site | None]:
         """The most bytes on the GPU before that, and the line that took the last of them."""
         blocks = [block for block in self.on_gpu if self.emptied < block.died and block.born <= self.first]

@@ -7,6 +7,7 @@ machine; where a GPU keeps something else than a CPU, the rules of rules.py answ
 
 import contextlib
 import inspect
+import math
 import os
 import re
 import traceback
@@ -175,6 +176,7 @@ def conclude(recorder: Recorder) -> Prediction:
     blocks = [block for block in storages.on_gpu if block.died > storages.emptied]
     reserved = count_reserved(blocks)
     tight = count_reserved(blocks, peak) if reserved > _CACHED * peak else None
+    unknown = (fact for fact in recorder.said if fact.kind == UNKNOWN)
     return Prediction(
         peak,
         owners,
@@ -190,6 +192,7 @@ def conclude(recorder: Recorder) -> Prediction:
         peak=_divide_by_line(at_peak),
         kept=storages.kept,
         tight=tight,
+        certain=storages.peak_until(min((recorder.known_until.get(fact, 0) for fact in unknown), default=math.inf)),
     )
 
 

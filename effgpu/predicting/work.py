@@ -1,5 +1,6 @@
 """The work of the step that counts: its kernels, copies and waits, in their order, and what is not known of them."""
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -111,14 +112,14 @@ class Work:
         if kernels and func.namespace != "aten":
             name = f"{func.namespace}::{func.overloadpacket.__name__}"
             if func.namespace == "torch_nn":  # PyTorch's own, in Python: linear_cross_entropy in chunks
-                say(UNKNOWN, f"what {name} computes, and takes while it does")
+                say(UNKNOWN, f"what {name} computes, and takes while it does", until=math.inf)
             else:
                 say(ASSUMED, f"{name} takes as long as reading its arguments and writing its results")
         if kernels and lacks_rule(func, args):
             name = f"{func.overloadpacket.__name__}{' of a sparse tensor' * has_sparse(args)}"
             say(UNTIMED, f"{name} computes: only what it reads and writes")
         if kernels and func.overloadpacket is aten.linalg_matrix_exp:  # powers of the matrix, the longer the more
-            say(UNKNOWN, "what linalg_matrix_exp takes to work in, beside its result")
+            say(UNKNOWN, "what linalg_matrix_exp takes to work in, beside its result", until=math.inf)
         for kernel in kernels:
             if kernel.product and kernel.format.startswith(FP8) and self._recorder.capability >= FP8_FROM:
                 say(ASSUMED, "products in 8 bits take half as long as in fp16")
