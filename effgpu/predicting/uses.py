@@ -162,9 +162,8 @@ def _passing_where_returned(frame: FrameType) -> bool | None:
 
 def _find_part(frame: FrameType, test: ast.expr, wanted: bool) -> bool | None:
     """What the part of a test has to be that a frame runs; None where it runs none as a whole."""
-    line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    spans = [((line, column), (end_line, end_column))]
-    return next((asked for part, asked in _parts(test, wanted) if [*_spans_of([part])] == spans), None)
+    spans = (_position(frame),)
+    return next((asked for part, asked in _parts(test, wanted) if _spans_of([part]) == spans), None)
 
 
 def _parts(test: ast.expr, wanted: bool) -> list[tuple[ast.expr, bool]]:
