@@ -180,6 +180,21 @@ for number in range(40):
     optimizer.zero_grad()
     checked = model(inputs)
 """
+LINEAR = """
+import torch
+inputs = torch.randn(2048, 4096, device="cuda")
+model = torch.nn.Linear(4096, 8).cuda()  # keeps its inputs alone
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number in range(40):
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_line_may_keep_nothing_but_what_was_there(run):
+    code, told, errors = run(LINEAR)
+    assert code == 0 and VALIDATION not in [each["name"] for each in told["findings"]], errors
 
 
 def test_what_a_graph_keeps_is_what_would_be_gone_without_it(run):

@@ -129,7 +129,7 @@ class Graphs:
 
     def _use(self, kept: tuple[torch.Tensor, Site | None]) -> torch.Tensor:
         tensor, site = kept
-        if site:
+        if site in self._unused:
             self._unused[site].pop(storage_key(tensor), None)
         return tensor
 
