@@ -277,7 +277,8 @@ class Comparison:
     def _tell_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""
         found = [(one.gpu, one.unchecked) for predicted in self.full_size.values() for one in predicted]
-        return [f"Checked by no published time: {missing}." for missing in list_unchecked(found)]
+        missing = list_unchecked(found)
+        return [f"Checked by no published time: {'; '.join(missing)}."] * bool(missing)
 
     def _tell_untimed(self) -> list[str]:
         """Of which variants a part of the time is not known."""

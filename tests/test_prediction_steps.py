@@ -1587,8 +1587,10 @@ def test_what_came_before_a_value_that_decides_is_certain_to_be_needed(line, is_
     "use, matters",
     [
         ("rows[:, best]", False),
-        ("rows[int(best)]", False),
-        ("rows[0, best.item() + 1]", False),
+        ("rows[:, best.item() + 1]", False),
+        ("rows[int(best)]", True),  # as of a list
+        ("rows[[2, 4, 8, 16][int(best)] :]", True),
+        ("torch.zeros([2, 4, 8, 16][best])", True),
         ("torch.roll(rows, -int(best), -1)", False),
         ("rows.roll(int(best), 0)", False),
         ("rows[: int(best)]", True),

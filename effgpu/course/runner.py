@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from tqdm import tqdm
@@ -145,7 +146,7 @@ def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Ou
     """Add a lesson's results to the results file of its machine. Returns the outcome, with a failure if that failed.
 
     Results of an earlier run with the same name are replaced, those of `earlier` lessons of this run are not. The file
-    has them in the order of the lessons, whichever ended first.
+    has them by name, whichever lesson ended first.
     """
     owners = {each.name: other.name for other in reversed(earlier) for each in other.comparisons}
     failures = [outcome.failure] if outcome.failure else []
@@ -156,7 +157,7 @@ def store(outcome: Outcome, folder: Path, earlier: Sequence[Outcome] = ()) -> Ou
         path = folder / f"{outcome.comparisons[0].device.slug}.json"
         try:
             before = {each.name: each for each in results.load(path)} if path.exists() else {}
-            results.save(sorted((before | fresh).values(), key=lambda each: each.name[:3]), path)
+            results.save(sorted((before | fresh).values(), key=attrgetter("name")), path)
         except (OSError, ValueError) as error:  # for example a full disk
             failures.append(f"results could not be stored: {error}")
     return replace(outcome, failure="; ".join(failures) or None)

@@ -125,12 +125,14 @@ def tell_copies(seen: Observed, events: list[Event]) -> str:
 
 def give_fewer_gradients(seen: Observed) -> str:
     """How to leave out the gradients that nothing uses."""
-    frozen = (
-        "requires_grad_(False) for the weights that no optimizer has, or torch.no_grad() around what needs no graph"
-    )
-    through = "requires_grad_(False) for a network's weights while another one's loss runs through it"
-    frozen, dropped = f"{frozen}: both save memory, too", f"{through}, or .detach() of what is not to be trained"
-    return "; ".join([frozen] * bool(seen.untrained) + [dropped] * bool(seen.dropped[0]))
+    changes = []
+    if seen.untrained:
+        without = "torch.no_grad() around what needs no graph: both save memory, too"
+        changes.append(f"requires_grad_(False) for the weights that no optimizer has, or {without}")
+    if seen.dropped[0]:
+        through = "requires_grad_(False) for a network's weights while another one's loss runs through it"
+        changes.append(f"{through}, or .detach() of what is not to be trained")
+    return "; ".join(changes)
 
 
 def tell_unused_gradients(seen: Observed, events: list[Event]) -> str:

@@ -30,7 +30,6 @@ class Freezing:
         self.weights: list[torch.Tensor] = []  # that no optimizer has
         self.dropped: dict[int, list[torch.Tensor]] = {}  # by the number of the pass in its step
         self._may = may
-        self._leaves_out = False
         self._step = self._looked = 0  # which one it is, and which was looked at
         self._number = 0  # of the last pass in its step
         self._sites: dict[int, Site | None] = {}  # by the number of the pass
@@ -76,13 +75,11 @@ class Freezing:
     def freezing(self) -> Iterator[None]:
         """Inside, the weights get no gradients."""
         self._set(False)
-        self._leaves_out = True
         self.frozen += [*self.weights, *(weight for weights in self.dropped.values() for weight in weights)]
         try:
             yield
         finally:
             self.frozen.clear()
-            self._leaves_out = False
             self._set(True)
 
     def _set(self, requires_grad: bool) -> None:
@@ -95,18 +92,19 @@ class Freezing:
             return run_backward(tensors, *args, **kwargs)
         *before, inputs = args
         given = inputs or [leaf for leaf in leaves(tensors) if leaf.requires_grad]
-        self._number, step, number = self._number + 1, self._step, self._number + 1
+        self._number = number = self._number + 1
+        place = self._step, number  # both may be others once the pass is over
         self._sites[number] = find_site()
         self._note_dropped()
         were = [_state(leaf) for leaf in given]
-        if self._leaves_out and number in self.dropped:
+        if self.frozen and number in self.dropped:
             left_out = {*map(id, self.dropped[number])}
             inputs = tuple(leaf for leaf in given if id(leaf) not in left_out) or inputs
         result = run_backward(tensors, *before, inputs, **kwargs)
         for leaf, was in zip(given, were):
             if leaf.grad is not None and _state(leaf) != was:
                 _, passes = self._given.get(leaf, (None, ()))
-                self._given[leaf] = weakref.ref(leaf.grad), (*passes, (step, number))
+                self._given[leaf] = weakref.ref(leaf.grad), (*passes, place)
         return result
 
     def _note_dropped(self) -> None:

@@ -37,8 +37,7 @@ class Observed:
     updates take longest. `multiplied` are the FLOPs of the forward pass's products, `stepped` counts the optimizers'
     steps. `time_first` says that a module takes the batch with time as its first dimension. `halved` are the step's
     events in 16 bits, `frozen` those without the gradients of so many `untrained` weights, which no optimizer has, and
-    without so many gradients that are `dropped` before an optimizer uses them, which the backward passes in these
-    lines give;
+    without so many that are `dropped` before an optimizer uses them, which the backward passes in these lines give;
     `frozen_halved` those with both changes. `loop` is the one that calls most of its forward pass, `updates` are those
     over weights. `trainer` is the library that makes the steps, one of `TRAINERS`, or "". `padding` is the
     share of the tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.

@@ -234,21 +234,17 @@ def _predict(
         with freezing.freezing():
             return (yield from _repeat(recorder, predicted.events, backward=False))
 
+    freezes = bool(freezing.weights or freezing.dropped)
     try:
-        if freezing.dropped:  # before 16 bits: what a step in these leaves to the next one may not go with 32
+        if freezes:  # before 16 bits: what a step in these leaves to the next one may not go with 32
             frozen = yield from freeze()
         if not notes:
             with in_16_bits(gpu):
                 halved = yield from _repeat(recorder, predicted.events)
                 frozen_halved = (yield from freeze()) if halved and frozen else ()
             notes += (_OTHER_WORK,) * (not halved)
-        if freezing.weights and not frozen:
-            frozen = yield from freeze()
-            if halved and frozen:
-                with in_16_bits(gpu):
-                    frozen_halved = yield from freeze()
     except ScriptOver:
-        if not (freezing.dropped or halved or notes):
+        if not freezes:
             raise
         notes += (_TOO_FEW,) * (not (halved or notes))
     recorder.own.end()

@@ -78,11 +78,10 @@ def attention(
         return aten._scaled_dot_product_attention_math.default(*given, **options)[0]
     with recorder.values.leaving_out():
         bias = _bias(attn_mask, query)
-        bias = bias if chosen == CUDNN else _padded(bias, query, key)
     if chosen == CUDNN:
         given = query, key, value, bias, trained, dropout_p, is_causal, False
         return aten._scaled_dot_product_cudnn_attention.default(*given, scale=scale)[0]
-    given = query, key, value, bias, trained, dropout_p, is_causal
+    given = query, key, value, _padded(bias, query, key), trained, dropout_p, is_causal
     return aten._scaled_dot_product_efficient_attention.default(*given, scale=scale)[0]
 
 

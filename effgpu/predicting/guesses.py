@@ -90,9 +90,7 @@ class Guesses:
         self.made.append(Guess(site, where, value))
         if decides:
             self._check_ends(site, where, frame)
-            self._recorder.say(
-                UNKNOWN, f"{where} decides by a value, taken as {truth}", until=self._recorder.storages.now
-            )
+            self._say_unknown(f"{where} decides by a value, taken as {truth}")
         elif isinstance(value, float):
             self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value:g}")
         else:
@@ -105,8 +103,12 @@ class Guesses:
             elif is_an_index(frame):
                 self._recorder.say(ASSUMED, f"{where} reads a number, taken as {value}")
             else:
-                self._recorder.say(UNKNOWN, why, until=self._recorder.storages.now)
+                self._say_unknown(why)
         return value
+
+    def _say_unknown(self, why: str) -> None:
+        """From here on, what the step takes is not known."""
+        self._recorder.say(UNKNOWN, why, until=self._recorder.storages.now)
 
     def fill(self, where: str | None) -> int:
         """What an array is filled with that nobody knows: with zeros, and after an error with ones."""
@@ -136,7 +138,7 @@ class Guesses:
         if not why:
             return value
         self.statistics = True
-        return Statistic(value, lambda: self._recorder.say(UNKNOWN, why))
+        return Statistic(value, lambda: self._say_unknown(why))
 
     def answer_otherwise(self, *kinds: type) -> bool:
         """After an error: take the last guess of the first kind that has one left the other way round in the next walk.

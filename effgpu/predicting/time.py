@@ -27,6 +27,7 @@ BUS_BOUND = "PCI Express"
 # Perfect fusion: of a chain of operations on one tensor, one reads and one writes. Not measured: the range says so.
 FUSED, FUSED_CALLS = 1 / 3, 0.2
 FUSES = NORM, OTHER  # kinds of kernels
+_SOFTMAX = "_softmax", "exp"  # the latter of one that is written out
 _SOME = 0.1  # of the products' time, without attention: ConvNeXt's convolutions take a fifth to a third of it
 
 
@@ -145,7 +146,7 @@ class _Work:
     bounds: Counter = field(default_factory=Counter)  # seconds by what decides them
     multiplied: Counter = field(default_factory=Counter)  # seconds by kind and format of what multiplies
     between_waits: list = field(default_factory=list)  # seconds of the GPU and of the CPU
-    attends: bool = False  # also as a formula, by products of batches of matrices
+    attends: bool = False
 
     def network(self, gpu: Gpu) -> Network | None:
         """The kind of the network by what takes the most time of its arithmetic, and the format of most of that."""
@@ -163,7 +164,7 @@ class _Work:
 
 
 def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work:
-    work = _Work()
+    work = _Work(attends=_attends(segments))
     for segment in segments:
         together = 0.0
         for kernel, number in segment.kernels.items():
@@ -186,9 +187,16 @@ def _add_up(segments: Sequence[Segment], gpu: Gpu, fused: bool = False) -> _Work
             work.sources[what, counted_as(kernel.format, gpu) * bool(computes), layout] += seconds
             if kernel.kind in (PRODUCT, ATTENTION, CONVOLUTION):
                 work.multiplied[kernel.kind == CONVOLUTION, kernel.format] += seconds
-            work.attends |= kernel.kind == ATTENTION or (kernel.kind == PRODUCT and kernel.product[0] > 1)
         work.between_waits.append((together, segment.calls * (FUSED_CALLS if fused else 1) * gpu.launch))
     return work
+
+
+def _attends(segments: Sequence[Segment]) -> bool:
+    """Whether a step has attention, in one kernel or as a formula: a softmax and products of batches of matrices."""
+    kernels = {kernel for segment in segments for kernel in segment.kernels}
+    in_batches = any(kernel.kind == PRODUCT and kernel.product[0] > 1 for kernel in kernels)
+    weighs = in_batches and any(kernel.name in _SOFTMAX for kernel in kernels)
+    return weighs or any(kernel.kind == ATTENTION for kernel in kernels)
 
 
 def _add_stretches(

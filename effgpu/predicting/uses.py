@@ -64,18 +64,20 @@ def _shown(file: str) -> _Spans:
 
 @once_a_file
 def _indices(file: str) -> tuple[_Spans, _Spans]:
-    """Places of rows, and the expressions that take a tensor as one, as `x[:, i]` does: of no slice with an end."""
+    """Places of rows in an array, and the expressions that take a tensor as one, as `x[:, i]` does.
+
+    Not `x[i]`, which may be a list of layers or of sizes, and no slice with an end.
+    """
     places, taking = [], []
     for node in ast.walk(parse(file)):
-        if isinstance(node, ast.Subscript):
-            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            places += parts
-            if not any(isinstance(part, ast.Slice) and (part.lower or part.upper or part.step) for part in parts):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+            slices = [part for part in node.slice.elts if isinstance(part, ast.Slice)]
+            places += node.slice.elts * bool(slices)
+            if slices and not any(each.lower or each.upper or each.step for each in slices):
                 taking.append(node)
-        elif called_name(node) == "roll" and isinstance(node, ast.Call):
-            places += node.args[
-                isinstance(node.func, ast.Name) or ast.unparse(node.func) in ("torch.roll", "np.roll") :
-            ]
+        elif isinstance(node, ast.Call) and called_name(node) == "roll":
+            of_a_module = isinstance(node.func, ast.Name) or ast.unparse(node.func.value) in ("torch", "np", "numpy")
+            places += node.args[of_a_module:]  # the first is what is rolled
     return _spans_of(filter(_is_plain, places)), _spans_of(taking)
 
 
