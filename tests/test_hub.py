@@ -212,7 +212,7 @@ def test_the_real_names_lead_to_what_the_lessons_expect():
     assert hub.load_classifier(hub.DISTILBERT, 5)(**batch).logits.shape == (2, 5)
     qwen = hub.load_language_model(hub.QWEN)
     assert qwen.config.vocab_size == 151_936 and hub.read_tokens(hub.QWEN, 2, 100).shape == (2, 100)
-    assert hub.load_resnet(10)(torch.rand(1, 3, 32, 32)).shape == (1, 10)
+    assert hub.load_resnet(10)(torch.rand(2, 3, 32, 32)).shape == (2, 10)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(hub.DISTILGPT2).eval()
     model, texts, _ = hub.language_model(batch=2, length=32, device="cpu")
     with torch.no_grad():
