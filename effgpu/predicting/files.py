@@ -317,10 +317,6 @@ class Files:
         is_own = path in self.written or _is_device(path)
         return not is_own and (_lstat(path).st_ctime < self._began or path in self._seen)  # a log that grows is new
 
-    def leave(self, file: object) -> bool:
-        """Whether a file is from before, and left alone; where its name is a link, what it leads to."""
-        return self.leave_path(self.end(file))
-
     def leave_path(self, path: str | None) -> bool:
         """Whether to leave a file alone, as it is from before."""
         left = self.is_from_before(path)

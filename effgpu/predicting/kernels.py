@@ -177,7 +177,7 @@ def _sort_places(tensor: torch.Tensor, indices: list) -> int:
     """The bytes of what index_put_with_sort_kernel does with places: it makes them, and sorts them by as few bits."""
     last = tensor.numel() // max(1, math.prod(tensor.shape[len(indices) :]))
     passes = -(-last.bit_length() // 8)
-    return places_of(tensor, indices) * (12 * 8 + passes * 2 * 16)
+    return places_of(indices) * (12 * 8 + passes * 2 * 16)
 
 
 def touching(name: str, tensors: list[torch.Tensor]) -> Kernel:
@@ -190,7 +190,7 @@ def copy_over_bus(tensor: torch.Tensor, pinned: bool) -> Kernel:
     return Kernel("copy", COPY, _name(tensor.dtype), 0, _size(tensor), layout="pinned" if pinned else "ordinary")
 
 
-def lacks_rule(func, args: tuple = ()) -> bool:
+def lacks_rule(func, args: tuple) -> bool:
     """Whether an operation of PyTorch's computes more than it reads and writes, and no rule here knows how much."""
     name = func.overloadpacket.__name__
     if name in _PRODUCTS and has_sparse(args):
@@ -273,7 +273,7 @@ def selects_in_blocks(tensor: torch.Tensor, dim: int | None) -> bool:
     return row >= next(least for most, least in _LONG_SELECTION if rows <= most)
 
 
-def places_of(tensor: torch.Tensor, indices: list) -> int:
+def places_of(indices: list) -> int:
     """How many places an index names, each of which may be a row."""
     return math.prod(torch.broadcast_shapes(*(each.shape for each in indices if each is not None)))
 

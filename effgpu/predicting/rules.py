@@ -423,7 +423,7 @@ def _index_put(tensor: torch.Tensor, indices: list, values: torch.Tensor, accumu
     """
     if not accumulate:
         return 0
-    places = places_of(tensor, indices)
+    places = places_of(indices)
     kept = [size for n, size in enumerate(tensor.shape) if n >= len(indices) or indices[n] is None]
     whole = places * math.prod(kept)
     copied = whole * values.element_size() * (values.numel() < whole or not values.is_contiguous())

@@ -56,9 +56,6 @@ class Storages:
         block = self.of(tensor)
         return block is not None and block.born <= before
 
-    def __contains__(self, storage: int) -> bool:
-        return storage in self._alive_now
-
     def add(self, tensor: torch.Tensor, place: str, *, forward: bool) -> Block | None:
         """Count a tensor's storage, if it is new and not empty. `forward` says whether it is a forward pass's."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
