@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -86,12 +87,7 @@ def asked_by_torch(parts: Sequence[str]) -> bool:
 
 def readers_frames() -> list[FrameType]:
     """The frames of the reader's code that are running, the innermost first."""
-    frame, found = sys._getframe(1), []
-    while frame is not None:
-        if whose(frame.f_code.co_filename) is READER:
-            found.append(frame)
-        frame = frame.f_back
-    return found
+    return [frame for frame, _ in walk_stack(sys._getframe(1)) if whose(frame.f_code.co_filename) is READER]
 
 
 @functools.cache

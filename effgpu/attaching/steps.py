@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
+from traceback import walk_stack
 from types import CodeType
 from typing import Any
 
@@ -86,12 +87,9 @@ def _is_within_its_step(optimizer: torch.optim.Optimizer) -> bool:
     A subclass may call its parent's step, which has hooks of its own as soon as anybody makes a parent. What runs them
     is the frame that called our hook.
     """
-    frame = sys._getframe(2)
-    code = frame.f_code
-    while (frame := frame.f_back) is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
-            return True
-    return False
+    hooked = sys._getframe(2)
+    outside = (frame for frame, _ in walk_stack(hooked.f_back) if frame.f_code is hooked.f_code)
+    return any(frame.f_locals.get("self") is optimizer for frame in outside)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType
 
 import torch
@@ -235,8 +236,5 @@ def _has_mask(indices) -> bool:
 
 def find_trainer() -> str:
     """The library that makes the step which ends here, the first of `TRAINERS` whose code runs; "" if none does."""
-    frame, files = sys._getframe(1), []
-    while frame:
-        files.append(Path(frame.f_code.co_filename).as_posix())
-        frame = frame.f_back
+    files = [Path(frame.f_code.co_filename).as_posix() for frame, _ in walk_stack(sys._getframe(1))]
     return next((name for name, parts in TRAINERS.items() if any(part in file for part in parts for file in files)), "")

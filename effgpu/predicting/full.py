@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from math import inf
+from traceback import walk_stack
 
 import torch
 
@@ -41,14 +42,10 @@ class Room:
 
 def _find_catcher() -> Site | None:
     """The innermost `try` whose handlers speak of memory: it would catch running out of it now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        if whose(file) in (READER, LIBRARY):
-            starts = [lines.start for lines in _guarded(file) if line in lines]
-            if starts:
-                return Site(file, max(starts))
-        frame = frame.f_back
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if whose(file) in (READER, LIBRARY) and (starts := [each.start for each in _guarded(file) if line in each]):
+            return Site(file, max(starts))
     return None
 
 

@@ -5,6 +5,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from traceback import walk_stack
 from types import CodeType
 from typing import TYPE_CHECKING
 
@@ -181,14 +182,13 @@ class Optimizers:
 
 def _running() -> list[CodeType]:
     """The code of the optimizer's that is running now, a reader's or a library's."""
-    frame, seen, found = sys._getframe(1), [], []
-    while frame is not None:
+    seen, found = [], []
+    for frame, _ in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if file == _OPTIMIZERS:
             found = list(seen)  # what is further out is the training loop
         elif whose(file) in (READER, LIBRARY):
             seen.append(frame.f_code)
-        frame = frame.f_back
     return found
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from traceback import walk_stack
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -501,12 +502,8 @@ def _has_fake(values: tuple) -> bool:
 
 def _builds_module() -> bool:
     """Whether a module's __init__ is running."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
-            return True
-        frame = frame.f_back
-    return False
+    builders = (frame for frame, _ in walk_stack(sys._getframe(2)) if frame.f_code.co_name == "__init__")
+    return any(isinstance(frame.f_locals.get("self"), torch.nn.Module) for frame in builders)
 
 
 def _in_autograd_function() -> bool:
@@ -514,13 +511,8 @@ def _in_autograd_function() -> bool:
 
     It is known by its first argument's name. A frame that is asked for its variables would keep those that it drops.
     """
-    frame = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount and code.co_varnames[0] == "ctx":
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe(2)))
+    return any(code.co_name == "forward" and code.co_argcount and code.co_varnames[0] == "ctx" for code in codes)
 
 
 def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object]]:

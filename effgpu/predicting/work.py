@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable
+from traceback import walk_stack
 from typing import TYPE_CHECKING
 
 import torch
@@ -222,7 +223,4 @@ class Work:
 
 def _is_checkpointing() -> bool:
     """Whether a checkpoint of PyTorch's runs what is running."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in walk_stack(sys._getframe(1)))
