@@ -1,6 +1,7 @@
 """Whether the step that is predicted is the one that runs: what was seen of both is compared."""
 
 import ast
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,14 +26,12 @@ def check_walked(seen: Observed, predicted: Prediction) -> list[str]:
     kernels = [kernel for event in predicted.events if event.phase == FORWARD for kernel in event.kernels]
     ran, walked = seen.multiplied, count_products(kernels)
     notes = []
-    if ran and walked:
-        factor = max(ran, walked) / min(ran, walked)
+    if ran:
+        factor = max(ran, walked) / min(ran, walked) if walked else math.inf
         if factor > _OTHER:
             raise CannotPredict(f"{_differs(ran, walked)}: what it decides by values has no prediction")
         if factor > _ALIKE:
             notes.append(f"not known: {_differs(ran, walked)}")
-    elif ran:
-        raise CannotPredict(f"{_differs(ran, walked)}: what it decides by values has no prediction")
     updates = any(event.optimizing for event in predicted.events)
     if updates != bool(seen.stepped):
         which = "was walked and not in the one that ran" if updates else "ran and not in the one that was walked"

@@ -92,19 +92,21 @@ def _find_slowest_optimizer(timeline: Timeline) -> tuple[tuple[str, bool | None]
 
 def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
     """What can be changed in the predicted step."""
-    without = {TF32} if gpu.capability < (8, 0) else set()
-    without |= set() if seen.halved else {PRECISION}
-    without |= set() if seen.frozen else {UNTRAINED}
-    without |= set() if any(map(is_double, prediction.events)) else {DOUBLE}
-    without |= set() if any(map(looks_for_nan, prediction.events)) else {ANOMALY}
-    fits = prediction.verdict(gpu) == FITS
-    without |= set() if fits and any(event.again for event in prediction.events) else {CHECKPOINTS}
-    without |= set() if seen.has_loader or seen.loading[0] or seen.working else {LOADING}
-    without |= set() if seen.has_loader or any(event.kind == COPY for event in seen.events) else {COPYING}
-    without |= set() if any(event.evaluating for event in prediction.events) else {EVALUATING}
-    without |= set() if seen.updates and not seen.compiled else {UPDATES}  # compiled: all calls count as fewer
-    without |= set() if seen.compiling is not None else {COMPILING}
-    return [name for name in CAUSES if name not in without]
+    events, fits = prediction.events, prediction.verdict(gpu) == FITS
+    can_be = {  # all others always can
+        TF32: gpu.capability >= (8, 0),
+        PRECISION: seen.halved,
+        UNTRAINED: seen.frozen,
+        DOUBLE: any(map(is_double, events)),
+        ANOMALY: any(map(looks_for_nan, events)),
+        CHECKPOINTS: fits and any(event.again for event in events),
+        LOADING: seen.has_loader or seen.loading[0] or seen.working,
+        COPYING: seen.has_loader or any(event.kind == COPY for event in seen.events),
+        EVALUATING: any(event.evaluating for event in events),
+        UPDATES: seen.updates and not seen.compiled,  # compiled: all calls count as fewer
+        COMPILING: seen.compiling is not None,
+    }
+    return [name for name in CAUSES if can_be.get(name, True)]
 
 
 def _predict(name: str, timeline: Timeline, seen: Observed, names: list[str]) -> Finding:
