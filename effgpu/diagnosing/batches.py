@@ -59,6 +59,17 @@ def padding_shares(looked_up: list[torch.Tensor]) -> tuple[float, float]:
     return (1 - tokens_kept / total, 1 - pairs_kept / total_pairs) if total else (0.0, 0.0)
 
 
+def describe_loader(loader: object) -> dict[str, object]:
+    """What `Observed` has of a loader, by its names; None is no loader."""
+    return {
+        "has_loader": loader is not None,
+        "workers": getattr(loader, "num_workers", 0),
+        "pinned": bool(getattr(loader, "pin_memory", False)),
+        "persistent": bool(getattr(loader, "persistent_workers", False)),
+        "streams": isinstance(getattr(loader, "dataset", None), IterableDataset),
+    }
+
+
 def count_ahead(loader: object) -> int:
     """How many batches the workers of a loader have made, or are making, before they are asked for."""
     ahead = getattr(loader, "prefetch_factor", None) or _AHEAD

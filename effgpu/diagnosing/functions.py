@@ -116,9 +116,7 @@ def _examine(step: Callable, batches: Batches, target: Gpu | None) -> Observed:
     """Observe two calls of the step, and time the loader or, with a target, the changes that can be made here."""
     fed = _StepWithBatch(step, batches)
     supply = Supply(
-        has_loader=batches.loader is not None,
         loader=batches.loader,
-        pinned=batches.pinned,
         same=fed.same,
         on_gpu=fed.on_gpu,
         last=lambda: tensors_in(fed.batch),

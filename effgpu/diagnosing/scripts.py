@@ -10,12 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch.utils.data import IterableDataset
 
 from effgpu.attaching.child import Again
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks, Plan, ScriptOver
-from effgpu.diagnosing.batches import count_ahead, padding_shares
+from effgpu.diagnosing.batches import count_ahead, describe_loader, padding_shares
 from effgpu.diagnosing.causes import PRECISION, TF32
 from effgpu.diagnosing.diagnosis import NO_LOADER, ONLY_CALLS, THRESHOLD
 from effgpu.diagnosing.gradients import Freezing
@@ -93,9 +92,7 @@ def _measure(
     batches = max(1, len(loading.taken))
     is_open = torch.is_autocast_enabled("cuda")
     supply = Supply(
-        has_loader=loader is not None,
         loader=loader,
-        pinned=bool(getattr(loader, "pin_memory", False)),
         same=loading.same,
         on_gpu=moving.on_gpu,
         last=lambda: list(moving.last.values()),
@@ -273,15 +270,11 @@ def _predict(
         dropped=freezing.count_dropped(),
         loop=find_loop(predicted.events),
         updates=find_updates(predicted.events),
-        has_loader=loader is not None,
         loading=took,
         handing=handing,
         working=working,
         evaluating=evaluating,
-        workers=getattr(loader, "num_workers", 0),
-        pinned=bool(getattr(loader, "pin_memory", False)),
-        persistent=bool(getattr(loader, "persistent_workers", False)),
-        streams=isinstance(getattr(loader, "dataset", None), IterableDataset),
+        **describe_loader(loader),
         remade=loading.is_remade(loader),
         trainer=find_trainer(),
         padding=padding,

@@ -14,12 +14,11 @@ from functools import partial
 from types import CodeType
 
 import torch
-from torch.utils.data import IterableDataset
 
 from effgpu.attaching.child import describe_error, find_line
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Plan, drive
-from effgpu.diagnosing.batches import padding_shares
+from effgpu.diagnosing.batches import describe_loader, padding_shares
 from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, TF32
 from effgpu.diagnosing.diagnosis import THRESHOLD
 from effgpu.diagnosing.observed import BATCHES, Observed
@@ -53,9 +52,7 @@ class Supply:
     `handing` says what `Observed.handing` is: it times the loader.
     """
 
-    has_loader: bool
     loader: object
-    pinned: bool
     same: Callable[[], contextlib.AbstractContextManager]
     on_gpu: Callable[[], contextlib.AbstractContextManager]
     last: Callable[[], list[torch.Tensor]]
@@ -66,29 +63,21 @@ class Supply:
     fixed: tuple[str, ...] = ()  # what cannot be changed here
     loop: tuple[CodeType, ...] = (drive.__code__,)
 
-    @property
-    def workers(self) -> int:
-        """Processes that load."""
-        return getattr(self.loader, "num_workers", 0)
-
 
 def observe(supply: Supply) -> Plan:
     """Let two steps pass, the second of them observed, and where code is compiled for shapes eight more."""
+    loader = describe_loader(supply.loader)
     with supply.same():
         graphs = _count_graphs()
         yield 1
         compiles = _count_graphs() > graphs
-        observer = Observer(supply.batch, pinned=supply.pinned, loop=supply.loop)
+        observer = Observer(supply.batch, pinned=loader["pinned"], loop=supply.loop)
         with uncompiled(), observer.looking():
             yield 1
     padding, padding_pairs = padding_shares(observer.tokens)
     seen = Observed(
         events=tuple(observer.events),
-        has_loader=supply.has_loader,
-        workers=supply.workers,
-        pinned=supply.pinned,
-        persistent=bool(getattr(supply.loader, "persistent_workers", False)),
-        streams=isinstance(getattr(supply.loader, "dataset", None), IterableDataset),
+        **loader,
         padding=padding,
         padding_pairs=padding_pairs,
         unused=observer.graphs.unused(),
@@ -225,10 +214,10 @@ def time_turns(seen: Observed, optimizers: Iterable, supply: Supply, target: Gpu
 
     pace = yield from take_turn(frozenset(), 3, 1)
     seconds = cap_seconds(_SECONDS)
-    count = max(1, supply.workers, round(seconds / (2 * FEWEST_BLOCKS) / max(pace, 1e-6)))
+    count = max(1, seen.workers, round(seconds / (2 * FEWEST_BLOCKS) / max(pace, 1e-6)))
     lead = 1 if seconds < _SECONDS else max(1, math.ceil(OF_SCRIPTS.lead["cuda"] / max(pace, 1e-6)))
     names = [PRECISION] + [TF32] * (target.capability >= (8, 0)) + [OPTIMIZER] * bool(optimizers)
-    names += [LOADING] * supply.has_loader + [COPYING] * any(event.kind == COPY for event in seen.events)
+    names += [LOADING] * seen.has_loader + [COPYING] * any(event.kind == COPY for event in seen.events)
     alone = [frozenset({name}) for name in names if name not in supply.fixed]
     fed = feeding(frozenset().union(*alone))
     has_reads = any(map(reads, seen.events))
