@@ -45,10 +45,18 @@ def _leave_out(files: Files, how: str, program: object, file: object) -> None:
     files.leave_out(how, _Program(program, sum(each.nbytes for each in _weights(program))), file)
 
 
-def of_jit(files: Files) -> Iterator[tuple[object, str, object]]:
-    """(owner, name, what stands there). A program of torch.jit is loaded again as it is."""
-    load = torch.jit.load
+def _saving(files: Files, how: str, save: Callable) -> Callable:
+    @functools.wraps(save)
+    def save_program(ep, f, *args, **kwargs):  # named as by torch.export.save
+        if _is_fake(ep):
+            _leave_out(files, how, ep, f)
+        else:
+            save(ep, files.place(f), *args, **kwargs)
 
+    return save_program
+
+
+def _loading(files: Files, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_program(f, *args, **kwargs):
         saved = files.find_value(f)
@@ -56,15 +64,11 @@ def of_jit(files: Files) -> Iterator[tuple[object, str, object]]:
             return saved.value.load(None)
         return load(saved.source if saved else f, *args, **kwargs)
 
-    def saving(save: Callable) -> Callable:
-        @functools.wraps(save)
-        def save_program(program, f, *args, **kwargs):
-            if _is_fake(program):
-                _leave_out(files, "torch.jit.save", program, f)
-            else:
-                save(program, files.place(f), *args, **kwargs)
+    return load_program
 
-        return save_program
+
+def of_jit(files: Files) -> Iterator[tuple[object, str, object]]:
+    """(owner, name, what stands there). A program of torch.jit is loaded again as it is."""
 
     def packing(pack: Callable) -> Callable:
         @functools.wraps(pack)
@@ -85,10 +89,10 @@ def of_jit(files: Files) -> Iterator[tuple[object, str, object]]:
         else:  # what was to be traced, and is as it was
             _leave_out(files, "torch.jit.save", m, f)
 
-    yield torch.jit, "load", load_program
+    yield torch.jit, "load", _loading(files, torch.jit.load)
     yield torch.jit, "save", save_any
     for kind in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
-        yield kind, "save", saving(kind.save)
+        yield kind, "save", _saving(files, "torch.jit.save", kind.save)
         yield kind, "save_to_buffer", packing(kind.save_to_buffer)
 
 
@@ -101,23 +105,8 @@ def exported(files: Files) -> dict[str, imports.Changes]:
 
 
 def _of_export(files: Files, module: ModuleType) -> contextlib.AbstractContextManager:
-    save, load = module.save, module.load
-
-    @functools.wraps(save)
-    def save_program(ep, f, *args, **kwargs):
-        if _is_fake(ep):
-            _leave_out(files, "torch.export.save", ep, f)
-        else:
-            save(ep, files.place(f), *args, **kwargs)
-
-    @functools.wraps(load)
-    def load_program(f, *args, **kwargs):
-        saved = files.find_value(f)
-        if saved and saved.value:
-            return saved.value.load(None)
-        return load(saved.source if saved else f, *args, **kwargs)
-
-    return replaced([(module, "save", save_program), (module, "load", load_program)])
+    save = _saving(files, "torch.export.save", module.save)
+    return replaced([(module, "save", save), (module, "load", _loading(files, module.load))])
 
 
 def _for_onnx(files: Files, module: ModuleType) -> contextlib.AbstractContextManager:
