@@ -122,15 +122,12 @@ HOPPER = USUAL._replace(
 )
 # Turing's tensor cores take images in 16 bits with their channels last: cuDNN reorders others. Fitted on every second
 # model of pytorch-gpu-benchmark's RTX 2080 Ti. A T4's Wide-ResNet meets it (docs/audit.md). Channels last: not known.
-_REORDERED = _Layout(
+_REORDERED = USUAL.layouts["nchw"]._replace(
     wide=0.53,
     pointwise=0.25,
     narrow=0.18,
     grouped=0.14,
     traffic=0.27,
-    depthwise=0.53,
-    batch_norm=0.43,
-    pooling=0.41,
     pointwise_traffic=0.27,
 )
 TURING = USUAL._replace(layouts=USUAL.layouts | {"nchw": _REORDERED})
