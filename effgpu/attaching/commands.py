@@ -163,9 +163,11 @@ def _without_launcher(launcher: str, words: list[str], variables: dict[str, str]
             value = words.pop(0)
         options[name] = value
     several = [name for name in _COUNTS if options.get(name, "1") not in ("1", "1:1")]
-    if several or any(name in options for name in _SPREADS):
-        found = several[0] if several else next(name for name in _SPREADS if name in options)
-        raise ValueError(f"{launcher} --{found}: {_ONE_PROCESS}, so start it for one, as in `python {_file(words)}`")
+    several += [name for name in _SPREADS if name in options]
+    if several:
+        raise ValueError(
+            f"{launcher} --{several[0]}: {_ONE_PROCESS}, so start it for one, as in `python {_file(words)}`"
+        )
     if launcher == "torchrun":
         one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         variables.update({**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
@@ -224,11 +225,10 @@ def _divide(blocks: Iterable[Block]) -> dict[str, int]:
 
 def _divide_by_line(blocks: Iterable[Block]) -> tuple[tuple[Site | None, str, int], ...]:
     """The bytes of these blocks by line and owner, the most first."""
-    owned: dict[tuple[Site | None, str], int] = {}
+    owned: Counter[tuple[Site | None, str]] = Counter()
     for block in blocks:
-        key = block.site, block.owner
-        owned[key] = owned.get(key, 0) + block.size
-    return tuple((*key, size) for key, size in sorted(owned.items(), key=lambda item: -item[1]))
+        owned[block.site, block.owner] += block.size
+    return tuple((*key, size) for key, size in owned.most_common())
 
 
 def explain(error: BaseException) -> str | None:
