@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -195,10 +195,6 @@ def _explain_end(marks: "Marks", processes: list[str], needs: int | str) -> str:
     return f"ended after {made}, and {needs} are needed: give it more of them, or more data{why}"
 
 
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    return (frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename))
-
-
 def _is_ours(file: str) -> bool:
     return file.startswith((_OURS, "<frozen"))
 
@@ -207,7 +203,8 @@ def find_line(error: BaseException) -> str | None:
     """The innermost line of the reader's that an error came through."""
     from effgpu.attaching.sites import READER, whose
 
-    lines = [f"{frame.filename}:{frame.lineno}" for frame in _frames(error) if whose(frame.filename) is READER]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if whose(frame.filename) is READER]
     return lines[-1] if lines else None
 
 

@@ -19,16 +19,8 @@ class _NoTensor(torch.Tensor):
     """What a library gets for FakeTensor: no tensor is one."""
 
 
-def _is_not_fake(tensor: object) -> bool:
-    return False
-
-
-def _finds_no_mode(inputs: object = None) -> None:
-    return None
-
-
-_THEIRS = {"FakeTensor": (FakeTensor, _NoTensor), "is_fake": (is_fake, _is_not_fake)}
-_THEIRS |= {"detect_fake_mode": (detect_fake_mode, _finds_no_mode)}
+_THEIRS = {"FakeTensor": (FakeTensor, _NoTensor), "is_fake": (is_fake, lambda tensor: False)}
+_THEIRS |= {"detect_fake_mode": (detect_fake_mode, lambda inputs=None: None)}
 _MODULES = ("torch._subclasses", fake_tensor.__name__, detect_fake_mode.__module__)
 
 

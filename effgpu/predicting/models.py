@@ -197,7 +197,8 @@ def read_config(model: str) -> "PreTrainedConfig":
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if Path(model).is_dir() or not isinstance(error, OSError) or not _is_unreachable(error):
+        unreachable = isinstance(error, OSError) and "connect" in str(error)  # rather than that there is no such model
+        if Path(model).is_dir() or not unreachable:
             raise ValueError(f"{expected}: {why}") from error
         raise ConnectionError(
             f"{model}: its config is not in the cache and cannot be downloaded: connect this machine to the internet, "
@@ -208,11 +209,6 @@ def read_config(model: str) -> "PreTrainedConfig":
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{model}: expected weights of 16 or 32 bits, these are stored quantized")
     return config
-
-
-def _is_unreachable(error: OSError) -> bool:
-    """Whether the Hub did not answer, rather than that it has no such model."""
-    return "connect" in str(error)
 
 
 def _choose_kind(config: "PreTrainedConfig") -> type:
