@@ -102,7 +102,7 @@ class Stream(contextlib.AbstractContextManager):
         return event or Event()
 
 
-def _gives(answer: object) -> Callable:
+def gives(answer: object) -> Callable:
     """A function of its own each time: torch._dynamo refuses one object under two names."""
     return lambda *_, **__: answer
 
@@ -226,12 +226,12 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         return give
 
     cuda = {
-        "is_available": _gives(True),
-        "is_initialized": _gives(True),
-        "device_count": _gives(1),
+        "is_available": gives(True),
+        "is_initialized": gives(True),
+        "device_count": gives(1),
         "get_device_name": ask_name,
         "get_device_capability": ask(gpu.capability),
-        "get_device_properties": _gives(_Properties(ask_name, ask_memory, ask(_properties(gpu)))),
+        "get_device_properties": gives(_Properties(ask_name, ask_memory, ask(_properties(gpu)))),
         "get_arch_list": ask(["sm_{}{}".format(*gpu.capability)]),
         "mem_get_info": left,
         **memory,
@@ -239,34 +239,34 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
         "reset_max_memory_allocated": memory["reset_peak_memory_stats"],
         "reset_max_memory_cached": memory["reset_peak_memory_stats"],
         "host_memory_stats": lambda *_, **__: Counter(),
-        "memory_summary": _gives(""),
+        "memory_summary": gives(""),
         "memory_snapshot": lambda *_, **__: [],
-        "list_gpu_processes": _gives(""),
-        "get_per_process_memory_fraction": _gives(1.0),
+        "list_gpu_processes": gives(""),
+        "get_per_process_memory_fraction": gives(1.0),
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "default_generators": (torch.default_generator,),
-        "is_current_stream_capturing": _gives(False),
+        "is_current_stream_capturing": gives(False),
         "is_tf32_supported": ask(gpu.capability >= (8, 0)),
-        "can_device_access_peer": _gives(False),
+        "can_device_access_peer": gives(False),
         "Event": event,
         "Stream": stream,
         "current_stream": lambda *_, **__: stream(),
         "default_stream": lambda *_, **__: stream(),
         "stream": lambda *_, **__: contextlib.nullcontext(),
-        **{name: _gives(None) for name in _NOTHING.split()},
-        **{name: _gives(0) for name in _ZERO.split()},
+        **{name: gives(None) for name in _NOTHING.split()},
+        **{name: gives(0) for name in _ZERO.split()},
     }
     accelerator = {
-        "is_available": _gives(True),
-        "device_count": _gives(1),
+        "is_available": gives(True),
+        "device_count": gives(1),
         "current_accelerator": lambda *_, **__: FIRST_GPU,
         "current_stream": lambda *_, **__: stream(),
         "get_memory_info": left,
         **memory,
         **waiting,
-        **{name: _gives(None) for name in _ACCELERATOR_NOTHING.split()},
-        **{name: _gives(0) for name in _ACCELERATOR_ZERO.split()},
+        **{name: gives(None) for name in _ACCELERATOR_NOTHING.split()},
+        **{name: gives(0) for name in _ACCELERATOR_ZERO.split()},
     }
     yield from ((torch.cuda, name, answer) for name, answer in cuda.items())
     others = memory | {"mem_get_info": left, "empty_cache": waiting["empty_cache"]}
@@ -279,15 +279,15 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
 def _elsewhere() -> Iterator[tuple[object, str, object]]:
     """What other modules say that asks for no particular GPU."""
     yield torch.version, "cuda", torch.version.cuda or _CUDA
-    yield torch.backends.cuda, "is_built", _gives(True)
-    yield torch.backends.cudnn, "is_available", _gives(True)
-    yield torch.backends.cudnn, "is_acceptable", _gives(False)  # weights of an LSTM that would be laid out anew
-    yield torch.Tensor, "record_stream", _gives(None)  # which takes no other stream than PyTorch's own
+    yield torch.backends.cuda, "is_built", gives(True)
+    yield torch.backends.cudnn, "is_available", gives(True)
+    yield torch.backends.cudnn, "is_acceptable", gives(False)  # weights of an LSTM that would be laid out anew
+    yield torch.Tensor, "record_stream", gives(None)  # which takes no other stream than PyTorch's own
     for name in ("_record_memory_history", "_dump_snapshot"):
-        yield torch.cuda.memory, name, _gives(None)
+        yield torch.cuda.memory, name, gives(None)
     optimizer = torch.optim.Optimizer  # which looks whether a CUDA graph is being captured
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        yield optimizer, check, _gives(None)
+        yield optimizer, check, gives(None)
 
 
 _true: list[tuple[object, str, object]] = []  # what stands behind the answers that are in force
