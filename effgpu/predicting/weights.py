@@ -69,11 +69,14 @@ def _by_name(found: list[tuple[object, str, object]]) -> list[tuple[str, object,
 @contextlib.contextmanager
 def weights_set_aside(files: Files) -> Iterator[None]:
     """Inside, weights that a script saves go where it alone finds them: those of a training that is thrown away."""
-    save, load, save_compiled = torch.save, torch.load, torch.jit.RecursiveScriptModule.save
+    load, compiled = torch.load, torch.jit.RecursiveScriptModule
 
-    @functools.wraps(save)
-    def save_aside(obj, f, *args, **kwargs):
-        save(obj, _aside(files, "torch.save", f), *args, **kwargs)
+    def saving(how: str, save: Callable) -> Callable:
+        @functools.wraps(save)
+        def save_aside(obj, f, *args, **kwargs):
+            save(obj, _aside(files, how, f), *args, **kwargs)
+
+        return save_aside
 
     @functools.wraps(load)
     def load_aside(f, *args, **kwargs):
@@ -81,12 +84,8 @@ def weights_set_aside(files: Files) -> Iterator[None]:
         with files.as_they_are() if saved else contextlib.nullcontext():
             return load(saved.source if saved else f, *args, **kwargs)
 
-    @functools.wraps(save_compiled)
-    def save_compiled_aside(module, f, *args, **kwargs):
-        save_compiled(module, _aside(files, "torch.jit.save", f), *args, **kwargs)
-
-    found = [(torch, "save", save_aside), (torch, "load", load_aside)]
-    found.append((torch.jit.RecursiveScriptModule, "save", save_compiled_aside))
+    found = [(torch, "save", saving("torch.save", torch.save)), (torch, "load", load_aside)]
+    found.append((compiled, "save", saving("torch.jit.save", compiled.save)))
     if find_spec("safetensors"):
         import safetensors.torch
 
