@@ -210,11 +210,12 @@ class ScriptRecorder(Recorder):
         if by_hand and _is_large(args) and _builds_module():
             with self.placed(True):
                 return super()._dispatch(func, args, kwargs)
-        if by_hand or (given and not any(isinstance(each, FakeTensor) for each in given)):
+        fakes = [each for each in given if isinstance(each, FakeTensor)]
+        if by_hand or (given and not fakes):
             with on_real_tensors():
                 return func(*args, **kwargs)
         in_backward = _current_graph_task_id() != -1
-        if in_backward and not (self.on_host or self._moving) and _all_on_host(self, given):
+        if in_backward and not (self.on_host or self._moving) and fakes and all(map(self.is_on_host, fakes)):
             with self.placed(True):
                 return self._dispatch(func, args, kwargs)
         if len(given) > 1 and not (in_backward or self._moving or self.optimizers.working):
@@ -461,12 +462,6 @@ class _Placer(Translator):
         made = fake.as_subclass(kind)
         vars(made).update(vars(real))
         return made
-
-
-def _all_on_host(recorder: ScriptRecorder, given: list[torch.Tensor]) -> bool:
-    """Whether all fake tensors among these are in the host's memory, and there are some."""
-    fakes = [each for each in given if isinstance(each, FakeTensor)]
-    return bool(fakes) and all(map(recorder.is_on_host, fakes))
 
 
 def _outline(fake: FakeTensor, args: tuple, kwargs: dict) -> torch.Tensor:

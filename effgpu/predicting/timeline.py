@@ -233,9 +233,8 @@ class Timeline:
             return True, event.scale * moving
         if event.kind == READ:
             return True, event.scale * (gpu.kernel + moving)
-        least = gpu.kernel
         seconds = sum(
-            max(event.scale * max(kernel_seconds(kernel, gpu)), least * kernel.launches)
+            max(event.scale * max(kernel_seconds(kernel, gpu)), gpu.kernel * kernel.launches)
             * (self.fused if kernel.kind in FUSES else 1)
             for kernel in event.kernels
         )
