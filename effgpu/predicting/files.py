@@ -308,19 +308,20 @@ class Files:
 
     def is_from_before(self, path: str | None) -> bool:
         """Whether a file, a link or a folder with such a one is from before the script was started."""
-        try:
-            return path is not None and any(self._is_old(each) for each in _files_in(path))
-        except OSError:
-            return False
+        return path is not None and _any_file(path, self._is_old)
 
     def _is_old(self, path: str) -> bool:
-        is_own = path in self.written or _is_device(path)
-        return not is_own and (_lstat(path).st_ctime < self._began or path in self._seen)  # a log that grows is new
+        if path in self.written or not is_there(path) or _is_device(path):
+            return False
+        return path in self._seen or self._predates(path)  # a log that grows is new
+
+    def _predates(self, path: str) -> bool:
+        return _lstat(path).st_ctime < self._began
 
     def leave_path(self, path: str | None) -> bool:
         """Whether to leave a file alone, as it is from before."""
         left = self.is_from_before(path)
-        if left and any(_lstat(each).st_ctime < self._began for each in _files_in(path)):  # none of an earlier walk's
+        if left and _any_file(path, self._predates):  # none of an earlier walk's
             self.left_alone[path] = self.name(path).removeprefix(os.getcwd() + os.sep)
         return left
 
@@ -496,7 +497,11 @@ def _is_link(path: str) -> bool:
 
 def _is_device(path: str) -> bool:
     """Whether there really is one, a pipe, or a socket: nothing that is written is kept there."""
-    return is_there(path) and not any(kind(_stat(path).st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR))
+    try:
+        mode = _stat(path).st_mode
+    except OSError:  # a link that leads nowhere, too
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def describe(path: str, saved: Saved) -> os.stat_result:
@@ -532,6 +537,14 @@ def _all_in(path: str) -> Iterator[str]:
 def _files_in(path: str) -> Iterator[str]:
     """The path of a file, or those of all files that are really in a folder."""
     return (each for each in itertools.chain([path], _all_in(path)) if _is_link(each) or not is_folder(each))
+
+
+def _any_file(path: str, holds: Callable[[str], bool]) -> bool:
+    """Whether that holds of a file, or of any in a folder; it is taken to hold of what cannot be looked at."""
+    try:
+        return any(map(holds, _files_in(path)))
+    except OSError:
+        return True
 
 
 def _path(file: object) -> str | None:
