@@ -16,11 +16,13 @@ import threading
 import time
 import zipfile
 from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
+from effgpu.predicting.calls import kept
 from effgpu.predicting.files import Files
 from effgpu.predicting.predict import predict
 from effgpu.predicting.weights import weights_set_aside
@@ -504,6 +506,47 @@ def test_weights_that_are_set_aside_can_be_copied_with_their_folder(here):
     os.symlink("older", "latest")
     os.utime("latest/weights.pt")
     assert torch.load("latest/weights.pt").tolist() == [1] * 4 and os.path.getsize("older/weights.pt")
+
+
+@pytest.mark.usefixtures("set_aside")
+def test_tensors_that_are_set_aside_are_read_again(here):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    for value in (1.0, 2.0):
+        save_file({"weight": torch.full([4], value)}, "best.safetensors")
+        assert load_file("best.safetensors")["weight"].tolist() == [value] * 4
+        with safe_open(filename="best.safetensors", framework="pt") as opened:
+            assert opened.get_tensor("weight").tolist() == [value] * 4
+
+
+def test_a_link_that_leads_nowhere_is_a_file_like_others(here):
+    os.symlink("gone.pt", "latest.pt")
+    for number in range(8):  # a folder's files come in any order
+        os.mkdir(f"run{number}")
+        Path(f"run{number}/best.txt").write_text("kept")
+        os.symlink("nowhere", f"run{number}/last")
+    time.sleep(0.02)
+    with kept(files := Files(time.time())):
+        os.remove("latest.pt")
+        os.symlink("later.pt", "newest.pt")
+        for number in range(8):
+            shutil.rmtree(f"run{number}")
+        assert (
+            not os.path.lexists("latest.pt") and not os.path.exists("run0") and os.readlink("newest.pt") == "later.pt"
+        )
+        files.clean()
+    assert os.readlink("latest.pt") == "gone.pt"
+    assert {Path(f"run{number}/best.txt").read_text() for number in range(8)} == {"kept"}
+
+
+def test_a_folder_that_cannot_be_looked_at_counts_as_from_before(here, monkeypatch):
+    def refuse(path):
+        raise PermissionError(path)
+
+    os.mkdir("new")
+    monkeypatch.setattr("effgpu.predicting.files._scandir", refuse)
+    assert Files(time.time() - 60).is_from_before(os.path.abspath("new"))
 
 
 def test_weights_that_are_set_aside_take_no_room_once_they_are_deleted(here, set_aside):

@@ -69,7 +69,7 @@ def _by_name(found: list[tuple[object, str, object]]) -> list[tuple[str, object,
 @contextlib.contextmanager
 def weights_set_aside(files: Files) -> Iterator[None]:
     """Inside, weights that a script saves go where it alone finds them: those of a training that is thrown away."""
-    load, compiled = torch.load, torch.jit.RecursiveScriptModule
+    compiled = torch.jit.RecursiveScriptModule
 
     def saving(how: str, save: Callable) -> Callable:
         @functools.wraps(save)
@@ -78,13 +78,17 @@ def weights_set_aside(files: Files) -> Iterator[None]:
 
         return save_aside
 
-    @functools.wraps(load)
-    def load_aside(f, *args, **kwargs):
-        saved = files.find(f)
-        with files.as_they_are() if saved else contextlib.nullcontext():
-            return load(saved.source if saved else f, *args, **kwargs)
+    def loading(load: Callable, named: str) -> Callable:
+        @functools.wraps(load)
+        def load_aside(*args, **kwargs):
+            file, *others = args or [kwargs.pop(named)]
+            saved = files.find(file)
+            with files.as_they_are() if saved else contextlib.nullcontext():
+                return load(saved.source if saved else file, *others, **kwargs)
 
-    found = [(torch, "save", saving("torch.save", torch.save)), (torch, "load", load_aside)]
+        return load_aside
+
+    found = [(torch, "save", saving("torch.save", torch.save)), (torch, "load", loading(torch.load, "f"))]
     found.append((compiled, "save", saving("torch.jit.save", compiled.save)))
     if find_spec("safetensors"):
         import safetensors.torch
@@ -96,6 +100,8 @@ def weights_set_aside(files: Files) -> Iterator[None]:
             _write_tensors(_aside(files, "safetensors' save_file", filename), tensors, metadata, save_tensors)
 
         found.append((safetensors.torch, "save_file", save_tensors_aside))
+        opening = loading(safetensors.safe_open, "filename")
+        found += [(module, "safe_open", opening) for module in (safetensors, safetensors.torch)]
     with (
         kept(files),
         imports.exchanged(_by_name(found)),
