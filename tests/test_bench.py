@@ -524,13 +524,17 @@ while True:
             pass
 """
 SECOND = "other = torch.nn.Linear(8, 1)\nsecond = torch.optim.Adam(other.parameters())\n"
+ACCUMULATES = LOOP_AS_IT_IS.replace(UPDATE, f"if count % 4 == 0:\n            {UPDATE.replace('  ' * 4, '  ' * 6)}")
+FAILING = """
+try:
+    optimizer.step(lambda: 1 / 0)
+except ZeroDivisionError:
+    pass
+"""
 KINDS = {  # of scripts without a tick: the code, what ends a step, the samples of one
     "plain": (AS_IT_IS, "SGD", 16),
-    "accumulates": (
-        BUILD + LOOP_AS_IT_IS.replace(UPDATE, f"if count % 4 == 0:\n            {UPDATE.replace('  ' * 4, '  ' * 6)}"),
-        "SGD",
-        64,
-    ),
+    "accumulates": (BUILD + ACCUMULATES, "SGD", 64),
+    "fails once": (BUILD + FAILING + ACCUMULATES, "SGD", 64),
     "closure": (BUILD.replace("SGD(model.parameters(), lr=1e-3)", "LBFGS(model.parameters())") + CLOSURE, "LBFGS", 16),
     "two optimizers": (
         BUILD + SECOND + LOOP_AS_IT_IS + "        other(torch.randn(4, 8)).mean().backward()\n        second.step()\n",
@@ -606,7 +610,7 @@ def as_they_are(tmp_path_factory):
         return effgpu.bench(given, seconds=0.1, timeout=100.0, logs=folder / "logs")
 
 
-@pytest.mark.slow  # seventeen processes import PyTorch
+@pytest.mark.slow  # eighteen processes import PyTorch
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_script_without_a_tick_is_benched_as_it_is(kind, as_they_are):
     _, source, samples = KINDS[kind]
@@ -625,6 +629,7 @@ def test_the_losses_are_what_backward_was_called_on(as_they_are):
     for kind in ("workers", "in a function", "spawned", "forked", "ticks", "catches all"):
         assert losses[kind][0] == plain[0], kind
     assert losses["accumulates"][0][1] > 2 * plain[0][1], "the sum of four passes"
+    assert losses["fails once"] == losses["accumulates"]
     assert losses["closure"][0] == plain[0], "of the first pass alone"
     assert losses["ticks now and then"] == [(1, 9), (2, 18), (3, 27), (4, 36)], "what a script says itself goes first"
 

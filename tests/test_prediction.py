@@ -540,6 +540,28 @@ def test_a_step_that_accumulates_is_walked_until_its_update(every):
     assert any(f"every {every} calls' last" in told for told in predicted.assumptions) == (every > 1)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_an_optimizers_step_that_fails_is_over(kind):
+    def training(fails):
+        model = nn.Linear(8, 8)
+        tried, optimizer = kind(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                tried.step(lambda: 1 / 0)
+        assert tried.param_groups[0].get("tolerance_grad") == tried.defaults.get("tolerance_grad")
+
+        def step():
+            model(torch.ones(8, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    failed, usual = (predict(partial(training, fails), "T4") for fails in (True, False))
+    assert failed.owners == usual.owners
+    assert [event.phase for event in failed.events] == [event.phase for event in usual.events]
+
+
 def test_an_optimizer_that_makes_no_step_is_not_known():
     def training(built):
         model = nn.Linear(8, 8)

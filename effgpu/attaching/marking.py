@@ -13,7 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from effgpu.attaching import ticking
-from effgpu.attaching.steps import _BACKWARD, BACKWARD, Marks, Plan
+from effgpu.attaching.replacing import replaced
+from effgpu.attaching.steps import _BACKWARD, BACKWARD, Marks, Plan, noting_failed_steps
 from effgpu.attaching.ticking import Pieces
 from effgpu.measuring.torch_internals import _BaseDataLoaderIter
 
@@ -109,6 +110,7 @@ def _note_losses(seen: _Seen) -> None:
 
     register_optimizer_step_pre_hook(optimizing(True))
     register_optimizer_step_post_hook(optimizing(False))
+    _ATTACHED.enter_context(replaced([noting_failed_steps(optimizing(False))]))
 
 
 _UNSCALED = "_effgpu_unscaled"

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -79,6 +80,22 @@ def _find_loop() -> tuple[CodeType, ...]:
 
 def _was_running(*_: object) -> None:
     """Traces nothing."""
+
+
+def noting_failed_steps(note: Callable[[], object]) -> tuple[object, str, object]:
+    """(owner, name, what stands there), which calls `note` where an optimizer's step fails: then no hook runs.
+
+    Each step is a range of PyTorch's own profiler, which is left in any case.
+    """
+    leave = record_function.__exit__
+
+    @functools.wraps(leave)
+    def leave_noted(self, kind, value, trace):
+        if kind is not None and self.name.startswith("Optimizer.step#"):
+            note()
+        return leave(self, kind, value, trace)
+
+    return record_function, "__exit__", leave_noted
 
 
 def _is_within_its_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from effgpu.attaching.replacing import replaced
+from effgpu.attaching.steps import noting_failed_steps
 from effgpu.errors import CannotPredict
 from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
 from effgpu.predicting import compiled, flex, imports, loading, profilers, quantized, ranks, triton_kernels
@@ -125,7 +126,8 @@ def _observed_by(recorder: Recorder) -> Iterator[None]:
         optimizer.register_optimizer_step_post_hook(recorder.optimizers.after_step),
     ]
     try:
-        with replaced([(optimizer.Optimizer, "__init__", build_noted)]), recorder:
+        failing = noting_failed_steps(recorder.optimizers.end_step)
+        with replaced([(optimizer.Optimizer, "__init__", build_noted), failing]), recorder:
             yield
     finally:
         recorder.stop()

@@ -44,7 +44,7 @@ class Optimizers:
     """Those that a step has built, and those that have made a step. What is not known of them, the recorder says."""
 
     def __init__(self, recorder: "Recorder"):
-        self.working: list[tuple[str, bool | None]] = []  # those in whose step it is, described, the innermost last
+        self.working: list[tuple[Optimizer, tuple[str, bool | None]]] = []  # in whose step it is, the innermost last
         self.built: weakref.WeakSet = weakref.WeakSet()
         self.stepped: weakref.WeakSet = weakref.WeakSet()
         self._recorder = recorder
@@ -57,7 +57,7 @@ class Optimizers:
     @property
     def at_work(self) -> tuple[str, bool | None] | None:
         """The one in whose step it is, described; None outside of them."""
-        return self.working[-1] if self.working else None
+        return self.working[-1][1] if self.working else None
 
     def note_built(self, built: Optimizer) -> None:
         """There is one more, made by the line that is running."""
@@ -107,7 +107,7 @@ class Optimizers:
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A hook before every optimizer's step. A closure that the step calls is no part of the optimizer's work."""
-        self.working.append(describe_optimizer(optimizer))
+        self.working.append((optimizer, describe_optimizer(optimizer)))
         self.stepped.add(optimizer)
         if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
             (group,) = optimizer.param_groups
@@ -147,10 +147,14 @@ class Optimizers:
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """A hook after every optimizer's step."""
-        self.working.pop()
-        for group in optimizer.param_groups:
-            group.update(self._tolerances.pop(optimizer, {}))
+        self.end_step()
         self.name_state(optimizer)
+
+    def end_step(self) -> None:
+        """The innermost step is over, or has failed: perhaps in another hook, before this one."""
+        optimizer, _ = self.working.pop() if self.working else (None, None)
+        for group in optimizer.param_groups if optimizer else ():
+            group.update(self._tolerances.pop(optimizer, {}))
 
     def name_rare_updates(self) -> None:
         """Name what an optimizer does only in some steps: whether it is in the one that was counted is not known.
