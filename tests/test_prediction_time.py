@@ -639,6 +639,8 @@ def test_a_line_of_ones_own_is_kept_and_wins():
     assert find_gpu("Tesla T4").rate("fp32") == find_gpu("T4").rate("bf16") == pytest.approx(faster)
     assert list(read_table(own_table())) == ["Here", "T4"]
     assert predict(training(), "here").time().gpu == HERE
+    with pytest.raises(ValueError, match=r"^gpu: expected one of"):
+        find_gpu("RTX 9999")
 
 
 def test_a_card_that_was_measured_has_a_capability_whatever_is_known_of_its_context():

@@ -185,7 +185,7 @@ def find_gpu(gpu: GpuLike) -> Gpu:
 def _guess(given: str, known: Iterable[str]) -> str:
     """Which card may be meant: one with the same number in its name, as others are other cards."""
     number = re.search(r"\d+", given)
-    alike = [name for name in known if number and number[0] == re.search(r"\d+", name)[0]]
+    alike = [name for name in known if number and re.findall(r"\d+", name)[:1] == [number[0]]]
     names = {_simplify(name, _MAKER): name for name in alike}
     found = get_close_matches(_simplify(given, _MAKER), names, n=1, cutoff=0.5)
     return f"did you mean {names[found[0]]}? " if found else ""
