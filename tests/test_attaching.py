@@ -669,7 +669,7 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     waits = "assert ticking._script.slowed.endswith('let the script run fewer') == (number == 0)\n"
     (note,) = run(slow + script.rstrip() + "\n" + textwrap.indent(waits, "    "))[1]["notes"]
     assert re.fullmatch(
-        r"forward passes without gradients .* are not counted and took \d.* here: let the script run fewer", note
+        r"forward passes without gradients .* are not counted; they took \d.* here: let the script run fewer", note
     )
     rollout = "for _ in range(20): evaluate()\nfor _ in range(4):\n" + textwrap.indent(STEP, "    ")
     (note,) = run(loop(BUILD + EVALUATED, rollout))[1]["notes"]
@@ -897,6 +897,7 @@ def test_what_cannot_be_predicted_is_refused_in_one_sentence(kind, run):
         ("accelerate launch --num_processes=4 train.py", "--num_processes: one process"),
         ("accelerate test", "only `accelerate launch`"),
         ("WORLD_SIZE=2 python train.py", "WORLD_SIZE is 2"),
+        ("WORLD_SIZE= python other.py", "other.py: expected a Python file"),
         ("python other.py", "other.py: expected a Python file"),
         ("python -c pass", "got -c"),
         ("ls -l", "ls: expected a Python program"),

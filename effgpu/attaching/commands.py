@@ -104,7 +104,7 @@ def read_program(given: str | Sequence[str]) -> Program:
             words = _without_launch(words[2:], variables)
         elif words[:2] == ["-m", "accelerate.commands.launch"]:
             words = _without_launcher("accelerate", ["launch", *words[2:]], variables)
-    if (ranks := {**os.environ, **variables}.get("WORLD_SIZE", "1")) != "1":
+    if (ranks := {**os.environ, **variables}.get("WORLD_SIZE") or "1") != "1":
         raise ValueError(f"WORLD_SIZE is {ranks}, and {_ONE_PROCESS}: leave it out, or set it to 1")
     command = Command((*python, *words), variables)
     if words[:1] == ["-m"] and len(words) > 1:

@@ -31,7 +31,7 @@ def alone() -> Iterator[tuple[object, str, object]]:
     start = distributed.init_process_group
 
     def start_alone(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, *_, **__):
-        if (size := world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        if (size := world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE") or 1)) > 1:
             raise CannotPredict(_TOO_MANY.format(size))
         start("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 

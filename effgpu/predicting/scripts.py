@@ -165,7 +165,7 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder, is_last: bool) -> Iterato
     if recorder.passes_before > (marks.count - 1) * recorder.passes_within:  # so many steps came before
         text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
         took = format_seconds(recorder.without_gradients)
-        slow = f" and took {took} here: let the script run fewer" * (recorder.without_gradients > LONG)
+        slow = f"; they took {took} here: let the script run fewer" * (recorder.without_gradients > LONG)
         yield f"{text} and are not counted{slow}"
 
 
