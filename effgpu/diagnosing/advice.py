@@ -226,7 +226,7 @@ def halve(seen: Observed) -> str:
     if "bf16" in now - then:
         return "fp16 with a GradScaler (the Trainer's fp16=True): this GPU has no tensor cores for bf16"
     if now & {"fp16", "bf16"}:
-        return "what autocast does not reach: move the loss and all forward passes into it"
+        return "the rest of it, too: the loss and all forward passes under torch.autocast(...)"
     if seen.trainer:
         return _AS_16_BITS[seen.trainer].format(next(iter(then & {"fp16", "bf16"}), "bf16")).replace("fp16-", "16-")
     around = "with torch.autocast(...): around the forward pass and the loss; fp16 needs a GradScaler"
