@@ -967,6 +967,12 @@ def test_of_a_long_line_that_a_script_that_fails_has_written_the_beginning_is_sh
     assert code == 1 and len(shown) < 400 and shown.endswith("0, ...")
 
 
+def test_of_many_lines_that_a_script_that_fails_has_written_the_last_are_shown_and_how_many_came_before(run):
+    code, _, errors = run("for number in range(300): print('batch', number)\nraise SystemExit(3)")
+    assert code == 1 and "[lines of its output before these: 280]\nbatch 280\n" in errors
+    assert "batch 279" not in errors and "batch 299" in errors
+
+
 REFUSES = """
 import contextlib
 from effgpu.errors import BadArgument

@@ -126,7 +126,10 @@ def _tell_end(code: int, output: str) -> str:
 
 
 def _shorten(output: str) -> str:
-    """The end of the output, with all of its tracebacks up to a length."""
-    lines = [cut(line) for line in output.splitlines()[-_MOST:]]
-    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent")]
-    return "\n".join(lines[min([*starts, max(0, len(lines) - _LAST)]) :])
+    """The end of the output, with all of its tracebacks up to a length, and how many lines came before."""
+    lines = output.splitlines()
+    first = max(0, len(lines) - _MOST)
+    starts = [number for number in range(first, len(lines)) if lines[number].startswith("Traceback (most recent")]
+    start = min([*starts, max(0, len(lines) - _LAST)])
+    before = [f"[lines of its output before these: {start}]"] if start else []
+    return "\n".join([*before, *map(cut, lines[start:])])
