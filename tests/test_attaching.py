@@ -440,6 +440,17 @@ def test_an_array_that_nobody_knows_is_taken_as_ones_where_an_error_follows_zero
     )
 
 
+def test_whole_numbers_by_which_sizes_are_divided_are_not_known(run):
+    folded = """
+    x = model(torch.randn(2, 1024).cuda())
+    for period in map(int, 1024 // x.mean(0).topk(3).indices.cpu().numpy()):
+        torch.nn.functional.pad(x, (0, -1024 % period)).view(2, -1, period)
+    """
+    code, told, errors = run(loop(BUILD, textwrap.dedent(folded) + STEP))
+    assert code == 0, errors
+    assert re.search(r"train.py:\d+ reads whole numbers, taken as ones: no size may depend on them", told["unknown"][0])
+
+
 def test_a_model_built_without_memory_gets_its_weights_on_the_gpu(run, expected):
     layers = "torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))"
     build = f'import torch\nwith torch.device("meta"): model = {layers}\nmodel.to_empty(device="cuda")\n'

@@ -110,12 +110,18 @@ class Guesses:
         """From here on, what the step takes is not known."""
         self._recorder.say(UNKNOWN, why, until=self._recorder.storages.now)
 
-    def fill(self, where: str | None) -> int:
-        """What an array is filled with that nobody knows: with zeros, and after an error with ones."""
+    def fill(self, where: str | None, *, whole: bool) -> int:
+        """What an array is filled with that nobody knows: with zeros, and after an error with ones.
+
+        An error by zeros tells that the code divides by them. If they are `whole` numbers, those may be sizes.
+        """
         site, _ = find_reader()
         value = Filled(self.answers.get(site, 0))
         if where is not None:
-            self._recorder.say(CHOSEN, f"{where} reads an array, taken as {value}")
+            if value and whole:
+                self._say_unknown(f"{where} reads whole numbers, taken as {value}: no size may depend on them")
+            else:
+                self._recorder.say(CHOSEN, f"{where} reads an array, taken as {value}")
             self.made.append(Guess(site, where, value))
         return int(value)
 

@@ -69,7 +69,8 @@ class Reading:
             with on_real_tensors():
                 return known.numpy(force=True).copy()
         dtype = numpy.dtype(str(tensor.dtype).removeprefix("torch."))
-        return numpy.full(tuple(tensor.shape), self._recorder.guesses.fill(reader()), dtype)
+        whole = dtype.kind in "iu"
+        return numpy.full(tuple(tensor.shape), self._recorder.guesses.fill(reader(), whole=whole), dtype)
 
     def numbers_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The numbers of a tensor, on which a size depends; None if they are not known. Said if they are assumed."""
