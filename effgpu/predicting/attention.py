@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 MATH, FLASH, EFFICIENT, CUDNN = (
     int(kind.value)
     for kind in (
@@ -130,7 +130,7 @@ def _takes_flash(asked: _Asked, capability: tuple[int, int]) -> bool:
 
 def _takes_efficient(asked: _Asked, capability: tuple[int, int]) -> bool:
     query, value = asked.query, asked.value
-    if query.dtype not in (*HALF, torch.float32) or not _same_dtype(asked):
+    if query.dtype not in (*HALF_PRECISION, torch.float32) or not _same_dtype(asked):
         return False
     if query.dtype is torch.bfloat16 and capability < (8, 0):
         return False
@@ -145,7 +145,7 @@ def _takes_efficient(asked: _Asked, capability: tuple[int, int]) -> bool:
 
 def _alignment(query: torch.Tensor, capability: tuple[int, int]) -> int:
     """minimum_gemm_alignment: the numbers that tensor cores load at a time, where there are some."""
-    half = query.dtype in HALF
+    half = query.dtype in HALF_PRECISION
     return 16 // query.element_size() if capability >= ((7, 0) if half else (8, 0)) else 1
 
 
@@ -167,7 +167,7 @@ def _takes_cudnn(asked: _Asked, capability: tuple[int, int]) -> bool:
 
 
 def _is_half(asked: _Asked, capability: tuple[int, int]) -> bool:
-    dtypes = HALF if capability >= (8, 0) else HALF[:1]
+    dtypes = HALF_PRECISION if capability >= (8, 0) else HALF_PRECISION[:1]
     return asked.query.dtype in dtypes and _same_dtype(asked)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from effgpu.attaching.replacing import replaced
 from effgpu.errors import CannotPredict
-from effgpu.predicting.attention import HALF
+from effgpu.predicting.attention import HALF_PRECISION
 from effgpu.predicting.facts import UNTIMED
 from effgpu.predicting.recorder import Recorder
 
@@ -31,7 +31,7 @@ def in_one_kernel(recorder: Recorder, module: ModuleType) -> Iterator[None]:
         if any(tensor.requires_grad for tensor in _captured(score_mod)):
             raise CannotPredict("FlexAttention whose score_mod has weights of its own cannot be predicted")
         recorder.say(UNTIMED, "FlexAttention takes, counted as if its mask left out no block")
-        if key.shape[1] < query.shape[1] or (query.dtype in HALF and recorder.capability >= (8, 0)):
+        if key.shape[1] < query.shape[1] or (query.dtype in HALF_PRECISION and recorder.capability >= (8, 0)):
             recorder.note_capability()
             made = aten._scaled_dot_product_flash_attention.default(query, key, value, scale=scale)
         else:

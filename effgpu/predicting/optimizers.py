@@ -151,9 +151,11 @@ class Optimizers:
         self.name_state(optimizer)
 
     def end_step(self) -> None:
-        """The innermost step is over, or has failed: perhaps in another hook, before this one."""
-        optimizer, _ = self.working.pop() if self.working else (None, None)
-        for group in optimizer.param_groups if optimizer else ():
+        """The innermost step is over, or has failed."""
+        if not self.working:  # another hook failed, before ours
+            return
+        optimizer, _ = self.working.pop()
+        for group in optimizer.param_groups:
             group.update(self._tolerances.pop(optimizer, {}))
 
     def name_rare_updates(self) -> None:

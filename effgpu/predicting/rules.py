@@ -22,7 +22,7 @@ from effgpu.measuring.torch_internals import (
     _ExcludeDispatchKeyGuard,
 )
 from effgpu.predicting import recurrent
-from effgpu.predicting.attention import HALF, attention
+from effgpu.predicting.attention import HALF_PRECISION, attention
 from effgpu.predicting.kernels import (
     CHANNELS_LAST,
     FEW_INDICES,
@@ -211,7 +211,7 @@ def _promote(func, /, *args, **kwargs):
 
 def _with_dtype(func, *args, dtype=None, **kwargs):
     """CastPolicy::fp32_set_opt_dtype: the kernel reads 16 bits and writes fp32."""
-    if dtype is None and args[0].dtype in HALF:
+    if dtype is None and args[0].dtype in HALF_PRECISION:
         dtype = torch.float32
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
         return func(*args, dtype=dtype, **kwargs)
@@ -220,7 +220,7 @@ def _with_dtype(func, *args, dtype=None, **kwargs):
 def _append_dtype(func, with_dtype, tensor: torch.Tensor, p: object = 2, *over: object):
     """CastPolicy::fp32_append_dtype: the same of a norm, which has another name with a type."""
     with _ExcludeDispatchKeyGuard(_AUTOCAST):
-        if tensor.dtype not in HALF:
+        if tensor.dtype not in HALF_PRECISION:
             return func(tensor, p, *over)
         return with_dtype(tensor, p, *over, *[False] * (len(over) == 1), dtype=torch.float32)
 
@@ -356,7 +356,7 @@ def _efficient_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
     Where fewer heads have keys, also the gradients of keys and values for each of the query's heads.
     """
     batch, heads, length, width = query.shape
-    accumulated = width if query.dtype in HALF and width > 64 else 0
+    accumulated = width if query.dtype in HALF_PRECISION and width > 64 else 0
     expanded = 2 * batch * heads * key.shape[2] * width * (heads > key.shape[1])
     return 4 * batch * heads * length * (1 + accumulated) + query.element_size() * expanded
 
