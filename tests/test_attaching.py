@@ -245,6 +245,16 @@ def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
+def test_the_tracebacks_of_anomaly_mode_are_as_deep_as_in_the_script(run):
+    """Deeper by a function that calls another, and less deep than in a notebook, which a function's are taken for."""
+    on = "import torch\ntorch.autograd.set_detect_anomaly(True)\n" + PLAIN.replace("1024", "16")
+    inside = "def outer(): main()\ndef main():\n" + textwrap.indent(on, "    ") + "\nouter()"
+    flat, deep = (seconds(run(script)[1]) for script in (on, inside))
+    operations = 8 * 2 + 2  # of a Linear the transposed weight and the product; the square and the mean
+    a_call = 20e-6  # seconds on a T4's host
+    assert deep - flat == pytest.approx(operations * 2 * 0.4 * a_call)
+
+
 def test_settings_of_the_allocator_are_named_as_not_followed(run):
     given = "expandable_segments:True,pinned_use_background_threads:True"
     asks = f"import os, torch\nos.environ['PYTORCH_ALLOC_CONF'] = '{given}'\n"

@@ -3,9 +3,11 @@
 import csv
 import math
 import re
+import sys
 from collections import Counter
 from functools import partial
 from itertools import chain, repeat
+from traceback import walk_stack
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,7 @@ from effgpu import count_flops
 from effgpu.__main__ import main
 from effgpu.course import workloads
 from effgpu.measuring.device import multiplying_as
+from effgpu.measuring.torch_internals import _engine_run_backward
 from effgpu.predicting import audited, calibration
 from effgpu.predicting.full_size import predict_full_size
 from effgpu.predicting.gpus import TABLE, Gpu, find_gpu, known_gpus, own_table, read_table
@@ -199,6 +202,34 @@ def test_steps_follow_each_other_without_a_wait():
         assert step_time(segments, gpu).expected == pytest.approx(1000 * gpu.launch + gpu.kernel)
     apart = step_time([calling, busy, calling], gpu).expected
     assert apart == pytest.approx(2000 * gpu.launch + step_time([busy], gpu).expected + gpu.launch + 2 * gpu.kernel)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_anomaly_mode_keeps_as_many_tracebacks_as_on_real_tensors_and_as_deep_as_in_a_notebook(monkeypatch, again):
+    def variant():
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+        x = torch.randn(4, 8)
+
+        def step():
+            with torch.autograd.set_detect_anomaly(True):
+                loss = (checkpoint(model, x, use_reentrant=False) if again else model(x)).sum()
+                loss.backward()
+
+        return step
+
+    depths = []
+
+    def keep():
+        codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
+        engine = codes.index(_engine_run_backward.__code__) if _engine_run_backward.__code__ in codes else None
+        depths.append(engine or 30 + codes.index(step.__code__) + 1)
+        return []
+
+    predicted = [round(e.traced / 0.4) for e in predict(variant, "T4").events if e.traced]
+    monkeypatch.setattr(torch.fx.traceback, "format_stack", keep)
+    step = variant()
+    step()
+    assert sum(predicted) == sum(depths) and len(depths) > 5
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,14 @@ from effgpu.diagnosing.causes import (
     UNTRAINED,
     UPDATES,
     WAITS,
+    by_anomaly_mode,
     is_double,
 )
 from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
 from effgpu.diagnosing.observed import Observed
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.prediction import FITS, Prediction
-from effgpu.predicting.timeline import COPY, NOTHING, Event, Range, Timeline, looks_for_nan, saved
+from effgpu.predicting.timeline import COPY, NOTHING, Event, Range, Timeline, saved
 
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _ALONE = 0.6  # of what two changes save together: of a pair whose parts hide each other, neither saves more alone
@@ -98,7 +99,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
         PRECISION: seen.halved,
         UNTRAINED: seen.frozen,
         DOUBLE: any(map(is_double, events)),
-        ANOMALY: any(map(looks_for_nan, events)),
+        ANOMALY: any(map(by_anomaly_mode, events)),
         CHECKPOINTS: fits and any(event.again for event in events),
         LOADING: seen.has_loader or seen.loading[0] or seen.working,
         COPYING: seen.has_loader or any(event.kind == COPY for event in seen.events),

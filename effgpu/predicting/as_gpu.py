@@ -166,9 +166,11 @@ def _replaced(recorder: Recorder) -> Iterator[None]:
 def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
     """What looks for a GPU, such as autocast. A backward pass and autocast come to the CPU that stands for the GPU."""
     from torch.cuda.amp import common
+    from torch.fx import traceback
 
     from effgpu.measuring.torch_internals import _engine_run_backward as run_backward
 
+    format_stack = traceback.format_stack
     run = functools.partial(Order().run, run_backward) if recorder.capability else run_backward
 
     def run_backward_here(*args, **kwargs):
@@ -184,12 +186,17 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
             recorder.holds_from = max(recorder.holds_from, (8, 0))
         return including_emulation or recorder.capability >= (8, 0)
 
+    def format_stack_noted():  # what anomaly mode calls for each operation
+        recorder.work.note_traceback()
+        return format_stack()
+
     def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
         ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
         torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
 
     yield torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu
     yield torch.autograd, "_engine_run_backward", run_backward_here
+    yield traceback, "format_stack", format_stack_noted
     yield from ((torch.autocast, name, method) for name, method in _autocast_on_both().items())
     yield from ((torch, name, function) for name, function in _set_autocast_on_both().items())
     yield torch, "get_device_module", inspect.unwrap(torch.get_device_module)  # it would remember a CPU's for a GPU

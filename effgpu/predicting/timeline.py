@@ -43,7 +43,8 @@ class Event(NamedTuple):
     holds buffers, or GRADIENTS. `reads_on` says that kernels read scores of attention that is over, `beside` that the
     event is seen by the timeline alone: it is part of no segment. `optimizer` is, in an update, its name and whether
     its step is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set
-    back, `packed` that a recurrent layer gets no padding, `again` that checkpointing computes it anew.
+    back, `packed` that a recurrent layer gets no padding, `again` that checkpointing computes it anew. Of the calls,
+    `traced` are the traceback that anomaly mode keeps.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Event(NamedTuple):
     lasting: str = ""
     packed: bool = False
     again: bool = False
+    traced: float = 0.0
 
     @property
     def optimizing(self) -> bool:

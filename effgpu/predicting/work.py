@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 from effgpu.attaching import sites
 from effgpu.attaching.steps import drive
 from effgpu.measuring.ops import lists_of, tensors_of
-from effgpu.measuring.torch_internals import _current_graph_task_id
+from effgpu.measuring.torch_internals import _current_graph_task_id, _engine_run_backward
 from effgpu.predicting.experts import joined
 from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
 from effgpu.predicting.gpus import FP8, FP8_FROM
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _VIEW, _CUDNN = 0.3, 3  # what the CPU takes for a view, and for a convolution, in calls of an operation
+# The same for each Python frame of a traceback: 5 to 6 µs in Python 3.11, where a call takes 13, and 9 beside 22 on the
+# H100's host of docs/predict.md. Below a step, a measurement in a notebook has so many frames, 20 of them IPython's.
+_FRAME, _NOTEBOOK = 0.4, 30
 _OWN_LOOPS = ("/nn/", "/optim/")  # of PyTorch: as in clip_grad_norm_, load_state_dict and AveragedModel
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 
@@ -58,10 +61,12 @@ class Work:
         self._recorder = recorder
         self._scores = Scores()  # of attention
         self._convolved, self._multiplied = 0, False
+        self._traced = 0.0  # calls, for the operation that follows
 
     def begin(self) -> None:
         """Note the events of the step that follows, in place of those before."""
         self.counts, self.events, self._scores = bool(self._recorder.capability), [], Scores()
+        self._traced = 0.0
 
     def note_evaluation(self, begin: int) -> None:
         """What was noted since, so many events after the step's first, is an evaluation, if nothing was trained.
@@ -160,11 +165,25 @@ class Work:
             site = sites.find_site(outermost=True, until=self.loop) if kernels else None
             inner = sites.find_site(until=self.loop) if kernels else None
             again = self.phase == BACKWARD and torch.is_grad_enabled() and _is_checkpointing()
-            self._append(KERNEL, site, kernels=tuple(kernels), calls=calls, inner=inner, again=again, **about)
+            about |= {"calls": calls + self._traced, "traced": self._traced}
+            self._traced = 0.0
+            self._append(KERNEL, site, kernels=tuple(kernels), inner=inner, again=again, **about)
         return self.counts
 
     def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:
         self.events.append(Event(kind, site, phase=self.phase, optimizer=self._recorder.optimizers.at_work, **about))
+
+    def note_traceback(self) -> None:
+        """Anomaly mode keeps the traceback of the operation that follows: in autograd's threads, one of their own."""
+        in_notebook = False
+        for frame, _ in walk_stack(sys._getframe(1)):
+            in_notebook = frame.f_code is drive.__code__
+            if in_notebook or frame.f_code is _engine_run_backward.__code__:
+                break
+            self._traced += _FRAME * (sites.whose(frame.f_code.co_filename) is not sites.OTHER)
+        if in_notebook:
+            self._traced += _FRAME * _NOTEBOOK
+            self._recorder.say(ASSUMED, "anomaly mode keeps tracebacks that are as deep as in a notebook")
 
     def note_recurrent(self, kernels: Iterable[tuple[Kernel, int]], packed: bool = False) -> None:
         """One call of cuDNN, which runs each of these kernels so often; `packed` says that it gets no padding."""
