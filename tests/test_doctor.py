@@ -27,6 +27,7 @@ from effgpu.diagnosing.batches import change_tensors, padding_shares, time_handi
 from effgpu.diagnosing.causes import (
     ANOMALY,
     ATTENTION,
+    BLOCKING,
     CAUSES,
     CHECKPOINTS,
     COPYING,
@@ -286,7 +287,7 @@ def test_it_finds_nothing_in_a_healthy_script(diagnose):
     assert not found.findings
     known = {one.name for one in found.examined}
     # a T4 has none; no such numbers, modes and loop; of a script alone it is known; all weights are trained
-    unseen = {TF32, DOUBLE, ANOMALY, CHECKPOINTS, EVALUATING, UPDATES, UNTRAINED}
+    unseen = {TF32, DOUBLE, ANOMALY, BLOCKING, CHECKPOINTS, EVALUATING, UPDATES, UNTRAINED}
     assert known == set(CAUSES) - unseen == {name for name, *_ in patients.SICK.values()}
     assert re.search("nothing (surely )?above 5% of the step", str(found)), "a busy machine loads unevenly"
     assert "below 5% each: " in str(found)
@@ -517,6 +518,17 @@ def test_anomaly_mode_is_named_and_saves_what_switching_it_off_does():
     assert waits == none, "they are no hidden waits"
     assert ANOMALY not in [one.name for one in after.examined]
     assert not any("decides by a value" in note for note in before.notes)
+
+
+def test_launches_that_block_are_named_and_save_what_a_launch_ahead_does(monkeypatch):
+    data = [torch.ones(64, 256)]
+    after = effgpu.doctor(training(256), data)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    before = effgpu.doctor(training(256), data)
+    (found,) = (one for one in before.findings if one.name == BLOCKING)
+    assert found.seconds == pytest.approx(before.seconds - after.seconds, rel=0.02) and found.seconds > 0
+    assert not found.lines and BLOCKING not in [one.name for one in after.examined]
+    assert "assumed: the CPU waits for each kernel, as CUDA_LAUNCH_BLOCKING=1 asks for" in str(before)
 
 
 @pytest.mark.parametrize("gpu, named", [("T4", True), ("A100 80 GB", False)])

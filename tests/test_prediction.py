@@ -403,6 +403,21 @@ def test_the_environments_settings_of_the_allocator_are_named(monkeypatch, given
     assert list(predict(linear(), "T4").assumptions) == told
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "not known: how long it takes to ask for all memory anew in each step"),
+        ("CUDA_VISIBLE_DEVICES", "", "assumed: a GPU is seen, though CUDA_VISIBLE_DEVICES hides all"),
+        ("CUDA_VISIBLE_DEVICES", "-1", "assumed: a GPU is seen, though CUDA_VISIBLE_DEVICES hides all"),
+    ],
+)
+def test_what_the_environment_changes_is_named(monkeypatch, name, given, told):
+    monkeypatch.delenv(name, raising=False)
+    assert told not in str(predict(linear(), "T4"))
+    monkeypatch.setenv(name, given)
+    assert told in str(predict(linear(), "T4"))
+
+
 def test_what_stands_for_operations_is_made_once(monkeypatch):
     made = []
     monkeypatch.setattr(recorder, "made_of_others", lambda *given: made.append(made_of_others(*given)) or made[-1])

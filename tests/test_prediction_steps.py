@@ -6,6 +6,7 @@ import itertools
 import linecache
 import math
 import operator
+import os
 import re
 import runpy
 import sys
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -2653,6 +2655,16 @@ def in_eager_mode(x):
         return torch.compile(chain)(x)
 
 
+def of_dynamo_switched_off(x):
+    with torch._dynamo.config.patch(disable=True):
+        return torch.compile(chain)(x)
+
+
+def where_a_variable_says_so():
+    with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
+        return torch.compile(chain)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -2660,8 +2672,10 @@ def in_eager_mode(x):
         lambda: torch.compile(chain, backend="eager"),
         lambda: torch.compile(torch.compiler.disable(chain)),
         lambda: in_eager_mode,
+        lambda: of_dynamo_switched_off,
+        where_a_variable_says_so,
     ],
-    ids=["disabled", "eager backend", "of a disabled one", "stance"],
+    ids=["disabled", "eager backend", "of a disabled one", "stance", "dynamo switched off", "variable"],
 )
 def test_what_torch_compile_gets_and_does_not_compile_runs_as_it_is(wrap):
     def variant(wrap):

@@ -193,6 +193,14 @@ def test_a_step_is_divided_where_the_cpu_waits():
     assert two - one == pytest.approx(gpu.launch + gpu.kernel), "it copies a number, and idles until it is called again"
 
 
+def test_the_cpu_waits_for_each_kernel_where_launches_block(monkeypatch):
+    variant, gpu = forward(lambda x: (x + 1) * 2, 1024, 1024), find_gpu("T4")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    predicted = predict(variant, "T4").time().expected
+    one_by_one = (max(kernel_seconds(kernel, gpu)) + gpu.launch + gpu.kernel for kernel in kernels(variant, "T4"))
+    assert predicted == pytest.approx(sum(one_by_one))
+
+
 def test_steps_follow_each_other_without_a_wait():
     """So the CPU calls what follows a step's last wait while the GPU still works on what came before the next one."""
     gpu, kernel = find_gpu("T4"), Kernel("add", OTHER, "fp32", 0, GiB)

@@ -20,7 +20,7 @@ LOADING, COPYING, OPTIMIZER, VALIDATION = "data loading", "copies to the GPU", "
 WAITS, LAUNCHING, PRECISION, PADDING, COMPILING = "hidden waits", "launching", "precision", "padding", "recompiling"
 TF32, ATTENTION, EVALUATING = "TF32", "plain attention", "evaluation in each step"
 UPDATES, UNTRAINED, DOUBLE = "loops over weights", "unused gradients", "double precision"
-ANOMALY, CHECKPOINTS = "anomaly mode", "checkpointing"
+ANOMALY, CHECKPOINTS, BLOCKING = "anomaly mode", "checkpointing", "blocking launches"
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,12 @@ def _leave_anomaly_mode(timeline: Timeline, seen: Observed) -> Timeline:
     return replace(timeline, events=tuple(events))
 
 
+def _launch_ahead(timeline: Timeline, seen: Observed) -> Timeline:
+    """The CPU goes on where it waits for nothing but a kernel."""
+    events = (event._replace(waits=False, blocking=False) if event.blocking else event for event in timeline.events)
+    return replace(timeline, events=tuple(events))
+
+
 CAUSES = {
     cause.name: cause
     for cause in (  # precision first, as it replaces all events, and then what knows that
@@ -162,6 +168,15 @@ CAUSES = {
                 f"{sum(map(looks_for_nan, events))} gradients are looked at for a NaN, and the tracebacks of "
                 f"{sum(event.traced > 0 for event in events)} operations are kept"
             ),
+        ),
+        Cause(
+            BLOCKING,
+            "12",
+            lambda seen: "no CUDA_LAUNCH_BLOCKING=1: it is there to find the line of an error",
+            lambda event, seen: event.blocking,
+            _launch_ahead,
+            lambda seen, events: f"the CPU waits for each of {len(events)} operations",
+            lambda event: None,
         ),
         Cause(
             WAITS,

@@ -9,6 +9,7 @@ from effgpu import units
 from effgpu.attaching.sites import Site
 from effgpu.diagnosing.causes import (
     ANOMALY,
+    BLOCKING,
     CAUSES,
     CHECKPOINTS,
     COMPILING,
@@ -100,6 +101,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
         UNTRAINED: seen.frozen,
         DOUBLE: any(map(is_double, events)),
         ANOMALY: any(map(by_anomaly_mode, events)),
+        BLOCKING: any(event.blocking for event in events),
         CHECKPOINTS: fits and any(event.again for event in events),
         LOADING: seen.has_loader or seen.loading[0] or seen.working,
         COPYING: seen.has_loader or any(event.kind == COPY for event in seen.events),
@@ -113,7 +115,7 @@ def _changeable(gpu: Gpu, seen: Observed, prediction: Prediction) -> list[str]:
 def _predict(name: str, timeline: Timeline, seen: Observed, names: list[str]) -> Finding:
     before, cause = timeline, CAUSES[name]
     if name == LAUNCHING:  # to blame where nothing else makes the CPU late
-        for other in (ANOMALY, WAITS, LOADING, COPYING, COMPILING):
+        for other in (ANOMALY, BLOCKING, WAITS, LOADING, COPYING, COMPILING):
             before = CAUSES[other].change(before, seen) if other in names else before
     after = cause.change(before, seen)
     idle = _idle_seconds(seen, timeline, CAUSES[WAITS].change(timeline, seen), after) if name == LAUNCHING else None

@@ -1,6 +1,7 @@
 """Code that is given to torch.compile, or traced: it runs as it is, is told that it is compiled, and noted as such."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -27,7 +28,7 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
     def mark(function):
         @functools.wraps(function)
         def run(*args, **kwargs):  # what is never called is never compiled
-            if eval_frame._stance.stance == "force_eager":
+            if eval_frame._stance.stance == "force_eager" or eval_frame.config.disable:
                 return function(*args, **kwargs)
             note_compiled()
             return _run_compiled(function, args, kwargs)
@@ -37,12 +38,13 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
     def run_eagerly(model=None, **options):
         if model is None:
             return functools.partial(run_eagerly, **options)
-        if options.get("disable") or options.get("backend") in _EAGER or _is_disabled(model):
+        off = options.get("disable") or os.environ.get("TORCHDYNAMO_DISABLE") == "1" or _is_disabled(model)
+        if off or options.get("backend") in _EAGER:
             return OptimizedModule(model, lambda forward: forward) if isinstance(model, torch.nn.Module) else model
         return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
 
     def run_uncompiled(callback):
-        if callback:
+        if callback and not eval_frame.config.disable:
             note_compiled()
 
     def note_compiled():

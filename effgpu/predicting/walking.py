@@ -21,7 +21,7 @@ from effgpu.attaching.sites import Site
 from effgpu.attaching.steps import Plan, drive
 from effgpu.errors import BadType, CannotPredict
 from effgpu.measuring import device_lock
-from effgpu.measuring.device import gc_frozen, random_states_kept
+from effgpu.measuring.device import NO_CACHING, gc_frozen, random_states_kept
 from effgpu.measuring.torch_internals import fake_tensor
 from effgpu.measuring.variants import Step, Variant, run_variant
 from effgpu.predicting.allocator import VARIABLES, Block, count_reserved
@@ -35,6 +35,7 @@ from effgpu.predicting.refusals import tell_sparse
 from effgpu.units import MiB, format_bytes, join_names
 
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CACHED = 1.5  # by this factor or more, the allocator holds more than the peak: of blocks that grow, it keeps each
 _SMALL = 0.0001  # of the peak: a step that makes so little more is no larger one
 _GROWS, _VARIES = 1.001, 1.05  # by these factors, a step is larger or smaller than the one before: what grows may go on
@@ -165,6 +166,10 @@ def conclude(recorder: Recorder) -> Prediction:
         recorder.say(ASSUMED, text)
     for variable in VARIABLES:
         recorder.note_settings(os.environ.get(variable, ""), variable)
+    if recorder.capability and os.environ.get(NO_CACHING):
+        recorder.say(UNTIMED, f"it takes to ask for all memory anew in each step, as {NO_CACHING} asks for")
+    if recorder.capability and os.environ.get(VISIBLE) in ("", "-1"):
+        recorder.say(ASSUMED, f"a GPU is seen, though {VISIBLE} hides all")
     if paged := recorder.storages.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.say(ASSUMED, f"{text}: the time that it takes to move is not counted")

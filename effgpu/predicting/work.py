@@ -1,6 +1,7 @@
 """The work of the step that counts: its kernels, copies and waits, in their order, and what is not known of them."""
 
 import math
+import os
 import sys
 from collections.abc import Iterable
 from traceback import walk_stack
@@ -46,6 +47,7 @@ _VIEW, _CUDNN = 0.3, 3  # what the CPU takes for a view, and for a convolution, 
 # The same for each Python frame of a traceback: 5 to 6 µs in Python 3.11, where a call takes 13, and 9 beside 22 on the
 # H100's host of docs/predict.md. Below a step, a measurement in a notebook has so many frames, 20 of them IPython's.
 _FRAME, _NOTEBOOK = 0.4, 30
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"  # the variable with which the CPU waits for each kernel
 _OWN_LOOPS = ("/nn/", "/optim/")  # of PyTorch: as in clip_grad_norm_, load_state_dict and AveragedModel
 OWN_READS = ("/amp/", "/optim/", "/utils/data/")  # PyTorch's, which a reader cannot leave out
 
@@ -62,11 +64,14 @@ class Work:
         self._scores = Scores()  # of attention
         self._convolved, self._multiplied = 0, False
         self._traced = 0.0  # calls, for the operation that follows
+        self._blocking = False
 
     def begin(self) -> None:
         """Note the events of the step that follows, in place of those before."""
         self.counts, self.events, self._scores = bool(self._recorder.capability), [], Scores()
-        self._traced = 0.0
+        self._traced, self._blocking = 0.0, os.environ.get(_BLOCKING) == "1"
+        if self._blocking and self.counts:
+            self._recorder.say(ASSUMED, f"the CPU waits for each kernel, as {_BLOCKING}=1 asks for")
 
     def note_evaluation(self, begin: int) -> None:
         """What was noted since, so many events after the step's first, is an evaluation, if nothing was trained.
@@ -166,6 +171,7 @@ class Work:
             inner = sites.find_site(until=self.loop) if kernels else None
             again = self.phase == BACKWARD and torch.is_grad_enabled() and _is_checkpointing()
             about |= {"calls": calls + self._traced, "traced": self._traced}
+            about |= dict.fromkeys(("waits", "blocking"), self._blocking and bool(kernels))
             self._traced = 0.0
             self._append(KERNEL, site, kernels=tuple(kernels), inner=inner, again=again, **about)
         return self.counts
