@@ -415,7 +415,7 @@ def test_work_on_the_cpu_in_the_loop_counts_as_loading(run):
     assert "the script's own work on the CPU takes" in first["note"] and [line["line"] for line in first["lines"]] == [
         8
     ]
-    assert first["advice"].startswith("what train.py:8 computes, in the DataLoader's workers")
+    assert first["advice"].startswith("what train.py:8 computes, less often; or in the DataLoader's workers")
 
 
 IN_NUMPY = """

@@ -188,11 +188,11 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (LOADING, {"has_loader": True, "handing": 0.001, "workers": 2}, "fewer bytes, such as uint8, to hand over"),
         (LOADING, {"has_loader": True, "handing": 0.6, "loading": (1.0,) * 3}, f"{advice._AT_ONCE}; where each sample"),
         (LOADING, {"has_loader": True, "trainer": "transformers"}, "TrainingArguments(dataloader_num_workers=2"),
-        (LOADING, {"working": {READS.site: 1.0}}, "what train.py:3 computes, in a DataLoader's workers"),
+        (LOADING, {"working": {READS.site: 1.0}}, "what train.py:3 computes, less often; or in a DataLoader's workers"),
         (
             LOADING,
             {"has_loader": True, "working": {READS.site: 1.0}},
-            "what train.py:3 computes, in the DataLoader's workers",
+            "what train.py:3 computes, less often; or in the DataLoader's workers",
         ),
         (LOADING, {"working": {READS.site: 1.0}, "events": (READS,)}, "what train.py:3 computes, every 100 steps"),
         (PRECISION, {"trainer": "transformers", "halved": (HALVED,)}, "TrainingArguments(fp16=True)"),
@@ -240,6 +240,14 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
 def test_no_advice_is_given_that_the_script_follows(name, seen, advice, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert CAUSES[name].advice(Observed(**seen)).startswith(advice)
+
+
+@pytest.mark.parametrize(("name", "call"), [(LOADING, "gc.collect"), (WAITS, "torch.cuda.empty_cache")])
+def test_what_a_loop_can_do_without_is_not_moved_elsewhere(tmp_path, name, call):
+    (tmp_path / "train.py").write_text(f"{call}()\n")
+    site = Site(str(tmp_path / "train.py"), 1)
+    seen = {"working": {site: 1.0}} if name == LOADING else {"events": (READS._replace(site=site),)}
+    assert CAUSES[name].advice(Observed(**seen)).startswith(f"no {call.removeprefix('torch.cuda.')}() in the loop: ")
 
 
 class Own(torch.optim.Optimizer):

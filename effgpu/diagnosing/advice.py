@@ -21,6 +21,7 @@ _OF_LIBRARY = "the library reads there: an option of it, if it has one; a larger
 _NEEDLESS = {
     "synchronize": "no synchronize() in the loop: only a stopwatch needs it",
     "empty_cache": "no empty_cache() in the loop: PyTorch gives memory back by itself before it runs out",
+    "gc.collect": "no gc.collect() in the loop: Python frees what nobody names at once, and circles of it in time",
 }
 _TRAINER = os.path.normpath(*TRAINERS["transformers"])
 _AS_16_BITS = {
@@ -40,11 +41,14 @@ def load_faster(seen: Observed) -> str:
     if sum(seen.working.values()) > seen.loading[0]:
         site = next(iter(seen.working))
         line = site.place
+        if needless := _find_needless(site):
+            return _NEEDLESS[needless[0]]
         if any(event.kind == READ and event.site == site for event in seen.events):  # no worker has what the GPU made
             return f"what {line} computes, every 100 steps, or on the GPU"
         whose = "the" if seen.has_loader else "a"
         return (
-            f"what {line} computes, in {whose} DataLoader's workers, as its data set's or collate_fn's, or on the GPU"
+            f"what {line} computes, less often; or in {whose} DataLoader's workers, as its data set's or collate_fn's, "
+            "or on the GPU"
         )
     cores = os.cpu_count() or 1
     if not seen.has_loader:
@@ -176,7 +180,7 @@ def read_less(seen: Observed) -> str:
     filters = [(site.inside.rpartition(":")[0] or site.file).endswith(_TRAINER) for site in sites]
     if any(filters) and all(filter or site.inside for filter, site in zip(filters, sites)):  # libraries' reads alone
         return "TrainingArguments(logging_nan_inf_filter=False): else the Trainer looks at the loss of each step"
-    needless = {site: [each for each in _NEEDLESS if f"{each}(" in site.code] for site in sites}
+    needless = {site: _find_needless(site) for site in sites}
     chosen = {
         event.site for before, event in itertools.pairwise(seen.events) if event.kind == READ and _chooses(before)
     }
@@ -187,6 +191,11 @@ def read_less(seen: Observed) -> str:
     elif chosen:
         read.insert(0 if 2 * len(others) < len(sites) else 1, _CHOOSE)
     return "; ".join([*read, *dict.fromkeys(_NEEDLESS[each] for calls in needless.values() for each in calls)])
+
+
+def _find_needless(site: Site) -> list[str]:
+    """The calls of a line that a loop can do without."""
+    return [each for each in _NEEDLESS if f"{each}(" in site.code]
 
 
 def _chooses(event: Event) -> bool:
