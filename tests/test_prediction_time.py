@@ -165,6 +165,20 @@ def test_a_convolution_is_the_products_that_it_comes_to():
 
 
 @pytest.mark.parametrize(
+    ("switch", "told"),
+    [
+        ("enabled", "not known: how long convolutions take without cuDNN"),
+        ("deterministic", "assumed: cuDNN's deterministic convolutions take as long as others"),
+    ],
+)
+def test_a_convolution_without_cudnns_usual_algorithms_is_named(monkeypatch, switch, told):
+    variant = forward(lambda images: F.conv2d(images, images), 2, 8, 16, 16)
+    assert told not in str(predict(variant, "T4"))
+    monkeypatch.setattr(torch.backends.cudnn, switch, not getattr(torch.backends.cudnn, switch))
+    assert told in str(predict(variant, "T4")) and told not in str(predict(forward(F.gelu, 8), "T4"))
+
+
+@pytest.mark.parametrize(
     "build",
     [
         partial(nn.Conv2d, 16, 32, 1, stride=2),

@@ -138,7 +138,12 @@ class Work:
                 say(UNTIMED, f"products in {kernel.format} take")
         if kernels and optimizers.working:
             optimizers.note_kernel()
-        call = _CUDNN if any(kernel.kind == CONVOLUTION for kernel in kernels) else 1 if kernels else _VIEW
+        convolves = any(kernel.kind == CONVOLUTION for kernel in kernels)
+        if convolves and not torch.backends.cudnn.enabled:
+            say(UNTIMED, "convolutions take without cuDNN")
+        elif convolves and (torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()):
+            say(ASSUMED, "cuDNN's deterministic convolutions take as long as others")
+        call = _CUDNN if convolves else 1 if kernels else _VIEW
         reads_on = self.phase == FORWARD and self._scores.read_on(func, args, kwargs, result)
         lasting = self._find_lasting(func, args, kwargs) if kernels and self.counts else ""
         calls = call + LISTED * sum(map(len, lists_of(args)))
