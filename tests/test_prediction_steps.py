@@ -2644,6 +2644,40 @@ def test_another_sparse_format_than_coo_is_refused_by_its_name():
         predict(variant, "T4")
 
 
+LAZY = lambda: nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(10))
+NOT_LAZY = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda model: model.cuda(),
+        lambda model: model.to("cuda", torch.float16),
+        lambda model: copy.deepcopy(model).cuda(),
+        lambda model: model,
+    ],
+    ids=["moved", "moved and cast", "copied", "moved later"],
+)
+def test_a_lazy_layer_is_one_whose_sizes_are_given(place):
+    def variant(build):
+        model = place(build())
+        weights = [*model.parameters()]
+        device, dtype = ("cuda", weights[0].dtype) if weights[0].is_cuda else (None, None)
+        model(torch.zeros(2, 3, 16, 16, device=device, dtype=dtype))
+        assert weights == [*model.parameters()] and all(isinstance(weight, nn.Parameter) for weight in weights)
+        optimizer = torch.optim.AdamW(model.cuda().parameters())
+
+        def step():
+            model(torch.randn(32, 3, 16, 16, device="cuda", dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    lazy, given = (predict(partial(variant, build), "T4") for build in (LAZY, NOT_LAZY))
+    assert (lazy.owners, lazy.reserved, lazy.time().expected) == (given.owners, given.reserved, given.time().expected)
+
+
 def chain(x):
     for _ in range(20):
         x = torch.sin(x) * 1.01

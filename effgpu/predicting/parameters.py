@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
@@ -21,7 +22,11 @@ def _fake_kind(kind: type) -> type:
     if issubclass(kind, FakeTensor):
         return kind
     made = type(kind.__name__, (kind, FakeTensor), {})
-    made.__torch_function__ = inspect.getattr_static(kind, "__torch_function__")  # PyTorch has put FakeTensor's there
+    is_lazy = issubclass(kind, UninitializedTensorMixin)  # which answers almost nothing, and gets another class later
+    owner = torch.Tensor if is_lazy else kind
+    made.__torch_function__ = inspect.getattr_static(owner, "__torch_function__")  # PyTorch has put FakeTensor's there
+    if is_lazy:
+        made.shape, made.cls_to_become = torch.Tensor.shape, FakeTensor
     return made
 
 
@@ -66,7 +71,9 @@ def making_fakes(find_mode: Callable[[], FakeTensorMode], make: Callable) -> Cal
         mode = find_mode()
         with in_kernel_invocation_manager(mode):
             outline = data.detach()
-        return FakeTensor.__new__(_fake_kind(kind), mode, outline, data.fake_device).requires_grad_(requires_grad)
+        made = FakeTensor.__new__(_fake_kind(kind), mode, outline, data.fake_device).requires_grad_(requires_grad)
+        made._is_param = issubclass(kind, torch.nn.Parameter)
+        return made
 
     return make_subclass
 
