@@ -737,10 +737,15 @@ for epoch in range(9):
 """
 
 
-def test_a_loader_that_is_made_anew_is_told_to_stay(run):
-    _, told, errors = run(OF_TWO.replace("LOADER", "DataLoader(data, 64, num_workers=1)"))
+@pytest.mark.parametrize("for_a_look", [False, True])
+def test_a_loader_that_is_made_anew_is_told_to_stay(run, for_a_look):
+    """But not one that has given only its first batch, for a look at what training gets."""
+    made = "DataLoader(data, 64, num_workers=1)"
+    script = OF_TWO.replace("for epoch", f"next(iter({made}))\nloader = {made}\nfor epoch") if for_a_look else OF_TWO
+    _, told, errors = run(script.replace("LOADER", "loader" if for_a_look else made))
     (loading,) = (each for each in told["examined"] if each["name"] == LOADING)
-    assert loading["advice"].startswith("one DataLoader for all epochs, with persistent_workers=True"), errors
+    remade = loading["advice"].startswith("one DataLoader for all epochs, with persistent_workers=True")
+    assert remade is not for_a_look, errors
 
 
 @pytest.mark.parametrize("workers", [0, 1])

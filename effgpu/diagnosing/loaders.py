@@ -36,6 +36,7 @@ class Loading:
     def __init__(self):
         self._loaders: dict[int, DataLoader] = {}  # by iterator
         self._batches: dict[DataLoader, object] = {}  # the last one of each
+        self._used_up: set[DataLoader] = set()
         self._same = False
         self._taking: list[tuple[DataLoader, int]] = []  # with the events before, in the step
         self.taken: list[DataLoader] = []  # in the last step, one for each batch
@@ -80,7 +81,11 @@ class Loading:
             if not (self._same and loader in self._batches):
                 began = time.perf_counter()
                 with self._apart():
-                    self._batches[loader] = give(iterator)
+                    try:
+                        self._batches[loader] = give(iterator)
+                    except StopIteration:
+                        self._used_up.add(loader)
+                        raise
                 self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
             self._taking.append((loader, len(self._events)))
             if self.recorder:
@@ -135,9 +140,10 @@ class Loading:
         return tuple(map(sum, zip(total, beside))), slowest
 
     def is_remade(self, loader: DataLoader | None) -> bool:
-        """Whether a loader with workers is one of several that were made of one data set, as one for each epoch."""
-        like = [(each.dataset, type(each.sampler)) for each in self._batches if each.num_workers]
-        return loader is not None and like.count((loader.dataset, type(loader.sampler))) > 1
+        """Whether a loader takes the place of one with workers that is used up, as where each epoch makes its own."""
+        made_of = lambda each: (id(each.dataset), type(each.sampler))
+        before = (made_of(each) for each in self._used_up if each.num_workers and each is not loader)
+        return loader is not None and made_of(loader) in before
 
     def _time_alone(self, loader: DataLoader, limit: float) -> Range:
         self._asides = dict.fromkeys(self._asides)  # which are not this process's
