@@ -245,6 +245,16 @@ def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
+SHOWS = "\nif {}: print(model[0].weight.detach().cpu().mean())"  # 4 MiB
+
+
+@pytest.mark.parametrize(("when", "counted"), [("number < 3", False), ("True", True), ("number == 4", False)])
+def test_a_step_that_shows_much_counts_only_where_the_next_two_do(when, counted, run, expected):
+    (_, told, errors), (peak, time) = run(loop(step=STEP + SHOWS.format(when), steps=7)), expected
+    assert (seconds(told) > 1.05 * time) is counted, errors
+    assert counted or (told["allocated"], seconds(told)) == (peak, pytest.approx(time, rel=0.01))
+
+
 def test_the_tracebacks_of_anomaly_mode_are_as_deep_as_in_the_script(run):
     """Deeper by a function that calls another, and less deep than in a notebook, which a function's are taken for."""
     on = "import torch\ntorch.autograd.set_detect_anomaly(True)\n" + PLAIN.replace("1024", "16")

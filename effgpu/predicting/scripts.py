@@ -101,14 +101,16 @@ def walk(marks: Marks, recorder: ScriptRecorder) -> Plan:
 
 
 def _take_a_usual_one(recorder: ScriptRecorder) -> Plan:
-    """The plan that lets later steps count where the one that did has an evaluation in it, or an epoch's last batch.
+    """The plan that lets later steps count where the one that did is no usual one.
 
-    Its result is whether the step that counts is the script's last.
+    It has an evaluation in it, an epoch's last batch, or shows much. Its result is whether the step that counts is the
+    script's last.
     """
     after_evaluation = False
     for _ in range(_MORE):
         evaluated = recorder.evaluated or recorder.ran_more_passes()
-        if not evaluated and (after_evaluation or not recorder.is_cut_short()):  # such a one may follow each evaluation
+        cut_short = recorder.is_cut_short() and not after_evaluation  # such a one may follow each evaluation
+        if not (evaluated or cut_short or recorder.work.shows_much()):
             return False
         if not evaluated:
             recorder.storages.leave_out()

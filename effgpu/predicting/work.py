@@ -19,6 +19,7 @@ from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
 from effgpu.predicting.gpus import FP8, FP8_FROM
 from effgpu.predicting.kernels import TIMED, copy_over_bus, has_sparse, lacks_rule, note, touching
 from effgpu.predicting.kinds import CONVOLUTION, Kernel
+from effgpu.predicting.kinds import COPY as TO_CPU
 from effgpu.predicting.rules import convolution_workspace
 from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import (
@@ -88,6 +89,11 @@ class Work:
         if any(event.kind not in (LOAD, OWN) for event in events) and all(event.phase == FORWARD for event in events):
             self.events[begin:end] = events
             self.evaluations.append(tuple(events))
+
+    def shows_much(self) -> bool:
+        """Whether much goes to the CPU outside of a backward pass, as where a script plots its first batches."""
+        kernels = (kernel for event in self.events if event.phase == FORWARD for kernel in event.kernels)
+        return sum(each.bytes for each in kernels if (each.kind, each.layout) == (TO_CPU, "ordinary")) > MiB
 
     @property
     def phase(self) -> str:
