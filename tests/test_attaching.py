@@ -245,6 +245,57 @@ def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
+EVALUATES_FIRST = """
+import torch
+calls = []
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.kept, self.number = torch.nn.Linear(1024, 1024), {}, 0
+        self.register_buffer("total", torch.zeros(()))
+    def forward(self, x, scale=1.0):
+        calls.append(1)
+        DOES
+        y = self.body(x) * scale
+        return {"out": y, "loss": y.square().mean()}
+model = Net().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+model.eval()
+with torch.no_grad():
+    losses = [model(GETS)["loss"].item() for number in range(20)]
+assert len(calls) == CALLS, len(calls)
+model.train()
+for _ in range(4):
+    model(torch.randn(64, 1024).cuda())["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BATCH = "torch.randn(64, 1024).cuda()"
+
+
+@pytest.mark.parametrize(
+    ("does", "gets", "calls"),
+    [
+        ("pass", BATCH, 2),
+        ("pass", f"{BATCH}, scale=0.5", 2),
+        ("pass", BATCH.replace("64", "8 + number % 4"), 8),
+        ("pass", f"{BATCH}, scale=number", 20),
+        ("pass", f"{BATCH}, scale=torch.tensor(2.0)", 20),
+        ("self.number += 1", BATCH, 20),
+        ("self.kept[len(calls)] = x", BATCH, 20),
+        ("self.total += 1", BATCH, 20),
+        ("x = x[: len(calls)]", BATCH, 20),
+        ("model.register_forward_hook(lambda *_: None)", BATCH, 20),
+    ],
+)
+def test_of_equal_calls_before_the_first_step_two_are_walked(does, gets, calls, run):
+    """Unless a call leaves something in the module, gets what is no tensor on the GPU, or gives another size."""
+    script = EVALUATES_FIRST.replace("DOES", does).replace("GETS", gets).replace("CALLS", str(calls))
+    code, told, errors = run(script)
+    assert code == 0, errors
+    assert "forward passes without gradients" in str(told["notes"]), errors
+
+
 SHOWS = "\nif {}: print(model[0].weight.detach().cpu().mean())"  # 4 MiB
 
 

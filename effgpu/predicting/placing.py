@@ -38,6 +38,7 @@ from effgpu.predicting.own import OwnWork
 from effgpu.predicting.parameters import is_plain
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.refusals import check_array, check_devices
+from effgpu.predicting.repeated import Repeated
 from effgpu.predicting.timeline import OWN, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
@@ -90,6 +91,7 @@ class ScriptRecorder(Recorder):
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
         self.own = OwnWork(lambda site: self.work.note_host(OWN, site))
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
+        self.repeated = Repeated(lambda: not self._started)
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -552,5 +554,6 @@ def fakes_in_place(recorder: ScriptRecorder) -> Iterator[tuple[type, str, object
         return train(module, mode)
 
     yield torch.nn.Module, "train", note_evaluation
+    yield from recorder.repeated.replacing()
     yield torch.nn.Parameter, "__new__", staticmethod(create_fake)
     yield torch.Tensor, "_make_subclass", staticmethod(make_fake)
