@@ -47,7 +47,7 @@ CHECKED = {
     "torch.utils._pytree.tree_map_only": "2.14.1",
     "torch.utils._pytree.TreeSpec": "2.14.1",
     "torch.utils._pytree.tree_flatten": "2.14.1",
-    "torch.utils._pytree.tree_unflatten": "2.14.1",  # with _forward_hooks and _forward_pre_hooks of a module that is called
+    "torch.utils._pytree.tree_unflatten": "2.14.1",  # and _forward_hooks and _forward_pre_hooks of modules
     "torch._C.DisableTorchFunction": "2.14.1",
     "torch._C.DispatchKey": "2.14.1",
     "torch._C.DispatchKeySet": "2.14.1",
