@@ -10,14 +10,19 @@ from pathlib import Path
 def write_atomic(path: str | Path, text: str) -> Path:
     """Write a text file through a temporary one beside it, so that nobody ever finds half of it. Makes its folder.
 
+    A link stays one. What is no file, such as /dev/null, or lies where no other can be made, is written as it is.
     Raises OSError, naming the file, if it cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    place = Path(os.path.realpath(path))
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not (path.is_file() and os.access(place.parent, os.W_OK)):
+            path.write_text(text, encoding="utf-8")
+            return path
+        place.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        os.replace(temporary, place)
     except OSError as error:
         raise OSError(f"{path}: expected a file that can be written ({error})") from error
     finally:
