@@ -31,17 +31,26 @@ def main(arguments: list[str] | None = None) -> int:
     `bench` allows, or than a GPU of `predict` has. 4: it may not fit, or the intervals of `bench` do not tell.
     130: Ctrl-C. 141: nobody reads the output to its end, as of a program that SIGPIPE ends.
     """
+    _prepare_streams()
     try:
         try:
             return _main(arguments)
         finally:
-            if sys.stdout:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         nothing = os.open(os.devnull, os.O_WRONLY)  # for what is flushed at the end of Python
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+        for stream in (sys.stdout, sys.stderr):
             os.dup2(nothing, stream.fileno())
         return UNREAD
+
+
+def _prepare_streams() -> None:
+    """Let no print fail where a stream is closed, or its encoding lacks a sign, as that of a pipe on Windows."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it stays open
+        elif getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _main(arguments: list[str] | None) -> int:

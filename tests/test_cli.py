@@ -3,6 +3,7 @@
 Where signals, imports or standard error matter, commands run in a process of their own.
 """
 
+import argparse
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from conftest import variant_file
 
 import effgpu
 from effgpu.__main__ import main, make_parser
+from effgpu.cli import output
+from effgpu.cli.exits import Exit
 from effgpu.measuring import device
 from effgpu.measuring.device import Device
 
@@ -281,3 +284,32 @@ def test_what_cannot_be_written_after_all_is_printed_before(option, here, capsys
     assert main(["predict", "train.py:variant", "--gpu", "T4", option, "folder/found.json"]) == 2
     printed = capsys.readouterr()
     assert "fits" in printed.out and "folder/found.json" in printed.err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no pipes by name")
+def test_a_pipe_is_a_file_that_can_be_written():
+    """As `--json >(jq .)` gives."""
+    theirs, ours = os.pipe()
+    output.check_files(argparse.Namespace(json=f"/dev/fd/{ours}"))
+    os.close(theirs), os.close(ours)
+    with pytest.raises(Exit, match="expected a file that can be written"):
+        output.check_files(argparse.Namespace(json=f"/dev/fd/{ours}"))
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_terminal_cannot_write_is_replaced_and_json_is_for_every_one():
+    """A pipe of Windows has no minus sign: what was measured would be lost."""
+    Path("train.py").write_text(variant_file())
+    asked = [sys.executable, "-m", "effgpu", "predict", "--gpu", "T4"]
+    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    table = subprocess.run([*asked, "train.py:variant"], capture_output=True, env=variables)
+    assert table.returncode == 0 and b" ? " in table.stdout, table.stderr
+    failed = subprocess.run([*asked, "--json", "-", "−.py:variant"], capture_output=True, env=variables)
+    assert "−.py: expected a Python file" in json.loads(failed.stdout.decode("ascii"))["failed"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="started by a shell")
+def test_without_a_standard_error_only_the_result_is_printed(here):
+    asked = shlex.join([sys.executable, "-m", "effgpu", "bench", "--json", "-", "--seeds", "1", "true {seed}"])
+    answer = subprocess.run(f"{asked} 2>&-", shell=True, stdout=subprocess.PIPE)
+    assert json.loads(answer.stdout) == {"failed": "seeds: expected a whole number from 2 on, got 1"}

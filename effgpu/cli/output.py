@@ -32,10 +32,11 @@ def give(
 
     With --json -, its JSON is all that is printed. `save` writes it in another way than as its JSON.
     """
-    as_json = json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if chosen.json else ""
-    print(as_json if chosen.json == "-" else shown or result)
+    to_print = chosen.json == "-"  # whose encoding may be any
+    as_json = json.dumps(result.to_dict(), indent=2, ensure_ascii=to_print) if chosen.json else ""
+    print(as_json if to_print else shown or result)
     chosen.printed = True
-    if chosen.json and chosen.json != "-":
+    if chosen.json and not to_print:
         with refusing(OSError, ValueError):
             save([result], chosen.json) if save else Path(chosen.json).write_text(f"{as_json}\n", encoding="utf-8")
     if timeline:
@@ -45,7 +46,7 @@ def give(
 
 def print_failed(why: str) -> None:
     """What stands on standard output where JSON was asked for, and there is no result."""
-    print(json.dumps({"failed": why}, indent=2, ensure_ascii=False))
+    print(json.dumps({"failed": why}, indent=2))
 
 
 def asks_for_json(arguments: Sequence[str]) -> bool:
@@ -61,7 +62,7 @@ def check_files(chosen: argparse.Namespace) -> None:
     if str(named["--trace"]) == "-":
         raise Exit(REFUSED, "--trace: expected a file, got -: standard output is for --json")
     for option, file in files.items():
-        if not _can_write(file.resolve(), makes_folders=option in getattr(chosen, "makes_folders", ())):
+        if not _can_write(file, makes_folders=option in getattr(chosen, "makes_folders", ())):
             raise Exit(REFUSED, f"{option}: expected a file that can be written, in a folder that exists, got {file}")
     if len({file.resolve() for file in files.values()}) < len(files):
         got = " and ".join(map(str, files.values()))
@@ -73,6 +74,7 @@ def _can_write(file: Path, makes_folders: bool) -> bool:
     try:
         if file.exists():
             return not file.is_dir() and os.access(file, os.W_OK)
+        file = file.resolve()
         folder = next(each for each in file.parents if each.exists()) if makes_folders else file.parent
         if folder != file.parent:
             return folder.is_dir() and os.access(folder, os.W_OK)
