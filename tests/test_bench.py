@@ -379,6 +379,21 @@ def test_ctrl_c_at_once_leaves_nothing_behind():
     assert code == 130 and errors.startswith("effgpu: interrupted before")
 
 
+def test_nothing_interrupts_the_end_of_processes_and_a_handler_of_the_readers_own_stays(monkeypatch):
+    """As a workflow that is cancelled sends first one signal, then the other."""
+    seen = []
+    for handler in (signal.default_int_handler, lambda *_: seen.append("told")):
+        before = signal.signal(signal.SIGTERM, handler)
+        try:
+            with processes.ignore_interrupts():
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) is handler
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    assert seen == ["told"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_scripts_end_if_the_bench_is_killed(mark):
     def all_run():
         assert len(processes._find_processes(mark)) == 7  # the bench, and two scripts with two workers each

@@ -258,7 +258,7 @@ def read_device(hello: Mapping) -> device.Device:
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """End all processes; Ctrl-C does not interrupt it."""
+    """End all processes; neither Ctrl-C nor `kill` interrupts it."""
     processes = list(processes)
     with ignore_interrupts():
         for process in processes:
@@ -279,13 +279,17 @@ def _find_processes(token: str) -> list[int]:
 
 @contextlib.contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Inside, Ctrl-C does nothing: what ends processes, or removes files, goes on to its end."""
+    """Inside, Ctrl-C does nothing, nor what acts like it: what ends processes, or removes files, goes on to its end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if before[signal.SIGTERM] is not signal.default_int_handler:
+        del before[signal.SIGTERM]
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
     except ValueError:  # not in the main thread, which gets no interrupts
-        yield
-        return
+        before = {}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
