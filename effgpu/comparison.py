@@ -272,7 +272,7 @@ class Comparison:
         """What is unusual about the turns, in one sentence; empty where nothing is."""
         if all(m.builds == 1 for m in self):
             return ""
-        return f"The variants did not fit into memory together: each was built {BUILDS} times."
+        return f"The variants could not be kept together: each was built {BUILDS} times."
 
     def _tell_unchecked(self) -> list[str]:
         """On which GPUs no run stands beside the predicted times."""

@@ -293,7 +293,7 @@ def loading(seen, label):
 
 
 @pytest.mark.parametrize("can_freeze", [True, False])
-def test_worker_processes_but_the_readers_own_are_frozen_while_others_have_their_turn(can_freeze, monkeypatch):
+def test_worker_processes_but_the_readers_own_are_frozen_while_others_have_their_turn(can_freeze, monkeypatch, capsys):
     """Where nothing can be frozen, variants with workers are built one at a time."""
     for module in (workers, measurement):
         monkeypatch.setattr(module, "CAN_FREEZE", can_freeze)
@@ -303,6 +303,7 @@ def test_worker_processes_but_the_readers_own_are_frozen_while_others_have_their
     seen = {"a": set(), "b": set(), "reader": {readers.pid}, "stopped": []}
     found = measure_all({label: loading(seen, label) for label in "ab"}, seconds=0.001, blocks=4)
     assert [(len(m.turns), m.builds) for m in found] == [(4, 1 if can_freeze else BUILDS)] * 2
+    assert ("have worker processes" in "".join(capsys.readouterr())) is not can_freeze
     stopped = seen["stopped"][seen["stopped"].index(("b", can_freeze, False, False)) :]  # from the warm-up of b on
     assert set(stopped) == {("a", False, can_freeze, False), ("b", can_freeze, False, False)}
     assert set(multiprocessing.active_children()) == before
@@ -335,6 +336,21 @@ def test_no_frozen_worker_outlives_a_killed_process():
     while psutil.pid_exists(pid.value) and psutil.Process(pid.value).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, psutil.Process(pid.value).status()
         time.sleep(0.05)
+
+
+def test_ctrl_c_of_a_terminal_which_reaches_the_guard_prints_nothing_of_it(capfd):
+    own = workers.Workers()
+    with own.awake("a"):
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+    time.sleep(0.5)  # until it looks
+    own._guard.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    ended = own._guard.poll()
+    own.release()
+    worker.kill()
+    worker.join()
+    assert ended is None and capfd.readouterr().err == ""
 
 
 # Out of memory, and other faults
@@ -433,6 +449,14 @@ def test_a_terminal_has_a_progress_bar(monkeypatch, capsys, clock, no_collecting
     assert "timing |" in written, "before the first turn nothing is promised"
     assert "timing, about 590 ms left |" in written, "60 turns of 10 ms, less the first"
     assert written.endswith("\r") and not written.rsplit("\r", 2)[-2].strip(), "the bar was left standing"
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_standard_error_there_is_no_bar(monkeypatch, capsys, no_collecting):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(measurement, "free_memory", lambda: -1)  # so that building anew is announced
+    assert len(measure_all(dict.fromkeys("ab", lambda: lambda: None), **QUICK)) == 2
     assert capsys.readouterr().out == ""
 
 

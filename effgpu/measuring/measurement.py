@@ -35,6 +35,7 @@ _CAPPED_TURN = 0.5  # seconds of a turn where the power cap holds the clock down
 _REFILL = 4  # steps of a CPU's turn from which on one more, which does not count, refills the caches first
 _LOAD = {"cpu": 0.005, "cuda": 0.25}  # seconds of warm-up: caches fill, a GPU leaves its idle clock
 _COMPILING = {"cpu": 1, "cuda": 3}  # first calls that are no load: they compile, tune, and record CUDA graphs
+_TOO_LARGE, _NOT_FROZEN = "do not fit into memory together", "have worker processes, which cannot be frozen here"
 _ROOM = 0.9  # of the free memory that variants kept together may take: allocators need some slack
 
 
@@ -173,7 +174,7 @@ class _Record:
 
 
 class _NotTogether(Exception):
-    """Variants turn out not to go together: they have to be built one at a time."""
+    """Variants turn out not to go together, and why: they have to be built one at a time."""
 
 
 class _Run:
@@ -209,7 +210,7 @@ class _Run:
                 error.add_note(f"raised while measuring the variant {label!r}")
                 raise
             if together:
-                raise _NotTogether from None
+                raise _NotTogether(_TOO_LARGE) from None
             self.records[label].failed = OUT_OF_MEMORY
 
     def take_memory(self) -> None:
@@ -221,14 +222,16 @@ class _Run:
 
     def take_turns(self) -> None:
         """Time all variants in turns: kept together if that works, else built anew. One alone has nothing beside it."""
+        why = _TOO_LARGE
         if len(self.alive()) < 2 or self.fit_together():
             try:
                 return self.time_together()
-            except _NotTogether:
+            except _NotTogether as reason:
+                why = str(reason)
                 for record in self.records.values():
                     record.turns.clear()
                     record.clocks.clear()
-        self.time_one_at_a_time()
+        self.time_one_at_a_time(why)
 
     def fit_together(self) -> bool:
         """Whether what all hold between steps, and the most that a step adds to it, fit into the free memory."""
@@ -243,14 +246,15 @@ class _Run:
             with self.noting(label, together=together):
                 built.turn(label, partial(action, self.records[label]))
             if together and count_retries() > retries:
-                raise _NotTogether  # the allocator gave cached memory back and asked again, in the midst of a turn
+                # the allocator gave cached memory back and asked again, in the midst of a turn
+                raise _NotTogether(_TOO_LARGE)
 
         with BuiltVariants(self.variants) as built:
             retries = math.inf  # in the warm-up they do no harm
             for label in self.shown("warm-up"):
                 turn(label, self.warm_up)
             if together and not CAN_FREEZE and any(built.workers[label] for label in self.variants):
-                raise _NotTogether
+                raise _NotTogether(_NOT_FROZEN)
             retries = count_retries()
             take_blocks(
                 self.alive,
@@ -266,14 +270,14 @@ class _Run:
             for label in self.shown("energy") if self.energy else ():
                 turn(label, self.take_energy)
 
-    def time_one_at_a_time(self) -> None:
+    def time_one_at_a_time(self, why: str) -> None:
         def take_build(label: str) -> None:
             with self.noting(label):
                 run_variant(self.variants[label], partial(self.time_build, self.records[label]))
 
         records = [self.records[label] for label in self.alive()]
         expected = BUILDS * sum(record.preparing for record in records) + self.seconds * len(records)
-        text = f"The variants do not fit into memory together, so each is built {BUILDS} times"
+        text = f"The variants {why}, so each is built {BUILDS} times"
         self.progress.announce(f"{text}: about {units.format_seconds(expected)}.")
         for record in records:
             record.builds = BUILDS

@@ -1,5 +1,6 @@
 """How far a measurement is: a bar, for a terminal or a notebook that somebody looks at."""
 
+import io
 import sys
 
 from tqdm import tqdm
@@ -16,7 +17,7 @@ class Progress:
 
     def __init__(self):
         notebook = "ipykernel" in sys.modules
-        self._file = sys.stdout if notebook else sys.stderr
+        self._file = (sys.stdout if notebook else sys.stderr) or io.StringIO()  # as of a service, which has none
         off = False if notebook else None  # for tqdm, None is: where it is no terminal
         self._bar = tqdm(leave=False, file=self._file, disable=off, bar_format="{desc} |{bar:30}|", miniters=0)
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator
 
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # not on Windows
-# Wakes frozen workers if this process is killed: they see that it is gone, and end.
+# Wakes frozen workers if this process is killed: they see that it is gone, and end. Ctrl-C reaches it, too.
 _GUARD = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 while os.getppid() == int(sys.argv[1]):
     time.sleep(0.2)
 os.killpg(0, signal.SIGCONT)
