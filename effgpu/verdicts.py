@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 
 from effgpu import units
-from effgpu.measuring.intervals import find_interval, one_sided
+from effgpu.measuring.intervals import bounded, find_interval, one_sided
 
 FASTER, SLOWER, SAME, INCONCLUSIVE = "faster", "slower", "same", "inconclusive"
 MIN_EFFECT = 0.01  # a smaller effect does not matter
-_NOISY = 100  # percent: a wider interval tells nothing by its width
+NOISY = 100  # percent: a wider interval tells nothing by its width
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Ratio:
         if (interval := find_interval(logs, builds, confidence)) is None:
             return None
         _, low, high = find_interval(logs, builds, one_sided(confidence))
-        return cls(*map(math.exp, interval), within=math.expm1(max(high, -low)))
+        return cls(*(math.exp(bounded(log)) for log in interval), within=math.expm1(bounded(max(high, -low))))
 
     def to_dict(self) -> dict[str, float]:
         """The ratio and its interval, for programs."""
@@ -55,8 +55,8 @@ class Ratio:
             return f"{SAME} (within {100 * min_effect:g} %)"
         if verdict == INCONCLUSIVE:
             width = 100 * (math.sqrt(self.high / self.low) - 1)
-            if width >= _NOISY:
-                return f"{INCONCLUSIVE} (too noisy, above ±{_NOISY} %)"
+            if width >= NOISY:
+                return f"{INCONCLUSIVE} (too noisy, above ±{NOISY} %)"
             return f"{INCONCLUSIVE} (±{width:.{0 if width >= 10 else 1}f} %)"
         return units.format_speed(self.value, self.low, self.high)
 

@@ -20,7 +20,7 @@ from effgpu.benching import training
 from effgpu.benching.losses import HIGHER, LOWER, at_the_end, count_seeds, find_change, reached
 from effgpu.benching.seeds import Run, SeedBench
 from effgpu.benching.training import OverSeeds, _Followed
-from effgpu.measuring.intervals import quantile_of_student
+from effgpu.measuring.intervals import divide_confidence, quantile_of_student
 from effgpu.verdicts import SAME
 
 # A training of which the truth is known: with each seed its loss falls to an end of its own, times a factor.
@@ -238,12 +238,15 @@ def test_a_factor_is_found_as_such_and_the_digits_decide_the_words(theirs, facto
 
 def test_a_change_in_words():
     assert str(find_change([0.9, 0.91, 0.89], [1.0, 1.0, 1.0])).startswith("lower: −10.0 % [−15.")
-    assert str(find_change([2.0, 1.0, 3.0], [1.0, 1.0, 1.0])).startswith("inconclusive (±")
+    assert str(find_change([1.02, 1.0, 1.03], [1.0, 1.0, 1.0])).startswith("inconclusive (±")
     assert str(find_change([1.0, 1.001, 1.0], [1.0, 1.0, 1.0])) == "same (within 1 %)"
     metric = find_change([0.8, 0.82, 0.81], [0.9, 0.92, 0.91], ratios=False)
     assert metric.value == pytest.approx(-0.1 / 0.91) and metric.verdict == LOWER
     assert find_change([-1.2, -1.21], [-1.0, -1.01]).value == pytest.approx(-0.2 / 1.005), "no logarithms below 0"
     assert find_change([1.0], [1.0]) is None
+    for comparisons in (1, 9):  # of one, the width has 45 digits; of nine, no number holds it
+        noisy = find_change([0.001, 5.0], [0.02, 4.0], divide_confidence(comparisons))
+        assert str(noisy) == "inconclusive (too noisy, above ±100 %)" and math.isfinite(noisy.high)
 
 
 def test_the_loss_at_the_end_and_the_time_to_one():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effgpu.measuring.intervals import interval_of_blocks
+from effgpu.measuring.intervals import divide_confidence, interval_of_blocks
 from effgpu.verdicts import INCONCLUSIVE, SAME, Ratio
 
 
@@ -46,6 +46,12 @@ def test_what_is_told_never_contradicts_itself(value, below, above):
     """Never "1.00 × faster", and no interval of a difference shows 1.00 as an end."""
     told = Ratio(value, value / below, value * above).tell()
     assert "×" not in told or not re.search(r"\b1\.0+\b", told)
+
+
+def test_two_seeds_that_tell_nothing_have_a_verdict_among_ten_commands():
+    """Student's t of two is 573 there, and no number holds the ratio at the ends."""
+    ratio = Ratio.from_logs([3.4, -0.2], divide_confidence(9), builds=2)
+    assert 0 < ratio.low < ratio.high < math.inf and ratio.tell() == "inconclusive (too noisy, above ±100 %)"
 
 
 def test_the_same_is_decided_by_two_one_sided_tests():

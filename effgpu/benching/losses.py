@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from effgpu.measuring.intervals import CONFIDENCE, interval_of_builds, one_sided, quantile_of_student
-from effgpu.verdicts import INCONCLUSIVE, SAME
+from effgpu.measuring.intervals import CONFIDENCE, bounded, interval_of_builds, one_sided, quantile_of_student
+from effgpu.verdicts import INCONCLUSIVE, NOISY, SAME
 
 LOWER, HIGHER = "lower", "higher"
 MIN_EFFECT = 0.01  # a smaller difference of a loss or a metric counts as none
@@ -53,7 +53,9 @@ class Change:
         if verdict == SAME:
             return f"{SAME} (within {100 * MIN_EFFECT:g} %)"
         if verdict == INCONCLUSIVE:
-            return f"{INCONCLUSIVE} (±{_percent((self.high - self.low) / 2).lstrip('+')} %)"
+            half = (self.high - self.low) / 2
+            told = f"too noisy, above ±{NOISY}" if 100 * half >= NOISY else f"±{_percent(half).lstrip('+')}"
+            return f"{INCONCLUSIVE} ({told} %)"
         low, high = (f"{_percent(end)} %" for end in (self.low, self.high))
         return f"{verdict}: {_percent(self.value)} % [{low}, {high}]"
 
@@ -73,7 +75,7 @@ def find_change(
     if len(ours) < 2:
         return None
     if ratios and min(*ours, *theirs) > 0:
-        values, share = [math.log(a / b) for a, b in zip(ours, theirs)], math.expm1
+        values, share = [math.log(a / b) for a, b in zip(ours, theirs)], lambda log: math.expm1(bounded(log))
     else:
         size = abs(statistics.fmean(theirs)) or 1.0
         values, share = [(a - b) / size for a, b in zip(ours, theirs)], float

@@ -13,6 +13,7 @@ CONFIDENCE = 0.99  # of all intervals and so of all verdicts of a table; not 95 
 # which widens an interval by √((1 + ρ) / (1 - ρ)) = 1.22. An estimate of ρ from 15 blocks would be noise, so the factor
 # is fixed, with a reserve, as the first blocks also decide how many there are (tests/benchmarks/aa.py coverage).
 _DEPENDENCE = 1.25
+_FARTHEST = 300.0  # of a logarithm: ratios of 10¹³⁰, as of two seeds that tell nothing
 Interval = tuple[float, float, float]  # middle, low end, high end
 
 
@@ -47,6 +48,11 @@ def interval_of_builds(values: Sequence[float], confidence: float = CONFIDENCE) 
     mean = statistics.fmean(values)
     half = quantile_of_student(len(values) - 1, confidence) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
+
+
+def bounded(log: float) -> float:
+    """A logarithm, or where no number holds its ratio, the farthest that is kept."""
+    return max(-_FARTHEST, min(log, _FARTHEST))
 
 
 def divide_confidence(comparisons: int) -> float:
