@@ -221,6 +221,15 @@ def test_a_regression_is_judged_by_the_ends_of_the_interval(turns, code, cpu, mo
     assert ("more than the 5 % allowed" in capsys.readouterr().err) == (code > 0)
 
 
+@pytest.mark.parametrize("peaks, code", [((100, 109), 0), ((100, 111), 3), ((100, None), 4), ((None, 100), 4)])
+def test_memory_that_is_not_known_is_not_within_what_is_allowed(peaks, code, cpu, monkeypatch, capsys):
+    """As of a script that trains on the GPU beside one on the CPU."""
+    both = [Measurement(label, ((1.0, 1.0),) * 16, cpu, peak_allocated=peak) for label, peak in zip("ab", peaks)]
+    monkeypatch.setattr("effgpu.benching.bench.bench", lambda given, **options: Bench("bench", tuple(both)))
+    assert main(["bench", "true", "true", "--fail-if-more-memory", "10%"]) == code
+    assert ("more than the 10 % allowed" in capsys.readouterr().err) == (code > 0)
+
+
 # One at a time
 
 

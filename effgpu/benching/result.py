@@ -100,7 +100,7 @@ class Bench(Comparison):
         """In words: what exceeds the shares that are allowed, and where the interval does not tell.
 
         A command is within its time if the whole interval is, and exceeds it if the whole interval does. Peak memory
-        has no interval.
+        has no interval, and is open where it is not known.
         """
         exceeded, unclear = [], []
         for m in self.measurements[1:]:
@@ -111,9 +111,14 @@ class Bench(Comparison):
                     exceeded.append(f"{m.label} is {self.tell(m.label)}, {limit}")
                 else:
                     unclear.append(f"it is open whether {m.label} takes {limit}: {self.tell(m.label)}")
-            if more_memory is not None and memory_ratio and memory_ratio > 1 + more_memory:
+            if more_memory is not None and (memory_ratio is None or memory_ratio > 1 + more_memory):
                 limit = f"more than the {100 * more_memory:g} % allowed"
-                exceeded.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")
+                if memory_ratio:
+                    exceeded.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")
+                else:
+                    unclear.append(
+                        f"it is open whether {m.label} needs {limit}: the {self.memory_name} is not known of both"
+                    )
         return exceeded, unclear
 
     def verdicts(self) -> dict[str, dict]:
