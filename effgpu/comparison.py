@@ -47,6 +47,8 @@ class Comparison:
     here: dict[str, FullSize] = field(default_factory=dict)
     confidence: float = CONFIDENCE
 
+    together = "all of them"  # whose intervals hold in 99 % of all tables
+
     @property
     def baseline(self) -> Measurement:
         """The variant that the others are compared with."""
@@ -241,7 +243,7 @@ class Comparison:
         lines = [f"{', '.join(filter(None, [self.device.label, versions]))}{whose}."]
         if len(self) > 1:
             lines.append("“2 × faster” takes half the time, “2 × slower” twice.")
-            together = ", for all of them together" if self.confidence > CONFIDENCE else ""
+            together = f", for {self.together} together" if self.confidence > CONFIDENCE else ""
             lines.append(f"Brackets: the {100 * CONFIDENCE:g} % interval{together}.")
             if CONTROL in self:
                 lines.append("The control shows the noise of this machine.")

@@ -108,8 +108,10 @@ def test_seeds_that_change_nothing_are_said_and_end_it(capsys):
 def test_a_loss_that_is_nan_is_a_result():
     plain = script()
     diverges = script("diverges", inside="loss = math.nan if seed == 1 and step > 30 else loss")
-    result = bench(plain, diverges)
+    result = bench(plain, diverges, script("ruined", inside="loss = math.nan"))
     assert result.tell_end("diverges.py", "loss") == "not finite in 1 of 3 seeds"
+    assert result.tell_end("ruined.py", "loss") == "not finite in 3 of 3 seeds" and not result.seeds_change_nothing
+    assert "interval, for all of a column together." in result.caption()
     assert len(result.kept("diverges.py")) == 3 and result.change("diverges.py", "loss") is None
     back = SeedBench.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
     assert math.isnan(back.runs["diverges.py"][1].loss) and repr(back) == repr(result)

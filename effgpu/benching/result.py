@@ -112,13 +112,11 @@ class Bench(Comparison):
                 else:
                     unclear.append(f"it is open whether {m.label} takes {limit}: {self.tell(m.label)}")
             if more_memory is not None and (memory_ratio is None or memory_ratio > 1 + more_memory):
-                limit = f"more than the {100 * more_memory:g} % allowed"
+                limit, what = f"more than the {100 * more_memory:g} % allowed", self.memory_name
                 if memory_ratio:
-                    exceeded.append(f"the {self.memory_name} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")
+                    exceeded.append(f"the {what} of {m.label} is {self.tell(m.label, 'memory')}, {limit}")
                 else:
-                    unclear.append(
-                        f"it is open whether {m.label} needs {limit}: the {self.memory_name} is not known of both"
-                    )
+                    unclear.append(f"it is open whether {m.label} needs {limit}: the {what} is not known of both")
         return exceeded, unclear
 
     def verdicts(self) -> dict[str, dict]:

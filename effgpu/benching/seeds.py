@@ -56,6 +56,7 @@ class SeedBench(Bench):
     runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
     until: int | None = None
     until_loss: float | None = None
+    together = "all of a column"
 
     def kept(self, label: str) -> list[Run]:
         """The runs of the seeds with which no command failed that has any result."""

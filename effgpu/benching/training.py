@@ -56,7 +56,9 @@ class _Followed:
         pace = None
         if len(timed) > 1:
             pace = (seconds[timed[-1]] - seconds[timed[0]]) / (timed[-1] - timed[0])
-        digits = hashlib.sha256(json.dumps(sorted(losses.items())).encode()).hexdigest()[:16] if losses else None
+        digits = None
+        if any(map(math.isfinite, losses.values())):  # NaN looks the same with every seed
+            digits = hashlib.sha256(json.dumps(sorted(losses.items())).encode()).hexdigest()[:16]
         return Run(
             seed,
             steps,

@@ -68,9 +68,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     slower_help = "such as 5%%: exit with code 3 if all of the interval is slower by more than it, with 4 if a part is"
     parser.add_argument("--fail-if-slower", type=percentage, metavar="PERCENT", help=slower_help)
-    memory_help = (
-        "such as 10%%: exit with code 3 if the peak memory is larger by more than it, with 4 if it is not known"
-    )
+    memory_help = "such as 10%%: exit with code 3 if the peak memory is larger by more than it, with 4 if not known"
     parser.add_argument("--fail-if-more-memory", type=percentage, metavar="PERCENT", help=memory_help)
     parser.set_defaults(command=run, makes_folders=("--json",))
 
