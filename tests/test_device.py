@@ -71,6 +71,8 @@ def test_describe_says_what_changes_what_is_measured_and_goes_without_nvml(simul
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("EFFGPU_AT_ONCE", "4")
     assert (describe().driver, describe().variables) == (None, {"CUDA_LAUNCH_BLOCKING": "1", "EFFGPU_AT_ONCE": "4"})
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    assert describe().variables == {"EFFGPU_AT_ONCE": "4"}, "which lets things overlap"
 
 
 def test_amds_numbers_are_not_taken_for_cudas(simulate_gpu, monkeypatch):

@@ -143,7 +143,7 @@ def describe() -> Device:
         _driver(),
         {"bf16": _bf16()} | supports,
         versions | {"cuda": torch.version.cuda},
-        {name: os.environ[name] for name in CHANGING if os.environ.get(name)},
+        {name: os.environ[name] for name in CHANGING if os.environ.get(name, "0") not in ("", "0")},
     )
 
 
