@@ -91,10 +91,11 @@ def test_a_reader_that_stops_early_ends_a_command_quietly(arguments, buffered):
     told, ours = os.pipe()
     os.close(told)
     variables = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
-    command = [sys.executable, "-m", "effgpu", *arguments]
+    command = [sys.executable, "-m", "effgpu", *arguments, *(["--json", "found.json"] if arguments else [])]
     answer = subprocess.run(command, stdout=ours, stderr=subprocess.PIPE, text=True, env=variables)
     os.close(ours)
     assert answer.stderr == "" and answer.returncode == 141
+    assert Path("found.json").exists() == bool(arguments), "what was found is stored nevertheless"
 
 
 @pytest.mark.usefixtures("here")

@@ -107,12 +107,14 @@ def run(chosen: argparse.Namespace) -> int:
         print("effgpu: interrupted before anything was measured", file=sys.stderr)
         raise
     print(f"output: {', '.join(result.logs.values())}", file=sys.stderr)
-    output.give(result, chosen, result.markdown() if chosen.markdown else result, results.save)
-    if chosen.plot:
-        with refusing(OSError, ValueError):
-            plot(result).savefig(chosen.plot)
-            if chosen.seeds and (curves := result.curves).by_label:
-                plot(curves).savefig(chosen.plot.with_stem(f"{chosen.plot.stem}-losses"))
+    try:
+        output.give(result, chosen, result.markdown() if chosen.markdown else result, results.save)
+    finally:
+        if chosen.plot:
+            with refusing(OSError, ValueError):
+                plot(result).savefig(chosen.plot)
+                if chosen.seeds and (curves := result.curves).by_label:
+                    plot(curves).savefig(chosen.plot.with_stem(f"{chosen.plot.stem}-losses"))
     return _judge(result, chosen)
 
 

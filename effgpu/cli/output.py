@@ -30,18 +30,21 @@ def give(
 ) -> None:
     """Print a result, or what is `shown` of it, then store it with --json, and its timeline with --trace.
 
+    It is stored also where whoever reads what is printed has ended early.
     With --json -, its JSON is all that is printed. `save` writes it in another way than as its JSON.
     """
     to_print = chosen.json == "-"  # whose encoding may be any
     as_json = json.dumps(result.to_dict(), indent=2, ensure_ascii=to_print) if chosen.json else ""
-    print(as_json if to_print else shown or result)
-    chosen.printed = True
-    if chosen.json and not to_print:
-        with refusing(OSError, ValueError):
-            save([result], chosen.json) if save else Path(chosen.json).write_text(f"{as_json}\n", encoding="utf-8")
-    if timeline:
-        with refusing(OSError):
-            timeline.save(chosen.trace)
+    try:
+        print(as_json if to_print else shown or result)
+    finally:
+        chosen.printed = True
+        if chosen.json and not to_print:
+            with refusing(OSError, ValueError):
+                save([result], chosen.json) if save else Path(chosen.json).write_text(f"{as_json}\n", encoding="utf-8")
+        if timeline:
+            with refusing(OSError):
+                timeline.save(chosen.trace)
 
 
 def print_failed(why: str) -> None:
