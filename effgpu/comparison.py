@@ -60,9 +60,14 @@ class Comparison:
         return self.baseline.device
 
     @property
+    def per_item(self) -> bool:
+        """Whether times and energies are per item: where the variants' steps differ in items."""
+        return len({m.items for m in self if not m.failed}) > 1
+
+    @property
     def per(self) -> str:
-        """What times and energies are per: "step", or an item where the variants' steps differ in items."""
-        return units.singular(self.baseline.unit) if len({m.items for m in self if not m.failed}) > 1 else "step"
+        """What times and energies are per, in words."""
+        return units.singular(self.baseline.unit) if self.per_item else "step"
 
     @property
     def memory_name(self) -> str:
@@ -119,7 +124,7 @@ class Comparison:
             return m.peak_allocated
         of = self.baseline if quantity == "time" and ratio else m
         own = of.median if quantity == "time" else of.joules
-        own = own and own / (of.items or 1 if self.per != "step" else 1)
+        own = own and own / (of.items or 1 if self.per_item else 1)
         return own and own * ratio if of is not m else own
 
     def verdict(self, label: str) -> str:
@@ -191,7 +196,7 @@ class Comparison:
 
         def throughput(m: Measurement) -> str:
             seconds = self.value(m.label, "time")
-            items = 1 if self.per != "step" else m.items
+            items = 1 if self.per_item else m.items
             return units.format_count(items / seconds if items and seconds else None, f"{m.unit}/s")
 
         return [

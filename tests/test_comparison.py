@@ -95,6 +95,8 @@ def test_items_that_differ_count_in_time_and_energy_but_not_in_memory(make_measu
     row = cells(result, "large")
     assert row["time per sample"] == ["625 µs"] and row["throughput"] == ["1,600 samples/s"]
     assert row["energy per sample"] == ["125 mJ (\u221275 %)"]
+    micro = Comparison("items", tuple(replace(m, unit="steps") for m in result))
+    assert cells(micro, "large")["time per step"] == ["625 µs"], "also where an item is called a step"
 
 
 def test_what_was_not_measured_has_no_ratio_and_borrows_no_figure(make_measurement):

@@ -141,7 +141,7 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
 def _draw_here(ax, row: int, comparison: Comparison, label: str, quantity: str) -> float:
     """A diamond, with its range, where a variant was predicted for the GPU that measured it. Returns its right end."""
     needed = comparison.here.get(label)
-    if needed is None or quantity not in ("time", "memory") or comparison.per != "step":
+    if needed is None or quantity not in ("time", "memory") or comparison.per_item:
         return 0.0
     middle, low, high = (needed.allocated,) * 3 if quantity == "memory" else needed.seconds or (0.0, 0.0, 0.0)
     if quantity == "time" and needed.untimed and middle:
