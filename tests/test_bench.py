@@ -171,6 +171,8 @@ def test_times_are_per_item_where_items_differ():
     assert varied.median / varied.items == pytest.approx(0.00105, rel=0.8)
     low, _, high = statistics.quantiles(varied.times)
     assert high < 1.8 * low  # though turns hold short and long steps
+    lacking = bench(script(tick="items=8", name="d"), script(tick="items=float('nan')", name="e"))
+    assert lacking["d.py"].items is None and lacking.time_ratio("e.py").value == pytest.approx(1, rel=0.5)
     lacking = bench(script(tick="items=8", name="d"), script(name="e"))
     assert lacking["d.py"].items is None and lacking.time_ratio("e.py").value == pytest.approx(1, rel=0.5)
 

@@ -72,8 +72,8 @@ class _Record:
 
     @property
     def items(self) -> float | None:
-        """Items per step, if every step named some."""
-        if not self.counted or not all(turn.items for turn in self.counted):
+        """Items per step, if every step named some, which is no NaN, as of a mean of nothing."""
+        if not self.counted or not all(turn.items and 0 < turn.items < math.inf for turn in self.counted):
             return None
         return sum(turn.items for turn in self.counted) / sum(turn.steps for turn in self.counted)
 
