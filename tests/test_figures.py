@@ -149,6 +149,13 @@ def test_bars_carry_the_interval_of_their_ratio(on_gpu):
     assert time.patches[1].get_width() == pytest.approx(0.02 * ratio.value, rel=1e-3)
 
 
+def test_an_interval_that_tells_nothing_hides_no_bars(on_gpu):
+    first, second, _ = on_gpu
+    noisy = replace(second, turns=((0.01, 0.01), (0.04, 0.04)), builds=2)
+    ax = plot(replace(on_gpu, measurements=(replace(first, builds=2), noisy))).axes[0]
+    assert "too noisy" in texts(ax)[1] and ax.texts[1].xy[0] < ax.get_xlim()[1] < 0.3
+
+
 def test_a_diamond_marks_the_prediction(on_gpu):
     """Beyond the bars, and of what ran out of memory, too."""
     rows = (*on_gpu, Measurement("fp4", (), on_gpu.device, failed="out of memory"))

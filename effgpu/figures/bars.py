@@ -38,6 +38,7 @@ VERDICT_COLORS = {FITS: GREEN, DOES_NOT_FIT: RED, MAY_NOT_FIT: GREY}
 WAITING = "waiting for the CPU"
 PART_COLORS = {PRODUCT: BLUE, REST: GREY, OPTIMIZER: GREEN, WAITING: ORANGE}  # of a predicted time
 WIDTH_BESIDE = 4.1  # inches of a panel that stands beside one of WIDTH, without the names of its rows
+MOST_FOR_AN_INTERVAL = 4  # times the longest bar: one of two seeds may leave the panel, and would hide the bars
 LONGEST_LINE = 30  # letters of a variant's name
 LONGEST_TITLE = 37  # letters of a narrow panel's title
 
@@ -107,8 +108,9 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
     """A bar for each variant with its interval and its prediction, and behind them the result in words."""
     unit, farthest = comparison.value(comparison.baseline.label, quantity), 0.0
     on_cpu = comparison.device.kind == "cpu"
-    for row, m in enumerate(comparison):
-        level = _level(comparison, m, quantity)
+    levels = [_level(comparison, m, quantity) for m in comparison]
+    edge = MOST_FOR_AN_INTERVAL * max((level[0] for level in levels if level), default=0.0)
+    for row, (m, level) in enumerate(zip(comparison, levels)):
         middle, low, high = level or (0.0, 0.0, 0.0)
         color = SLATE if comparison.full_size else BLUE if row else GREY  # beside panels where blue and grey are parts
         ax.barh(row, middle, height=0.62, color=color, hatch="////" if on_cpu and quantity != "memory" else None)
@@ -122,7 +124,7 @@ def _draw_quantity(ax, comparison: Comparison, others: Iterable[Comparison], qua
         if predicted:
             look = {"markersize": 6, "color": ORANGE, "markeredgecolor": "#222222"}
             ax.plot(predicted, row, "D", **look, label="predicted", zorder=4)
-        end = max(high, reserved, predicted, _draw_here(ax, row, comparison, m.label, quantity))
+        end = max(min(high, edge), reserved, predicted, _draw_here(ax, row, comparison, m.label, quantity))
         told = comparison.tell(m.label, quantity)
         words = f"  {told}" if row and told != units.NOT_MEASURED else ""
         _write(ax, end, row, FORMATS[quantity](middle) + words if level else m.failed or told)
