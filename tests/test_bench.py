@@ -336,6 +336,12 @@ def test_what_was_measured_before_a_crash_is_kept(monkeypatch):
     verdict, note = failing(result)
     assert verdict == "slower" and len(result["b.py"].turns) >= 15
     assert "failed after step" in note and "ZeroDivisionError" in note
+    ending = bench(script(name="a"), script(steps=200, name="c"), seconds=30.0, precision=1e-5)
+    assert len(ending["c.py"].turns) >= 15 and "ended after step" in ending.notes[0]
+    assert ending.crashed == () and Bench.from_dict(result.to_dict()).crashed == ("b.py",)
+    for found, code in ((result, 1), (ending, 0)):
+        monkeypatch.setattr("effgpu.benching.bench.bench", lambda given, found=found, **options: found)
+        assert main(["bench", "true", "true"]) == code
 
 
 def test_strangers_at_the_port_are_turned_away():

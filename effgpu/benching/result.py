@@ -19,7 +19,8 @@ class Bench(Comparison):
 
     `losses` has the losses of the first fifty steps and of every tenth after them, by label and step number. `steps` is
     how many steps were timed, `sources` what ended them: `tick`, or the optimizer's name. `notes` say what went wrong,
-    or what to know about the numbers. `alone` is true where the commands did not run side by side.
+    or what to know about the numbers. `alone` is true where the commands did not run side by side. `crashed` names the
+    commands that failed, also those that had been measured before.
     """
 
     min_effect: float = 0.02  # two processes of one script differ by up to 1 %, as their memory is laid out differently
@@ -31,6 +32,7 @@ class Bench(Comparison):
     alone: bool = False
     interrupted: bool = False
     sources: dict[str, str] = field(default_factory=dict)
+    crashed: tuple[str, ...] = ()
 
     @property
     def memory_name(self) -> str:
@@ -135,7 +137,7 @@ class Bench(Comparison):
         }
         own = {"commands": self.commands, "losses": losses, "steps": self.steps, "logs": self.logs}
         own |= {"notes": list(self.notes), "alone": self.alone, "interrupted": self.interrupted}
-        own |= {"sources": self.sources, "verdicts": self.verdicts()}
+        own |= {"sources": self.sources, "crashed": list(self.crashed), "verdicts": self.verdicts()}
         return super().to_dict() | {"kind": "bench", "bench": own}
 
     @classmethod

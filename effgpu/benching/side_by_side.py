@@ -10,7 +10,7 @@ from pathlib import Path
 
 from effgpu import units
 from effgpu.attaching.commands import Command
-from effgpu.benching.processes import Fault, Process, end_all, keep, read_device
+from effgpu.benching.processes import Ended, Fault, Process, end_all, keep, read_device
 from effgpu.benching.progress import Progress
 from effgpu.benching.result import Bench
 from effgpu.measuring import power, timing
@@ -163,6 +163,9 @@ class SideBySide:
             interrupted=self.interrupted,
             sources={label: record.source for label, record in self.records.items() if record.source},
             confidence=self.confidence,
+            crashed=tuple(
+                label for label, record in self.records.items() if record.fault and not isinstance(record.fault, Ended)
+            ),
         )
 
     def _measurement(self, label: str, unit: str) -> Measurement:

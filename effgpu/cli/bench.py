@@ -123,7 +123,7 @@ def _judge(result: "Bench", chosen: argparse.Namespace) -> int:
     if result.interrupted:
         return INTERRUPTED
     trained = [run for runs in result.runs.values() for run in runs] if chosen.seeds else []
-    if any(each.failed for each in [*result, *trained]):
+    if result.crashed or any(each.failed for each in [*result, *trained]):
         return FAILED
     if chosen.seeds and result.seeds_change_nothing:
         return UNCLEAR
