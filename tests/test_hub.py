@@ -1,5 +1,6 @@
 """Pretrained weights and public data: what a network would give, from what these tests save, and no network."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -171,6 +172,15 @@ def test_resnets_weights_without_a_network(monkeypatch, tmp_path):
     with pytest.raises(ConnectionError, match=r"^ResNet-18: .*or set real = False$"):
         hub.load_resnet(10)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_full_disk_is_not_blamed_on_the_network(monkeypatch):
+    def fill(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fill)
+    with pytest.raises(OSError, match="No space left on device"):
+        hub.load_tokenizer(hub.QWEN)
 
 
 def test_resnets_weights_are_read_from_the_cache(monkeypatch, saved):

@@ -9,6 +9,7 @@ Where a lesson says None for a name, it gets what works without a network: the t
 """
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -263,6 +264,8 @@ def _reaching(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise  # of the disk, and not of the network
         if Path(name).is_dir():
             first = str(error).splitlines()[0]
             raise ValueError(
