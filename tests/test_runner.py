@@ -24,6 +24,13 @@ def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
+def test_results_of_another_edition_are_refused_with_what_to_do(out):
+    """Which is not to measure again: that is what was asked for."""
+    (out / "results" / "cpu.json").write_text('{"format": "effgpu results", "version": 3, "comparisons": []}')
+    with pytest.raises(ValueError, match=r"cpu\.json: expected version 4 .*: move it away, or give another folder"):
+        runner.prepare(out)
+
+
 def test_a_failing_lesson_is_named_does_not_stop_the_others_and_is_not_overwritten(tmp_path, out, monkeypatch):
     monkeypatch.chdir(tmp_path)
     failing = write_lesson(tmp_path, "01_failing", compares("before"), "", FAILING, "print('never')")

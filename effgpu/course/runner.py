@@ -30,8 +30,11 @@ def prepare(out: Path, *others: Path) -> None:
     for folder in (out, out / "notebooks", out / "results", *others):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    for path in (out / "results").glob("*.json"):
-        results.load(path)
+    try:
+        for path in (out / "results").glob("*.json"):
+            results.load(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: move it away, or give another folder with --out") from error
 
 
 def run(
