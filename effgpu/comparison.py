@@ -317,7 +317,7 @@ class Comparison:
 
     @classmethod
     def from_dict(cls, stored: Mapping) -> "Comparison":
-        """A comparison from what `to_dict` gave. Raises LookupError, TypeError or ValueError for anything else."""
+        """A comparison from what `to_dict` gave; `results.comparison_from_dict` also sees that it can be shown."""
         device = Device(**read_fields(Device, stored["device"]))
         rows = [read_fields(Measurement, row) for row in stored["measurements"]]
         measurements = tuple(Measurement(device=device, **row) for row in rows)
@@ -326,9 +326,7 @@ class Comparison:
         here = {label: read(needed) for label, needed in stored.get("here", {}).items()}
         given = stored.get("predicted", {}), stored.get("min_effect", MIN_EFFECT)
         confidence = stored.get("confidence", CONFIDENCE)
-        found = cls(check_name(stored["name"]), measurements, *given, full_size, here, confidence)
-        repr(found)  # a value that cannot be shown is refused here, and not where it is drawn
-        return found
+        return cls(check_name(stored["name"]), measurements, *given, full_size, here, confidence)
 
     def __repr__(self) -> str:
         tables = ("\n".join([*units.align([headings, *rows]), caption]) for headings, rows, caption in self.tables())

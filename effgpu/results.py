@@ -36,7 +36,7 @@ def load(path: str | Path) -> list[Comparison]:
         raise ValueError(f"{path}: {known}: another edition of effgpu wrote it, so measure again")
     try:
         return _of_one_machine(map(comparison_from_dict, stored["comparisons"]))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: expected comparisons as effgpu writes them ({type(error).__name__}: {error})"
         ) from error
@@ -44,7 +44,9 @@ def load(path: str | Path) -> list[Comparison]:
 
 def comparison_from_dict(row: dict) -> Comparison:
     """A comparison from what its `to_dict` gave, or a bench, where that says that it is one."""
-    return {"bench": Bench, "seeds": SeedBench}.get(row.get("kind"), Comparison).from_dict(row)
+    found = {"bench": Bench, "seeds": SeedBench}.get(row.get("kind"), Comparison).from_dict(row)
+    repr(found)  # a value that cannot be shown is refused here, and not where it is drawn
+    return found
 
 
 def stored(name: str) -> list[Comparison]:

@@ -20,6 +20,7 @@ from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.predicting.gpus import known_gpus
+from effgpu.results import comparison_from_dict
 from effgpu.units import GiB
 from effgpu.verdicts import FASTER, INCONCLUSIVE, SAME, SLOWER
 
@@ -323,11 +324,11 @@ def test_a_notebook_keeps_the_data_beside_the_table_which_another_edition_can_re
 )
 def test_what_is_no_comparison_is_refused(make_measurement, path, value):
     stored = stored_as_json(Comparison("some", (make_measurement("a"), make_measurement("b"))))
-    assert len(Comparison.from_dict(stored)) == 2
+    assert len(comparison_from_dict(stored)) == 2
     *parents, last = path
     reduce(getitem, parents, stored)[last] = value
     with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
-        Comparison.from_dict(stored)
+        comparison_from_dict(stored)
 
 
 def test_compare_measures_all_in_their_order_and_survives_out_of_memory(tiny, no_collecting):

@@ -1,10 +1,12 @@
 """Tests of effgpu.results: files that hold all or nothing, and are refused by name when they are something else."""
 
 import json
+import math
 
 import pytest
 
 from effgpu import results
+from effgpu.benching.result import Bench
 from effgpu.comparison import Comparison
 from effgpu.results import FORMAT, load, save, stored
 
@@ -23,13 +25,21 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, result, make_measurement):
     assert path.read_text().endswith("}\n")
 
 
-@pytest.mark.parametrize("wrong", [{"joules": "much"}, {"turns": [1.0] * 15}])
+@pytest.mark.parametrize("wrong", [{"joules": "much"}, {"turns": [1.0] * 15}, {"peak_allocated": math.inf}])
 def test_a_measurement_that_could_not_be_shown_is_refused_by_name(tmp_path, result, wrong):
     path = save([result], tmp_path / "some file.json")
     content = json.loads(path.read_text())
     content["comparisons"][0]["measurements"][1] |= wrong
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"some file\.json: expected comparisons as effgpu writes them"):
+        load(path)
+
+
+def test_a_bench_that_could_not_be_shown_is_refused_by_name(tmp_path, result):
+    path = save([Bench("some", result.measurements, notes=("a", "b"))], tmp_path / "some.json")
+    assert load(path)[0].notes == ("a", "b")
+    path.write_text(path.read_text().replace('"notes": [', '"notes": [1,'))
+    with pytest.raises(ValueError, match=r"some\.json: expected comparisons as effgpu writes them"):
         load(path)
 
 

@@ -51,8 +51,8 @@ def interval_of_builds(values: Sequence[float], confidence: float = CONFIDENCE) 
 
 
 def bounded(log: float) -> float:
-    """A logarithm, or where no number holds its ratio, the farthest that is kept."""
-    return max(-_FARTHEST, min(log, _FARTHEST))
+    """A logarithm, or where no number holds its ratio, the farthest that is kept. NaN stays NaN."""
+    return min(max(log, -_FARTHEST), _FARTHEST)
 
 
 def divide_confidence(comparisons: int) -> float:
