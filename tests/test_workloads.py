@@ -195,6 +195,19 @@ def own_batches(tmp_path, monkeypatch):
     monkeypatch.setattr("effgpu.course.sizes.seeded", lambda seed, device: nullcontext())
 
 
+def test_without_a_home_a_batch_is_measured_and_not_kept(simulate_gpu, own_batches, monkeypatch):
+    """As of a container's user that has no name."""
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    simulate_gpu()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("effgpu.course.sizes.Path.home", fail)
+    monkeypatch.setattr("effgpu.course.sizes._measure_step", lambda name, batch: (0.03, 1))
+    assert _measure_batch.__wrapped__("text_classifier") == 2
+
+
 def test_near_a_border_every_process_has_the_batch_that_the_first_one_chose(simulate_gpu, own_batches, monkeypatch):
     """One process finds 64 texts nearer to 30 ms, the next one 128: a report would hold results of both."""
     simulate_gpu()

@@ -46,6 +46,7 @@ STEP_SECONDS = 0.03  # of the forward and backward pass on a GPU: what the optim
 MEMORY_SHARE = 1 / 3  # of the GPU
 BATCHES = [2**power for power in range(1, 13)]  # 2 to 4096
 TIMED_STEPS = 5
+_NO_PLACE = OSError, RuntimeError  # a full disk, or no home, as of a container's user without a name
 WARM_UP = 0.1  # seconds for each batch: the clock has risen by the time that the batch is large
 
 
@@ -112,14 +113,14 @@ def _measure_batch(name: str) -> int:
                 chosen = choose_batch(lambda batch: _measure_step(name, batch), device.memory)
         finally:
             release_memory()
-        with contextlib.suppress(OSError):  # no home, or a full disk: then the next process measures, too
+        with contextlib.suppress(*_NO_PLACE):  # then the next process measures, too
             write_atomic(kept_batches(), json.dumps(kept | {key: chosen}, indent=0))
         return chosen
 
 
 def _read_batches() -> dict[str, int]:
     """The kept batches; none where the file is not there or is no JSON."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(*_NO_PLACE, ValueError):
         return dict(json.loads(kept_batches().read_text()))
     return {}
 
