@@ -125,8 +125,32 @@ def test_free_memory_of_a_gpu_counts_the_cache_and_its_caps(simulate_gpu):
     assert free_memory() == 0
 
 
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "4000000\n", "memory.stat": "anon 1000000\nfile 2500000\n"}, 3_000_000),
+        ({"memory.max": "max\n", "memory.stat": "anon 1000000\n"}, 3 * GiB),
+        (
+            {"memory/memory.limit_in_bytes": "4000000\n", "memory/memory.stat": "total_rss 1500000\n"},
+            2_500_000,
+        ),
+        ({}, 3 * GiB),
+    ],
+)
+def test_free_memory_of_a_container_is_what_its_limit_leaves(files, free, tmp_path, monkeypatch):
+    """Else variants that do not fit together are built together, and the system kills the process."""
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    told = psutil.virtual_memory()._replace(available=3 * GiB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: told)
+    assert free_memory() == free
+
+
 def test_free_memory_of_a_cpu_is_what_is_available(monkeypatch):
     assert 0 < free_memory() <= describe().memory
+    monkeypatch.setattr(device, "_left_in_container", lambda: math.inf)
     told = psutil.virtual_memory()._replace(available=3 * GiB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: told)
     assert free_memory() == 3 * GiB

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import os
 import platform
 import re
@@ -42,6 +43,7 @@ CHANGING = {  # the variables that change what is measured, and what they do to 
     "CUDA_LAUNCH_BLOCKING": "CUDA_LAUNCH_BLOCKING={} was set, so nothing overlaps.",
     AT_ONCE: "{} lessons ran at once, so waits for the CPU may be longer.",
 }
+_CGROUP = Path("/sys/fs/cgroup")
 _VERSIONED = ("effgpu", "torch", "torchvision", "transformers", "datasets")
 
 _limit: int | None = None  # the bytes that a step may allocate
@@ -156,15 +158,25 @@ def free_memory() -> float:
     """Bytes that can be allocated now. A `memory_limit` counts.
 
     On a GPU: free memory, plus the unused blocks in the allocator's cache, up to the process's own share of the GPU.
-    On a CPU: the memory that the operating system calls available.
+    On a CPU: the memory that the operating system calls available, up to what a container's limit leaves.
     """
     if find_device().type == "cuda":
         free, total = torch.cuda.mem_get_info()
         allocated = torch.cuda.memory_allocated()
         own = int(_share() * total) - allocated
         return max(0, min(free + torch.cuda.memory_reserved() - allocated, own))
-    available = psutil.virtual_memory().available
+    available = min(psutil.virtual_memory().available, _left_in_container())
     return available if _limit is None else min(available, _limit)
+
+
+def _left_in_container() -> float:
+    """Bytes that Linux's control group leaves, without what it can take back of files; infinite without a limit."""
+    for limit, taken in (("memory.max", "anon"), ("memory/memory.limit_in_bytes", "total_rss")):
+        path = _CGROUP / limit
+        with contextlib.suppress(OSError, ValueError):
+            held = re.search(rf"^{taken} (\d+)", path.with_name("memory.stat").read_text(), re.MULTILINE)
+            return int(path.read_text()) - int(held[1] if held else 0)
+    return math.inf
 
 
 @contextlib.contextmanager
