@@ -34,4 +34,5 @@ def test_what_is_no_plot_is_stored_as_it_is():
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "png")
     photograph = base64.b64encode(file.getvalue()).decode()
-    assert [lighten(each) for each in (photograph, "aGVsbG8=")] == [photograph, "aGVsbG8="]
+    others = [photograph, "aGVsbG8=", photograph[:400]]  # the last one ends in the midst
+    assert [lighten(each) for each in others] == others

@@ -4,20 +4,20 @@ import base64
 import io
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 AREA = 0.001  # of a picture: what keeps its colour
 NEAR = 12  # of 255: colours that look the same at an edge
 
 
 def lighten(png: str) -> str:
-    """A PNG in base64 in a palette, if that is smaller; as it is if it is no PNG, or has too many colours.
+    """A PNG in base64 in a palette, if that is smaller; as it is if it is no whole PNG, or has too many colours.
 
     Areas keep their colours. Shades at the edges of lines and letters become the nearest colour that is kept.
     """
     try:
         picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"), int)
-    except (UnidentifiedImageError, ValueError):
+    except (OSError, ValueError):  # also one of which a part is missing
         return png
     packed, where, counts = np.unique(picture @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True)
     colors = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=1)
