@@ -312,6 +312,11 @@ LOADING = """
         ({"whole": "print('trained')"}, "no step", "or call effgpu.tick() once per step"),
         ({"inside": "time.sleep(0.002 if step < 20 else sys.exit())"}, "ended after", "let it train for more steps"),
         ({"inside": "time.sleep(0.002 if step < 20 else 1 / 0)"}, "failed after", "ZeroDivisionError"),
+        (
+            {"before": "print('smaller batches if it runs out of memory')", "tick": "loss=1 / 0"},
+            "failed before its first step",
+            "ZeroDivisionError",
+        ),
         ({"inside": "step < 9 or os.kill(os.getpid(), 9)", "before": "import os"}, "killed", "SIGKILL"),
         ({"inside": "time.sleep(0.002 if step < 20 else 600)", "before": STUBBORN}, "hangs after step", "within 1"),
         (THREAD, "tick was called in a thread", "call it in the training loop, once per step"),

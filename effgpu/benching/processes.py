@@ -39,8 +39,12 @@ _NO_EFFGPU = "cannot show its steps to the bench (ModuleNotFoundError: No module
 
 
 def shows_out_of_memory(output: str) -> bool:
-    """Whether what a process printed shows that it ran out of memory, and not that an assertion on the GPU failed."""
-    return bool(_OUT_OF_MEMORY.search(output) or (_FULL_OR_FAILED.search(output) and not _ASSERTED.search(output)))
+    """Whether what a process printed shows that it ran out of memory, and not that an assertion on the GPU failed.
+
+    Before its first traceback it may have told what to do then.
+    """
+    said = output[max(0, output.find("Traceback (most recent call last)")) :]
+    return bool(_OUT_OF_MEMORY.search(said) or (_FULL_OR_FAILED.search(said) and not _ASSERTED.search(output)))
 
 
 class Fault(Exception):
