@@ -60,8 +60,9 @@ def loading_here(recorder: "Recorder") -> Iterator[tuple[object, str, object]]:
 
 def _is_cut_short(loader: DataLoader, rows: object) -> bool:
     """Whether a batch is the last of several, and has fewer samples than the others."""
+    sampler = loader.batch_sampler  # whose size counts: a loader that is given one has none
     with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
-        return type(loader.batch_sampler) is BatchSampler and len(rows) < loader.batch_size and len(loader) > 1
+        return type(sampler) is BatchSampler and len(rows) < sampler.batch_size and len(loader) > 1
     return False
 
 
