@@ -23,9 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import effgpu
 from effgpu.__main__ import main
 from effgpu.attaching.child import Again
+from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import causes, turns
 from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, UNTRAINED, VALIDATION, WAITS
+from effgpu.diagnosing.loaders import Loading
 from effgpu.diagnosing.scripts import measuring
 from effgpu.measuring import power
 from effgpu.predicting.gpus import find_gpu
@@ -1027,6 +1029,28 @@ def _with_a_copy(observer):
 
 
 _looking = turns.Observer.looking
+
+
+def _one_ahead(loader):
+    """Its batches, as accelerate takes them: it knows the last one before it gives it."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+@pytest.mark.parametrize("take", [iter, _one_ahead])
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_a_step_takes_one_batch_also_where_an_epoch_ends(batches, take):
+    loading, loader, taken = Loading(), DataLoader(range(2 * batches), 2), []
+    with replaced(loading.replacing()):
+        for _ in range(3):
+            for _ in take(loader):
+                loading.next_step()
+                taken.append(loading.taken)
+    assert taken[1:] == [[loader]] * (3 * batches - 1)
 
 
 def test_without_an_optimizer_a_backward_pass_is_the_end_of_a_step(measure):

@@ -39,6 +39,7 @@ class Loading:
         self._used_up: set[DataLoader] = set()
         self._same = False
         self._taking: list[tuple[DataLoader, int]] = []  # with the events before, in the step
+        self._counted_ahead: set[tuple] = set()  # of what loaders are made whose next batch has been counted
         self.taken: list[DataLoader] = []  # in the last step, one for each batch
         self.evaluated: list[DataLoader] = []  # the same, of those that an evaluation takes
         self.recorder: ScriptRecorder | None = None  # of a step that is walked
@@ -80,20 +81,33 @@ class Loading:
             loader = self._loaders[id(iterator)]
             if not (self._same and loader in self._batches):
                 began = time.perf_counter()
-                with self._apart():
-                    try:
+                try:
+                    with self._apart():
                         self._batches[loader] = give(iterator)
-                    except StopIteration:
-                        self._used_up.add(loader)
-                        raise
+                except StopIteration:
+                    self._note_end(loader)
+                    raise
                 self._longest[loader] = max(self._longest.get(loader, 0.0), time.perf_counter() - began)
-            self._taking.append((loader, len(self._events)))
-            if self.recorder:
-                self.recorder.work.note_host(LOAD)
+            if (made_of := _made_of(loader)) in self._counted_ahead:
+                self._counted_ahead.remove(made_of)
+            else:
+                self._note_taken(loader)
             return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
 
         yield _BaseDataLoaderIter, "__init__", prepare_noted
         yield _BaseDataLoaderIter, "__next__", give_noted
+
+    def _note_taken(self, loader: DataLoader) -> None:
+        self._taking.append((loader, len(self._events)))
+        if self.recorder:
+            self.recorder.work.note_host(LOAD)
+
+    def _note_end(self, loader: DataLoader) -> None:
+        """An epoch ends. Where batches are taken one ahead, as by accelerate, its last step takes none."""
+        self._used_up.add(loader)
+        if loader not in (taken for taken, _ in self._taking):
+            self._note_taken(loader)
+            self._counted_ahead.add(_made_of(loader))
 
     def keeping_aside(self) -> Iterator[tuple[type, str, Callable]]:
         """(class, name, what stands there), to keep a fork of this process, from before it loads batches itself.
@@ -141,9 +155,8 @@ class Loading:
 
     def is_remade(self, loader: DataLoader | None) -> bool:
         """Whether a loader takes the place of one with workers that is used up, as where each epoch makes its own."""
-        made_of = lambda each: (id(each.dataset), type(each.sampler))
-        before = (made_of(each) for each in self._used_up if each.num_workers and each is not loader)
-        return loader is not None and made_of(loader) in before
+        before = (_made_of(each) for each in self._used_up if each.num_workers and each is not loader)
+        return loader is not None and _made_of(loader) in before
 
     def _time_alone(self, loader: DataLoader, limit: float) -> Range:
         self._asides = dict.fromkeys(self._asides)  # which are not this process's
@@ -224,6 +237,11 @@ class Aside:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # as a script may wait for all of its own
             os.kill(self._process, signal.SIGKILL)
             os.waitpid(self._process, 0)
+
+
+def _made_of(loader: DataLoader) -> tuple[int, type]:
+    """What two loaders share of which an epoch's takes the place of the one before."""
+    return id(loader.dataset), type(loader.sampler)
 
 
 def _forks_workers(loader: DataLoader) -> bool:
