@@ -2369,6 +2369,16 @@ def test_marks_are_counted_anew_where_what_made_them_is_gone():
     assert (marks.count, marks.source, len(made)) == (2, beside, 3)
 
 
+def test_the_first_step_after_a_trial_of_one_step_is_one():
+    marks, weight = Marks(print), torch.zeros(1, requires_grad=True)
+    with marks.pushing(lambda: counting([100])):
+        for trial in range(2):
+            optimizer = torch.optim.SGD([weight])
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which puts a step on the instance
+            optimizer.step()
+            assert marks.count == 1 and marks.total == trial + 1
+
+
 # Checks that a guess does not pass, and tests on which nothing depends
 
 CHECKED = {

@@ -243,9 +243,9 @@ class Marks:
 
         @functools.wraps(step)
         def marking(*args, **kwargs):
-            before = self.count
+            before = self.total
             result = step(*args, **kwargs)
-            if self.count == before:
+            if self.total == before:
                 self.mark(_innermost(optimizer))
             return result
 
