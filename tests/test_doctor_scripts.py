@@ -202,6 +202,28 @@ def test_what_a_graph_keeps_is_what_would_be_gone_without_it(run):
     )  # of ReLU; the inputs are older
 
 
+# Texts that are padded to the longest of their batch: the step in 16 bits, and the one before it, are of others.
+VARIED = """
+import torch
+from torch import nn
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for number in range(40):
+    with torch.autocast("cuda", torch.float16):
+        loss = model(torch.rand(8192, 1024, device="cuda")).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_step_of_another_size_tells_what_16_bits_save_in_the_one_that_counts(run):
+    (_, told, errors), (_, alike, _) = run(VARIED.replace("8192", "8192 - 512 * (number > 2)")), run(VARIED)
+    found, same = (next(each for each in one["examined"] if each["name"] == PRECISION) for one in (told, alike))
+    assert told["seconds"] == alike["seconds"], errors
+    assert found["seconds"] == pytest.approx(same["seconds"], abs=0.01 * told["seconds"])
+
+
 TWO = """
 import torch
 from torch import nn

@@ -76,7 +76,7 @@ def _pack(timeline: Timeline, seen: Observed) -> Timeline:
 
     def pack(place: int, event: Event) -> Event:
         pairs = place in attention or any(kernel.kind == kinds.ATTENTION for kernel in event.kernels)
-        return event._replace(scale=1 - (seen.padding_pairs if pairs else seen.padding))
+        return event._replace(scale=event.scale * (1 - (seen.padding_pairs if pairs else seen.padding)))
 
     events = enumerate(timeline.events)
     kept = (event if event.optimizing or event.packed else pack(place, event) for place, event in events)

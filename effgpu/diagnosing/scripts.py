@@ -31,7 +31,15 @@ from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.placing import ScriptRecorder
 from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import find_work, recording, walk
-from effgpu.predicting.timeline import BACKWARD, NOTHING, OUTSIDE_ATTENTION, Event, Timeline
+from effgpu.predicting.timeline import (
+    BACKWARD,
+    FORWARD,
+    NOTHING,
+    OUTSIDE_ATTENTION,
+    Event,
+    Timeline,
+    count_products,
+)
 from effgpu.predicting.weights import weights_set_aside
 
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
@@ -306,15 +314,22 @@ def _repeat(recorder: ScriptRecorder, like: Iterable[Event], *, backward: bool =
     """A plan: the events of a step with as many products as these; none where each step does other work.
 
     So it may be where each tenth does. Those of a `backward` pass may be left out of the count. The first step ends
-    what the one before began: a GAN's forward pass of the other network.
+    what the one before began: a GAN's forward pass of the other network. Of a batch of another size, as of longer
+    texts, the GPU's work counts as that of these events.
     """
     yield 1
     for _ in range(_OTHER_STEPS):
         recorder.begin_step()
         yield 1
-        if _count_products(recorder.work.events, backward) == _count_products(like, backward):
-            return tuple(recorder.work.events)
+        events = recorder.work.events
+        if _count_products(events, backward) == _count_products(like, backward):
+            scale = _count_forward(like) / (_count_forward(events) or math.inf) or 1.0
+            return tuple(event if event.optimizing else event._replace(scale=scale) for event in events)
     return ()
+
+
+def _count_forward(events: Iterable[Event]) -> int:
+    return count_products(kernel for event in events if event.phase == FORWARD for kernel in event.kernels)
 
 
 def _count_products(events: Iterable[Event], backward: bool) -> int:
