@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain, repeat
 from traceback import walk_stack
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -682,6 +683,13 @@ def test_a_time_that_cannot_be_told_is_refused(ask, why):
 HERE = Gpu(
     "Here", 8 * GiB, (8, 6), (100 * MiB, 900 * MiB), 28, (("fp32", 9e12), ("fp16", 2e13)), 3e11, 3 * MiB, 2e-6, 9e-6
 )
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), RuntimeError("no home directory")])
+def test_gpus_are_known_where_a_user_has_no_home(monkeypatch, error):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr("pathlib.Path.home", Mock(side_effect=error))
+    assert find_gpu("T4") in known_gpus().values()
 
 
 def test_a_line_of_ones_own_is_kept_and_wins():

@@ -132,8 +132,11 @@ def _shipped() -> dict[str, Gpu]:
 
 def known_gpus() -> dict[str, Gpu]:
     """The GPUs by name: those of the package's table, and the reader's own, which win over lines of the same name."""
-    own = own_table()
-    return _shipped() | (read_table(own) if own.is_file() else {})
+    try:
+        own = own_table()
+        return _shipped() | (read_table(own) if own.is_file() else {})
+    except (PermissionError, RuntimeError):  # a home of another user's, or none
+        return _shipped()
 
 
 def find_gpus(gpus: GpuLike | Iterable[GpuLike] | None) -> tuple[Gpu, ...]:
