@@ -520,6 +520,27 @@ def test_anomaly_mode_is_named_and_saves_what_switching_it_off_does():
     assert not any("decides by a value" in note for note in before.notes)
 
 
+@pytest.mark.parametrize(("dtype", "scales"), [("float16", False), ("float16", True), ("bfloat16", False)])
+def test_fp16_without_a_scaler_is_warned_of(dtype, scales):
+    def variant():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = nn.Linear(64, 64, device=device)
+        optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler(device, enabled=scales)
+
+        def step(rows):
+            with torch.autocast(device, getattr(torch, dtype)):
+                loss = model(rows.to(device)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return step
+
+    found = effgpu.doctor(variant, [torch.ones(64, 64)])
+    assert ("fp16 without a GradScaler" in str(found)) is (dtype == "float16" and not scales)
+
+
 def test_launches_that_block_are_named_and_save_what_a_launch_ahead_does(monkeypatch):
     data = [torch.ones(64, 256)]
     after = effgpu.doctor(training(256), data)

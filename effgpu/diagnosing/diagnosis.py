@@ -65,8 +65,8 @@ class Diagnosis:
     pair is shown in place of its two.
     `memory` is the prediction of the step's memory. `batches` is how many times the loader's batch fits into the GPU;
     None where that is not known. `notes` say what was not looked at, and what was assumed. `warnings` tell what no
-    finding holds: memory that grows from step to step or spills to the host, a clock that is held down. `timeline` is
-    the predicted step: `.save(path)` writes a trace for Perfetto.
+    finding holds: memory that grows from step to step or spills to the host, fp16 without a GradScaler, a clock that is
+    held down. `timeline` is the predicted step: `.save(path)` writes a trace for Perfetto.
     """
 
     gpu: str

@@ -30,10 +30,12 @@ from effgpu.diagnosing.diagnosis import THRESHOLD, Diagnosis, Finding
 from effgpu.diagnosing.observed import Observed
 from effgpu.predicting.gpus import Gpu
 from effgpu.predicting.prediction import FITS, Prediction
-from effgpu.predicting.timeline import COPY, NOTHING, Event, Range, Timeline, saved
+from effgpu.predicting.timeline import BACKWARD, COPY, NOTHING, Event, Range, Timeline, saved
 
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _ALONE = 0.6  # of what two changes save together: of a pair whose parts hide each other, neither saves more alone
+_UNSCALES = "_amp_foreach_non_finite_check"
+_NOT_SCALED = "fp16 without a GradScaler: gradients below 6e-8 become 0 (lesson 08)"  # 2⁻²⁴, the least that it holds
 _ALIKE = (frozenset({PRECISION, TF32}),)  # of which one leaves nothing to the other
 
 
@@ -51,6 +53,7 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         notes += [*prediction.notes, *(f"assumed: {what}" for what in prediction.assumptions)]
         notes += [*(f"not known: {what}" for what in prediction.unknown), *prediction.tell_unchecked([gpu])]
         warnings += [prediction.grows(gpu)] * bool(prediction.grows(gpu))
+        warnings += [_NOT_SCALED] * _lacks_scaler(events)
     slowest = _find_slowest_optimizer(timeline) if timeline else ()
     facts = replace(seen, events=events, optimizers=slowest or seen.optimizers)
     ranked = sorted((_explain(one, facts, timeline) for one in examined.values()), key=lambda finding: -finding.seconds)
@@ -70,6 +73,14 @@ def rank(gpu: Gpu, seen: Observed, prediction: Prediction | None, why: str = "")
         pairs = _pair(timeline, seen, result, names)
     hidden = _hidden(result, pairs)
     return replace(result, together=_together(result, pairs, hidden), hidden=hidden)
+
+
+def _lacks_scaler(events: Iterable[Event]) -> bool:
+    """Whether a backward pass multiplies in fp16, and no GradScaler looks at its gradients."""
+    kernels = [(event.phase, kernel) for event in events for kernel in event.kernels]
+    if any(kernel.name.startswith(_UNSCALES) for _, kernel in kernels):
+        return False
+    return any(phase == BACKWARD and kernel.product and kernel.format == "fp16" for phase, kernel in kernels)
 
 
 def _timeline(prediction: Prediction, gpu: Gpu, seen: Observed) -> Timeline:
