@@ -245,7 +245,7 @@ def test_a_script_is_predicted_as_its_step_is(kind, run, here, expected):
     assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
-EVALUATES_FIRST = """
+LOOKS_FIRST = """
 import torch
 calls = []
 class Net(torch.nn.Module):
@@ -254,18 +254,19 @@ class Net(torch.nn.Module):
         self.body, self.kept, self.number = torch.nn.Linear(1024, 1024), {}, 0
         self.register_buffer("total", torch.zeros(()))
     def forward(self, x, scale=1.0):
-        calls.append(1)
+        calls.append(torch.is_grad_enabled())
         DOES
         y = self.body(x) * scale
         return {"out": y, "loss": y.square().mean()}
 model = Net().cuda()
 optimizer = torch.optim.AdamW(model.parameters())
-model.eval()
-with torch.no_grad():
-    losses = [model(GETS)["loss"].item() for number in range(20)]
-assert len(calls) == CALLS, len(calls)
-model.train()
-for _ in range(4):
+for step in range(5):
+    if step == AT:
+        model.eval()
+        with torch.no_grad():
+            losses = [model(GETS)["loss"].item() for number in range(20)]
+        assert calls.count(False) == CALLS, calls
+        model.train()
     model(torch.randn(64, 1024).cuda())["loss"].backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -288,9 +289,12 @@ BATCH = "torch.randn(64, 1024).cuda()"
         ("model.register_forward_hook(lambda *_: None)", BATCH, 20),
     ],
 )
-def test_of_equal_calls_before_the_first_step_two_are_walked(does, gets, calls, run):
+@pytest.mark.parametrize("at", [0, 1, 2])  # steps before the evaluation; the third step counts
+def test_of_equal_calls_in_an_evaluation_two_are_walked(does, gets, calls, at, run):
     """Unless a call leaves something in the module, gets what is no tensor on the GPU, or gives another size."""
-    script = EVALUATES_FIRST.replace("DOES", does).replace("GETS", gets).replace("CALLS", str(calls))
+    calls = 20 if at == 2 else calls
+    script = LOOKS_FIRST.replace("DOES", does).replace("GETS", gets).replace("CALLS", str(calls))
+    script = script.replace("AT", str(at))
     code, told, errors = run(script)
     assert code == 0, errors
     assert "forward passes without gradients" in str(told["notes"]), errors

@@ -81,7 +81,7 @@ class ScriptRecorder(Recorder):
         self.without_gradients = 0.0  # seconds of forward passes without gradients before the step that counts
         self._since_step = 0.0  # of these, those since the last step
         self.passes_before = self.passes_within = 0  # products of such passes before that step, and in it
-        self._passes = [0]  # of them in each step, and in the one that has begun
+        self.passes = [0]  # of them in each step, and in the one that has begun
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self.noted = 0  # steps whose events were noted
         self._evaluating: dict[torch.nn.Module, int] = {}  # that evaluate now: the events before, in the step
@@ -91,7 +91,7 @@ class ScriptRecorder(Recorder):
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
         self.own = OwnWork(lambda site: self.work.note_host(OWN, site))
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
-        self.repeated = Repeated(lambda: not self._started)
+        self.repeated = Repeated(self)
 
     def translator(self) -> "_Placer":
         """The mode that tells real tensors from fake ones, for `as_gpu`."""
@@ -140,15 +140,16 @@ class ScriptRecorder(Recorder):
         """A step is over."""
         self.work.loop = self._marks.loop or self.work.loop
         self.products.append(0)
-        self._passes.append(0)
+        self.passes.append(0)
         self._evaluating.clear()
         self._since_step, self._marks.slowed = 0.0, ""
         self.noted += self.work.counts
         self.own.next_step(self.work.loop)
+        self.repeated.forget()
 
     def ran_more_passes(self) -> bool:
         """Whether the last step ran more forward passes without gradients than the one before, as in an evaluation."""
-        *_, before, last, _ = self._passes
+        *_, before, last, _ = self.passes
         return last > MORE_WORK * before
 
     def is_on_host(self, fake: FakeTensor) -> bool:
@@ -227,7 +228,7 @@ class ScriptRecorder(Recorder):
         if func.overloadpacket in _FORWARD and in_backward:
             self.products[-1] += 1
         elif func.overloadpacket in _FORWARD and not self.loading and self._lacks_gradients():
-            self._passes[-1] += 1
+            self.passes[-1] += 1
             if self.work.counts:
                 self.passes_within += 1
             else:
@@ -276,7 +277,7 @@ class ScriptRecorder(Recorder):
         if not self.on_host:
             if self.room.ran_out:  # by now the script has let go of what it gave up
                 self.storages.emptied, self.room.ran_out = self.storages.now, False
-                self.products[-1] = self._passes[-1] = 0
+                self.products[-1] = self.passes[-1] = 0
             before = len(self.storages.blocks)
             super()._add(tensor)
             for block in filter(self.storages.is_on_gpu, self.storages.blocks[before:]):

@@ -1,17 +1,21 @@
-"""Evaluations before the first step: of many equal calls of a module, the first two are walked, and tell all.
+"""Evaluations that do not count: of many equal calls of a module, the first two are walked, and tell all.
 
-A script that evaluates first may call its model hundreds of times, with tensors of the same shapes.
+A script that evaluates before its first step, or after it, may call its model hundreds of times, with tensors of the
+same shapes.
 """
 
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from effgpu.measuring.torch_internals import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from effgpu.predicting.placing import ScriptRecorder
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _HOLDS = (list, dict, set)
@@ -27,7 +31,7 @@ class _Tensor(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a call gave: the leaves of a tree."""
+    """What a call gets or gives: the leaves of a tree."""
 
     leaves: list[Hashable]
     form: TreeSpec
@@ -40,16 +44,20 @@ class _Result(NamedTuple):
 
 
 class Repeated:
-    """What modules give without gradients, by how they were called.
+    """What modules give without gradients between two steps, by how they were called.
 
-    `applies` says whether calls may be left out. A call is where two got and gave the same, tensors on the GPU alone,
-    and the second left the module and all in it as they were.
+    A call is left out where two got and gave the same, tensors on the GPU alone, and the second left the module and all
+    in it as they were; never in a step that counts.
     """
 
-    def __init__(self, applies: Callable[[], bool]):
-        self._applies = applies
+    def __init__(self, recorder: "ScriptRecorder"):
+        self._recorder = recorder
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each module, by what it gets
         self._inside = False
+
+    def forget(self) -> None:
+        """A step is over: there may be more on the GPU than at the calls before."""
+        self._known.clear()
 
     def replacing(self) -> Iterator[tuple[type, str, Callable]]:
         """(class, name, what stands there)."""
@@ -57,7 +65,7 @@ class Repeated:
 
         @functools.wraps(call)
         def call_once(module, *args, **kwargs):
-            looks = not (self._inside or torch.is_grad_enabled()) and self._applies()
+            looks = not (self._inside or torch.is_grad_enabled() or self._recorder.work.counts)
             if not looks or threading.current_thread() is not threading.main_thread():
                 return call(module, *args, **kwargs)
             self._inside = True
@@ -75,13 +83,16 @@ class Repeated:
         known = self._known.setdefault(module, {})
         modes = module.training, torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
         key = (*got.leaves, str(got.form), *modes)
-        gave, is_sure = known.get(key, (None, False))
-        if is_sure:
+        gave, took = known.get(key, (None, None))
+        passes = self._recorder.passes
+        if took is not None:
+            passes[-1] += took
             return gave.make()
-        before = _state(module)
+        before, passed = _state(module), passes[-1]
         result = call(*args, **kwargs)
         gives = _describe(result)
-        known[key] = gives, gives is not None and gives == gave and before == _state(module)
+        is_sure = gives is not None and gives == gave and before == _state(module)
+        known[key] = gives, passes[-1] - passed if is_sure else None
         return result
 
 
