@@ -300,12 +300,69 @@ def test_of_equal_calls_in_an_evaluation_two_are_walked(does, gets, calls, at, r
     assert "forward passes without gradients" in str(told["notes"]), errors
 
 
+KEEPS = """
+import torch
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(64, 65536), torch.nn.Linear(65536, 1024)
+    def forward(self, x):
+        FORWARD
+ALL
+model = Net().cuda().eval()
+kept = []
+with torch.no_grad():
+    for number in range(6):
+        x = torch.randn(2048, 64).cuda()
+        EVALUATE
+del kept
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(5):
+    rows = int(torch.randint(1, 1000, ()))
+    model.head(torch.randn(rows, 65536).cuda()).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ALL = "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)"
+OUT = "return self.head(self.body(x).relu())"
+
+
+@pytest.mark.parametrize(
+    ("forward", "evaluate"),
+    [
+        (OUT, "kept.append(model(x))"),
+        ("return self.body(x)[-1]", "kept.append(model(x))"),
+        ("return self.body(x).chunk(2, -1)", "kept.append(model(x))"),
+        ("x['out'] = self.body(x['x'])", "x = {'x': x}; model(x); kept.append(x['out'])"),
+        (f"torch.rand([]); {OUT}", "kept.append(model(x))"),
+        (
+            OUT,
+            "model.head = torch.nn.Linear(65536, 1024 + number // 3).cuda(); kept.append(model(x) @ model.head.weight)",
+        ),
+        (
+            OUT,
+            "with torch.autocast('cuda', (torch.half, torch.bfloat16)[number // 5]): kept.append(model(x).bfloat16())",
+        ),
+    ],
+    ids=["kept", "a view", "one storage", "in what it gets", "random", "another layer", "another format"],
+)
+def test_an_evaluation_takes_what_it_takes_where_all_its_calls_are_walked(forward, evaluate, run):
+    script = KEEPS.replace("FORWARD", forward).replace("EVALUATE", evaluate)
+    (code, told, errors), (_, every, _) = (run(script.replace("ALL", each)) for each in ("", ALL))
+    assert code != 1 and told["gpus"][0]["needed"] == every["gpus"][0]["needed"], errors
+    times = [seconds(each) for each in (told, every)]
+    assert times[0] == times[1] and told["reserved"] == every["reserved"], errors
+
+
 SHOWS = "\nif {}: print(model[0].weight.detach().cpu().mean())"  # 4 MiB
 
 
 @pytest.mark.parametrize(("when", "counted"), [("number < 3", False), ("True", True), ("number == 4", False)])
 def test_a_step_that_shows_much_counts_only_where_the_next_two_do(when, counted, run, expected):
     (_, told, errors), (peak, time) = run(loop(step=STEP + SHOWS.format(when), steps=7)), expected
+    named = any("copied to the CPU only in some steps: train.py" in each for each in told["assumptions"])
+    assert named is (when == "number < 3"), told["assumptions"]
     assert (seconds(told) > 1.05 * time) is counted, errors
     assert counted or (told["allocated"], seconds(told)) == (peak, pytest.approx(time, rel=0.01))
 

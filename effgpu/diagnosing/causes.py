@@ -165,8 +165,8 @@ CAUSES = {
             lambda event, seen: by_anomaly_mode(event),
             _leave_anomaly_mode,
             lambda seen, events: (
-                f"{sum(map(looks_for_nan, events))} gradients are looked at for a NaN, and the tracebacks of "
-                f"{sum(event.traced > 0 for event in events)} operations are kept"
+                f"the tracebacks of {sum(event.traced > 0 for event in events)} operations are kept, and "
+                f"{sum(map(looks_for_nan, events)) or 'no'} gradients are looked at for a NaN"
             ),
         ),
         Cause(

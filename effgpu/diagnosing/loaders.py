@@ -39,6 +39,7 @@ class Loading:
         self._used_up: set[DataLoader] = set()
         self._same = False
         self._taking: list[tuple[DataLoader, int]] = []  # with the events before, in the step
+        self._ended: tuple[DataLoader, int] | None = None  # in the step, at this event, and gave none in it
         self._counted_ahead: set[tuple] = set()  # of what loaders are made whose next batch has been counted
         self.taken: list[DataLoader] = []  # in the last step, one for each batch
         self.evaluated: list[DataLoader] = []  # the same, of those that an evaluation takes
@@ -57,8 +58,15 @@ class Loading:
         return self.recorder.own.apart() if self.recorder else contextlib.nullcontext()
 
     def next_step(self) -> None:
-        """A step is over."""
+        """A step is over. Where batches are taken one ahead, as by accelerate, an epoch's last step takes none."""
         events = self._events
+        if self._ended and not self._taking:
+            loader, at = self._ended
+            self._taking.append(self._ended)
+            self._counted_ahead.add(_made_of(loader))
+            if self.recorder and self.recorder.work.counts:
+                self.recorder.work.events.insert(at, Event(LOAD, None, calls=0.0, beside=True))
+        self._ended = None
         self.evaluated = [loader for loader, at in self._taking if at < len(events) and events[at].evaluating]
         self.taken, self._taking = [loader for loader, _ in self._taking], []
 
@@ -91,23 +99,18 @@ class Loading:
             if (made_of := _made_of(loader)) in self._counted_ahead:
                 self._counted_ahead.remove(made_of)
             else:
-                self._note_taken(loader)
+                self._taking.append((loader, len(self._events)))
+                if self.recorder:
+                    self.recorder.work.note_host(LOAD)
             return change_tensors(self._batches[loader], lambda tensor: tensor)  # a script may take it apart
 
         yield _BaseDataLoaderIter, "__init__", prepare_noted
         yield _BaseDataLoaderIter, "__next__", give_noted
 
-    def _note_taken(self, loader: DataLoader) -> None:
-        self._taking.append((loader, len(self._events)))
-        if self.recorder:
-            self.recorder.work.note_host(LOAD)
-
     def _note_end(self, loader: DataLoader) -> None:
-        """An epoch ends. Where batches are taken one ahead, as by accelerate, its last step takes none."""
         self._used_up.add(loader)
-        if loader not in (taken for taken, _ in self._taking):
-            self._note_taken(loader)
-            self._counted_ahead.add(_made_of(loader))
+        if loader in self._batches:
+            self._ended = loader, len(self._events)
 
     def keeping_aside(self) -> Iterator[tuple[type, str, Callable]]:
         """(class, name, what stands there), to keep a fork of this process, from before it loads batches itself.

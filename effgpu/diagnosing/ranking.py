@@ -35,7 +35,9 @@ from effgpu.predicting.timeline import BACKWARD, COPY, NOTHING, Event, Range, Ti
 BEHIND = 0.85  # of a step: a CPU whose calls take less is ahead of the GPU, which then never waits for it
 _ALONE = 0.6  # of what two changes save together: of a pair whose parts hide each other, neither saves more alone
 _UNSCALES = "_amp_foreach_non_finite_check"
-_NOT_SCALED = "fp16 without a GradScaler: gradients below 6e-8 become 0 (lesson 08)"  # 2⁻²⁴, the least that it holds
+_NOT_SCALED = (  # 2⁻²⁴ is the least that fp16 holds
+    "fp16 without a GradScaler: gradients below 6e-8 become 0, unless the loss is scaled by hand (lesson 08)"
+)
 _ALIKE = (frozenset({PRECISION, TF32}),)  # of which one leaves nothing to the other
 
 

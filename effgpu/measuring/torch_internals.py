@@ -45,6 +45,7 @@ CHECKED = {
     "torch._GLOBAL_DEVICE_CONTEXT": "2.14.1",
     "torch.utils._device._device_constructors": "2.14.1",
     "torch.utils._pytree.tree_map_only": "2.14.1",
+    "torch.nn.modules.module._has_any_global_hook": "2.14.1",
     "torch.utils._pytree.TreeSpec": "2.14.1",
     "torch.utils._pytree.tree_flatten": "2.14.1",
     "torch.utils._pytree.tree_unflatten": "2.14.1",  # and _forward_hooks and _forward_pre_hooks of modules

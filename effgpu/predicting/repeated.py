@@ -5,20 +5,29 @@ same shapes.
 """
 
 import functools
+import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
-from effgpu.measuring.torch_internals import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+from effgpu.measuring.torch_internals import (
+    FakeTensor,
+    TreeSpec,
+    _has_any_global_hook,
+    tree_flatten,
+    tree_unflatten,
+)
+from effgpu.predicting.storages import Life
+from effgpu.predicting.translator import on_real_tensors
 
 if TYPE_CHECKING:
     from effgpu.predicting.placing import ScriptRecorder
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_HOLDS = (list, dict, set)
 
 
 class _Tensor(NamedTuple):
@@ -30,7 +39,7 @@ class _Tensor(NamedTuple):
     device: torch.device
 
 
-class _Result(NamedTuple):
+class _Tree(NamedTuple):
     """What a call gets or gives: the leaves of a tree."""
 
     leaves: list[Hashable]
@@ -43,11 +52,25 @@ class _Result(NamedTuple):
         )
 
 
+class _Known(NamedTuple):
+    """What the last of equal calls found and gave, its products, and what it made.
+
+    `sure` says that the next one is known by it.
+    """
+
+    state: list[tuple]
+    gave: _Tree | None
+    passes: int = 0
+    lives: Sequence[Life] = ()
+    sure: bool = False
+
+
 class Repeated:
     """What modules give without gradients between two steps, by how they were called.
 
-    A call is left out where two got and gave the same, tensors on the GPU alone, and the second left the module and all
-    in it as they were; never in a step that counts.
+    A call is left out where two in a row got and gave the same, new tensors on the GPU alone, and found and left the
+    module and all in it, and what was drawn at random, as they are now; never in a step that counts. What a module
+    leaves elsewhere, as in a global list, is not seen.
     """
 
     def __init__(self, recorder: "ScriptRecorder"):
@@ -78,30 +101,47 @@ class Repeated:
 
     def _call(self, call: Callable, module: torch.nn.Module, args: tuple, kwargs: dict) -> object:
         got = _describe((args, kwargs))
-        if got is None or any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()):
+        if got is None or _has_hooks(module):
             return call(*args, **kwargs)
-        known = self._known.setdefault(module, {})
-        modes = module.training, torch.is_autocast_enabled("cuda"), torch.is_inference_mode_enabled()
-        key = (*got.leaves, str(got.form), *modes)
-        gave, took = known.get(key, (None, None))
-        passes = self._recorder.passes
-        if took is not None:
-            passes[-1] += took
-            return gave.make()
-        before, passed = _state(module), passes[-1]
+        modes = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.get_default_dtype()
+        key = (*got.leaves, str(got.form), *modes, torch.is_inference_mode_enabled())
+        recorder, storages, state = self._recorder, self._recorder.storages, _state(module)
+        before = self._known.setdefault(module, {}).get(key)
+        same = before is not None and before.state == state
+        if same and before.sure:
+            recorder.passes[-1] += before.passes
+            recorder.passes_before += before.passes
+            storages.repeat(before.lives)
+            return before.gave.make()
+        drawn, passed, began = _drawn(), recorder.passes[-1], storages.now
         result = call(*args, **kwargs)
-        gives = _describe(result)
-        is_sure = gives is not None and gives == gave and before == _state(module)
-        known[key] = gives, passes[-1] - passed if is_sure else None
+        gave = _describe(result) if self._is_new(result, began) and _describe((args, kwargs)) == got else None
+        sure = same and gave is not None and gave == before.gave and state == _state(module) and drawn == _drawn()
+        lives = storages.lives_since(began) if sure else ()
+        self._known[module][key] = _Known(state, gave, recorder.passes[-1] - passed, lives, sure)
         return result
 
+    def _is_new(self, result: object, began: int) -> bool:
+        """Whether each tensor of a result has a storage of its own, which was not there when the call began."""
+        tensors = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, FakeTensor)]
+        blocks = [self._recorder.storages.of(tensor) for tensor in tensors]
+        whole = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+        return (
+            whole and len({*map(id, blocks)}) == len(blocks) and all(block and block.born > began for block in blocks)
+        )
 
-def _describe(tree: object) -> _Result | None:
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call runs anything that was registered with it."""
+    return _has_any_global_hook() or any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+
+
+def _describe(tree: object) -> _Tree | None:
     """What a call gets or gives; None where a part of it is neither a plain value nor a fake tensor on the GPU."""
     leaves, form = tree_flatten(tree)
     if not all(isinstance(leaf, _PLAIN) or (type(leaf) is FakeTensor and leaf.is_cuda) for leaf in leaves):
         return None
-    return _Result([_describe_leaf(leaf) for leaf in leaves], form)
+    return _Tree([_describe_leaf(leaf) for leaf in leaves], form)
 
 
 def _describe_leaf(leaf: object) -> Hashable:
@@ -115,10 +155,21 @@ def _make(like: _Tensor) -> torch.Tensor:
 
 
 def _state(module: torch.nn.Module) -> list[tuple]:
-    """What changes where a module, or one in it, keeps something of a call."""
+    """What changes where a module, or one in it, is changed or keeps something of a call."""
     found: list[tuple] = []
     for each in module.modules():
-        sized = ((name, value, len(value) if isinstance(value, _HOLDS) else 0) for name, value in vars(each).items())
-        found += ((name, id(value), size) for name, value, size in sized)
+        found += ((name, id(value), _size(value)) for name, value in vars(each).items())
         found += ((id(one), 0 if one.is_inference() else one._version) for one in each.buffers(recurse=False))
     return found
+
+
+def _size(value: object) -> int:
+    return len(value) if isinstance(value, Sized) and not isinstance(value, torch.Tensor) else 0
+
+
+def _drawn() -> tuple:
+    """The states of what draws at random on the CPU."""
+    with on_real_tensors():
+        torchs = torch.default_generator.get_state().numpy().tobytes()
+    _, numbers, place, *_ = np.random.get_state()
+    return random.getstate(), torchs, numbers.tobytes(), place

@@ -106,12 +106,14 @@ def _take_a_usual_one(recorder: ScriptRecorder) -> Plan:
     It has an evaluation in it, an epoch's last batch, or shows much. Its result is whether the step that counts is the
     script's last.
     """
-    after_evaluation = False
+    after_evaluation, shown = False, None
     for _ in range(_MORE):
         evaluated = recorder.evaluated or recorder.ran_more_passes()
         cut_short = recorder.is_cut_short() and not after_evaluation  # such a one may follow each evaluation
-        if not (evaluated or cut_short or recorder.work.shows_much()):
-            return False
+        shows = recorder.work.find_shown()
+        if not (evaluated or cut_short or shows):
+            break
+        shown = shows or shown
         if not evaluated:
             recorder.storages.leave_out()
         after_evaluation, before = evaluated, recorder.noted_so_far()
@@ -122,6 +124,8 @@ def _take_a_usual_one(recorder: ScriptRecorder) -> Plan:
             recorder.take_back(before)
             return True
         recorder.end_step()
+    if shown and not recorder.work.find_shown():
+        recorder.say(ASSUMED, f"without what is copied to the CPU only in some steps: {shown}")
     return False
 
 

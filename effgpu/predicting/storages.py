@@ -13,6 +13,7 @@ from effgpu.measuring.torch_internals import _current_autograd_node, storage_key
 from effgpu.predicting.allocator import GPU, HOST, PAGED, Block, find_peak, round_size
 
 _NO_SUM = None, None, 0
+Life = tuple[int, int, float]  # of a storage: its size, the events at which it was allocated and freed
 _MADE_ONCE = ("gradients", "optimizer state")  # for each weight, if not in the first step: no leak
 
 
@@ -82,6 +83,16 @@ class Storages:
         """Count what an operation takes while it runs."""
         self.blocks.append(Block(round_size(size), self.now + 1, died=self.now + 2, place=GPU))
         self.now += 2
+
+    def lives_since(self, began: int) -> list[Life]:
+        """What was made on the GPU since an event; of what is left, as if it ended now."""
+        made = (block for block in self.on_gpu if block.born > began)
+        return [(block.size, block.born - began, min(block.died, self.now + 1) - began) for block in made]
+
+    def repeat(self, lives: list[Life]) -> None:
+        """Count these lives again."""
+        self.blocks += (Block(size, self.now + born, died=self.now + died, place=GPU) for size, born, died in lives)
+        self.now += max((died for *_, died in lives), default=0)
 
     def link(self, made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
         """Note what results were made of, as a cast weight is of its weight: they lie in one place, also if none says.

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from traceback import walk_stack
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from effgpu.predicting.facts import ASSUMED, UNKNOWN, UNTIMED
 from effgpu.predicting.gpus import FP8, FP8_FROM
 from effgpu.predicting.kernels import TIMED, copy_over_bus, has_sparse, lacks_rule, note, touching
 from effgpu.predicting.kinds import CONVOLUTION, Kernel
-from effgpu.predicting.kinds import COPY as TO_CPU
+from effgpu.predicting.kinds import COPY as OVER_BUS
 from effgpu.predicting.rules import convolution_workspace
 from effgpu.predicting.scores import Scores
 from effgpu.predicting.timeline import (
@@ -90,10 +91,13 @@ class Work:
             self.events[begin:end] = events
             self.evaluations.append(tuple(events))
 
-    def shows_much(self) -> bool:
-        """Whether much goes to the CPU outside of a backward pass, as where a script plots its first batches."""
-        kernels = (kernel for event in self.events if event.phase == FORWARD for kernel in event.kernels)
-        return sum(each.bytes for each in kernels if (each.kind, each.layout) == (TO_CPU, "ordinary")) > MiB
+    def find_shown(self) -> sites.Site | None:
+        """The line that sends most to the CPU outside of a backward pass, if it is much, as to plot a first batch."""
+        sent: Counter[sites.Site | None] = Counter()
+        for event in self.events if self.counts else ():
+            for kernel in event.kernels if event.phase == FORWARD else ():
+                sent[event.site] += kernel.bytes * ((kernel.kind, kernel.layout) == (OVER_BUS, "ordinary"))
+        return max(sent, key=sent.get) if sent.total() > MiB else None
 
     @property
     def phase(self) -> str:
