@@ -772,6 +772,30 @@ def test_a_loader_that_is_made_anew_is_told_to_stay(run, for_a_look):
     assert remade is not for_a_look, errors
 
 
+SHARDS = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+class Slow(Dataset):
+    def __len__(self): return 16
+    def __getitem__(self, number): time.sleep(0.005); return torch.ones(64)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+empty = DataLoader(TensorDataset(torch.ones(5, 64)), 8, drop_last=True)
+for shard in range(9):
+    data = Slow()
+    for rows in DataLoader(data, 8):
+        model(rows.cuda()).mean().backward(); optimizer.step(); optimizer.zero_grad()
+        for _ in empty: pass
+"""
+
+
+def test_a_loader_that_ends_gives_no_batch_where_another_one_follows(run):
+    _, told, errors = run(SHARDS)
+    (loading,) = (each for each in told["examined"] if each["name"] == LOADING)
+    assert 0.04 <= loading["seconds"] < 0.07, errors  # a batch of eight
+    assert not any("not known, as it cannot be timed" in note for note in told["notes"])
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_is_told_to_give_whole_batches(workers):
     seen = causes.Observed(has_loader=True, handing=0.01, workers=workers)
