@@ -2653,7 +2653,7 @@ NOT_LAZY = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatt
     [
         lambda model: model.cuda(),
         lambda model: model.to("cuda", torch.float16),
-        lambda model: copy.deepcopy(model).cuda(),
+        lambda model: model[:-1].append(copy.deepcopy(model[-1])).cuda(),
         lambda model: model,
     ],
     ids=["moved", "moved and cast", "copied", "moved later"],
@@ -2676,6 +2676,28 @@ def test_a_lazy_layer_is_one_whose_sizes_are_given(place):
 
     lazy, given = (predict(partial(variant, build), "T4") for build in (LAZY, NOT_LAZY))
     assert (lazy.owners, lazy.reserved, lazy.time().expected) == (given.owners, given.reserved, given.time().expected)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: sum(weight.numel() for weight in model.parameters()),
+        lambda model: model[0].weight.shape,
+        lambda model: nn.init.xavier_uniform_(model[0].weight),
+        copy.deepcopy,  # of a buffer
+    ],
+    ids=["number", "shape", "initialised", "copied"],
+)
+def test_what_pytorch_refuses_of_a_lazy_layer_is_refused(ask):
+    def variant():
+        model = LAZY().cuda()
+        ask(model)
+        return lambda: None
+
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        ask(LAZY())
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value)[:40])):
+        predict(variant, "T4")
 
 
 def chain(x):

@@ -69,6 +69,9 @@ WORKS = {  # what is not just something to call
     "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": lambda on: on is False,
     "torch.nn.Module._apply": takes("fn", "recurse"),
     "torch.nn.Module._buffers": lambda buffers: buffers == {},
+    "torch.nn.Module._forward_hooks": lambda hooks: hooks == {},
+    "torch.nn.Module._forward_pre_hooks": lambda hooks: hooks == {},
+    "torch.nn.parameter.UninitializedTensorMixin._allowed_methods": lambda methods: torch.Tensor.cuda in methods,
     "torch.nn.Module._parameters": lambda parameters: list(parameters) == ["weight", "bias"],
     "torch.optim.optimizer._default_to_fused_or_foreach": takes("params", "differentiable", "use_fused"),
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": lambda group: (

@@ -46,9 +46,12 @@ CHECKED = {
     "torch.utils._device._device_constructors": "2.14.1",
     "torch.utils._pytree.tree_map_only": "2.14.1",
     "torch.nn.modules.module._has_any_global_hook": "2.14.1",
+    "torch.nn.parameter.UninitializedTensorMixin._allowed_methods": "2.14.1",
     "torch.utils._pytree.TreeSpec": "2.14.1",
     "torch.utils._pytree.tree_flatten": "2.14.1",
-    "torch.utils._pytree.tree_unflatten": "2.14.1",  # and _forward_hooks and _forward_pre_hooks of modules
+    "torch.utils._pytree.tree_unflatten": "2.14.1",
+    "torch.nn.Module._forward_hooks": "2.14.1",
+    "torch.nn.Module._forward_pre_hooks": "2.14.1",
     "torch._C.DisableTorchFunction": "2.14.1",
     "torch._C.DispatchKey": "2.14.1",
     "torch._C.DispatchKeySet": "2.14.1",

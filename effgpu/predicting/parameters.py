@@ -3,11 +3,14 @@
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
+from effgpu.attaching.sites import OTHER, TORCH, whose
 from effgpu.measuring.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -26,8 +29,24 @@ def _fake_kind(kind: type) -> type:
     owner = torch.Tensor if is_lazy else kind
     made.__torch_function__ = inspect.getattr_static(owner, "__torch_function__")  # PyTorch has put FakeTensor's there
     if is_lazy:
-        made.shape, made.cls_to_become = torch.Tensor.shape, FakeTensor
+        made.shape, made.cls_to_become = property(_shape_of_lazy), FakeTensor
     return made
+
+
+def _shape_of_lazy(tensor: torch.Tensor) -> torch.Size:
+    """The shape of a lazy module's parameter, for PyTorch's fake tensors and for us alone."""
+    if whose(sys._getframe(1).f_code.co_filename) not in (OTHER, TORCH):
+        return UninitializedTensorMixin.shape.fget(tensor)  # which raises
+    return torch.Tensor.shape.__get__(tensor)
+
+
+def check_lazy(func: Callable, types: Iterable[type], asker: FrameType) -> None:
+    """Raise PyTorch's ValueError where a call on a lazy module's parameter is none that it allows; we may ask."""
+    lazy = next((kind for kind in types if issubclass(kind, UninitializedTensorMixin)), None)
+    if lazy is None or func in lazy._allowed_methods or type(func).__name__ == "method-wrapper":
+        return
+    if whose(asker.f_code.co_filename) is not OTHER:
+        UninitializedTensorMixin.__torch_function__.__func__(lazy, func, types)
 
 
 @contextlib.contextmanager

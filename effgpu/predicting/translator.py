@@ -28,6 +28,7 @@ from effgpu.measuring.torch_internals import (
 from effgpu.predicting import recurrent, tensor_types
 from effgpu.predicting.allocator import GPU, HOST
 from effgpu.predicting.hardware import FIRST_GPU
+from effgpu.predicting.parameters import check_lazy
 from effgpu.predicting.statistic import notice_statistics
 from effgpu.predicting.timeline import is_non_blocking
 
@@ -52,6 +53,8 @@ class Translator(TorchFunctionMode):
         if self._recorder.over:  # for a thread that lives on
             return func(*args, **(kwargs or {}))
         with self._recorder.one_at_a_time:
+            asker = sys._getframe(1)
+            check_lazy(func, types, asker.f_back if asker.f_code.co_name == "__torch_function__" else asker)
             return self._run(func, args, kwargs or {}, getattr(func, "__name__", ""))
 
     def _run(self, func, args: tuple, kwargs: dict, name: str) -> object:

@@ -35,7 +35,7 @@ from effgpu.predicting.refusals import tell_sparse
 from effgpu.units import MiB, format_bytes, join_names
 
 MOST_CALLS, PATIENCE = 64, 5.0  # in which an optimizer has to make a step: calls, and seconds
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CACHED = 1.5  # by this factor or more, the allocator holds more than the peak: of blocks that grow, it keeps each
 _SMALL = 0.0001  # of the peak: a step that makes so little more is no larger one
 _GROWS, _VARIES = 1.001, 1.05  # by these factors, a step is larger or smaller than the one before: what grows may go on
@@ -168,8 +168,8 @@ def conclude(recorder: Recorder) -> Prediction:
         recorder.note_settings(os.environ.get(variable, ""), variable)
     if recorder.capability and os.environ.get(NO_CACHING):
         recorder.say(UNTIMED, f"it takes to ask for all memory anew in each step, as {NO_CACHING} asks for")
-    if recorder.capability and os.environ.get(VISIBLE) in ("", "-1"):
-        recorder.say(ASSUMED, f"a GPU is seen, though {VISIBLE} hides all")
+    if recorder.capability and os.environ.get(_VISIBLE) in ("", "-1"):
+        recorder.say(ASSUMED, f"a GPU is seen, though {_VISIBLE} hides all")
     if paged := recorder.storages.paged:
         text = f"what is paged, {format_bytes(paged)}, moves to the host where the GPU is full"
         recorder.say(ASSUMED, f"{text}: the time that it takes to move is not counted")

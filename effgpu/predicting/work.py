@@ -94,9 +94,10 @@ class Work:
     def find_shown(self) -> sites.Site | None:
         """The line that sends most to the CPU outside of a backward pass, if it is much, as to plot a first batch."""
         sent: Counter[sites.Site | None] = Counter()
-        for event in self.events if self.counts else ():
-            for kernel in event.kernels if event.phase == FORWARD else ():
-                sent[event.site] += kernel.bytes * ((kernel.kind, kernel.layout) == (OVER_BUS, "ordinary"))
+        for event in self.events:
+            for kernel in event.kernels:
+                if event.phase == FORWARD and (kernel.kind, kernel.layout) == (OVER_BUS, "ordinary"):
+                    sent[event.site] += kernel.bytes
         return max(sent, key=sent.get) if sent.total() > MiB else None
 
     @property
