@@ -9,9 +9,9 @@ if isa := os.environ.get("ATEN_CPU_CAPABILITY"):  # torch.compile would reuse co
 
 import effgpu  # isort: skip  # noqa: F401  before torch: it sets KINETO_LOG_LEVEL
 
-import importlib
+import gc
 import signal
-from contextlib import nullcontext
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +20,8 @@ import pynvml
 import pytest
 import torch
 
-from effgpu.measuring import measurement, memory, timing, variants
-from effgpu.measuring.device import Device, gc_frozen
+from effgpu.measuring import device, timing
+from effgpu.measuring.device import Device
 from effgpu.measuring.intervals import FEWEST_BLOCKS
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement
 from effgpu.predicting.full_size import FullSize
@@ -31,16 +31,15 @@ hypothesis.settings.register_profile("effgpu", deadline=None, max_examples=60)  
 hypothesis.settings.load_profile("effgpu")
 
 HAS_GPU = torch.cuda.is_available()
-LONGEST = ("16_ladder", "17_distilbert_150k")  # of the lessons
 
 
 def pytest_collection_modifyitems(items):
-    """What runs one of the longest lessons comes first, then what runs another lesson, then all else."""
+    """What runs a lesson, or is slow, comes first, then the file with the most tests."""
+    in_file = Counter(item.path for item in items)
 
     def place(item):
-        if item.path.suffix == ".ipynb" or item.get_closest_marker("slow"):
-            return 0 if any(lesson in item.nodeid for lesson in LONGEST) else 1
-        return 2
+        is_long = item.path.suffix == ".ipynb" or item.get_closest_marker("slow")
+        return 0 if is_long else 1, -in_file[item.path]
 
     items.sort(key=place)
     for item in items:
@@ -74,6 +73,14 @@ def _same_everywhere(request, monkeypatch):
     monkeypatch.delenv("EFFGPU_SECONDS", raising=False)
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def _short_collections(monkeypatch):
+    """What was there before a test, a million objects of libraries, need not be looked at in every collection of it."""
+    gc.collect()
+    gc.freeze()
+    monkeypatch.setattr(device, "_frozen", True)
 
 
 class SimulatedGpu:
@@ -157,14 +164,6 @@ def simulate_gpu(monkeypatch):
     return simulate
 
 
-@pytest.fixture(scope="module")
-def short_collections():
-    """What was there before the tests, a large compiler included, need not be looked at in every collection."""
-    importlib.import_module("torch._dynamo")
-    with gc_frozen():
-        yield
-
-
 @pytest.fixture
 def without_onednn(monkeypatch):
     """Convolutions that take the same memory on every CPU: oneDNN copies weights into the order that the CPU likes."""
@@ -226,15 +225,6 @@ def predicted_sizes(old, new, verdicts=("does not fit", "fits"), labels=("old", 
         label: (FullSize("T4", 15 * GiB, size, verdict, (size, size + 2 * GiB), "matrix products", **time),)
         for label, size, verdict, time in zip(labels, (old, new), verdicts, times)
     }
-
-
-@pytest.fixture
-def no_collecting(monkeypatch):
-    """No garbage collection, which takes a tenth of a second a time, where a test does not watch what is freed."""
-    monkeypatch.setattr(variants, "release_memory", lambda: None)
-    for module in (memory, measurement):
-        monkeypatch.setattr(module, "gc_frozen", nullcontext)
-    monkeypatch.setattr(memory, "_gc_paused", nullcontext)
 
 
 def tiny_variant(width=8):

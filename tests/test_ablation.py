@@ -61,7 +61,7 @@ def test_options_are_those_of_compare_without_energy_unless_it_is_asked_for(aske
     assert asked["options"]["energy"]
 
 
-def test_out_of_memory_is_a_result(no_collecting):
+def test_out_of_memory_is_a_result():
     def build(small=False, idle=False):
         return lambda: torch.empty((1 if small else 20) * MiB, dtype=torch.uint8)
 
@@ -90,7 +90,7 @@ def sound(a=False, b=False):
         (lambda a=False: None if a else sound(), ["a"], TypeError, "expected it to return its training step"),
     ],
 )
-def test_bad_arguments_are_named(build, switches, error, message, no_collecting):
+def test_bad_arguments_are_named(build, switches, error, message):
     with pytest.raises(error, match=message):
         ablate(build, switches, seconds=0.001)
 

@@ -25,7 +25,6 @@ from effgpu.predicting.gpus import TABLE, find_gpu, read_table
 from effgpu.predicting.kinds import OTHER, Kernel, Segment
 from effgpu.predicting.time import step_time
 
-pytestmark = pytest.mark.usefixtures("short_collections")
 H100 = "NVIDIA H100 80GB HBM3"
 
 

@@ -331,7 +331,7 @@ def test_what_is_no_comparison_is_refused(make_measurement, path, value):
         comparison_from_dict(stored)
 
 
-def test_compare_measures_all_in_their_order_and_survives_out_of_memory(tiny, no_collecting):
+def test_compare_measures_all_in_their_order_and_survives_out_of_memory(tiny):
     variants = {"first": tiny, "second": tiny, "too large": lambda: lambda: torch.empty(2**60)}
     result = compare(variants, name="two", items=4, unit="rows", seconds=0.001, min_effect=0.5)
     assert (result.name, [m.label for m in result], result.min_effect) == ("two", [*variants], 0.5)

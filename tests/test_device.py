@@ -1,5 +1,6 @@
 """Tests of effgpu.device: the same questions answered on a CPU, on a T4 and on an H200, and limits that come undone."""
 
+import gc
 import json
 import math
 import os
@@ -14,8 +15,6 @@ from effgpu.benching.processes import shows_out_of_memory
 from effgpu.measuring import device, power
 from effgpu.measuring.device import Device, current_limit, describe, free_memory, is_out_of_memory, memory_limit
 from effgpu.units import GiB, MiB
-
-pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 def test_a_gpu_of_which_a_part_may_be_taken_is_as_large_as_that_part(simulate_gpu):
@@ -163,6 +162,20 @@ def test_a_limit_is_a_positive_number(limit):
     with pytest.raises(ValueError, match=r"^limit: expected a positive number, got"), memory_limit(limit):
         pass
     assert current_limit() is None
+
+
+def test_what_is_there_before_a_measurement_is_not_looked_at_in_its_collections(monkeypatch):
+    """Also not where one begins within another; afterwards all is collected as before."""
+    monkeypatch.setattr(device, "_frozen", False)
+    gc.unfreeze()
+    before = [object, []]
+    is_seen = lambda: any(each is before for each in gc.get_objects())
+    assert is_seen()
+    with device.gc_frozen():
+        with device.gc_frozen():
+            assert not is_seen()
+        assert not is_seen()
+    assert is_seen()
 
 
 def test_release_memory_empties_the_allocators_cache_after_all_that_holds_it(simulate_gpu):

@@ -57,10 +57,7 @@ from effgpu.units import GiB, format_bytes, format_seconds
 
 T4 = find_gpu("T4")
 ignored = "User provided device_type", "'pin_memory' argument", "CUDA is not available"
-pytestmark = [
-    pytest.mark.filterwarnings(*[f"ignore:{warning}" for warning in ignored]),
-    pytest.mark.usefixtures("short_collections"),
-]
+pytestmark = pytest.mark.filterwarnings(*[f"ignore:{warning}" for warning in ignored])
 ROWS = torch.ones(8, 64)
 
 

@@ -32,7 +32,6 @@ from effgpu.measuring.intervals import BUILDS, interval_of_blocks, interval_of_b
 from effgpu.measuring.measurement import OUT_OF_MEMORY, Measurement, measure, measure_all
 from effgpu.units import GiB, MiB
 
-pytestmark = pytest.mark.usefixtures("short_collections")
 QUICK = {"seconds": 0.001, "blocks": 3}
 CPU = Device("Test CPU", "cpu", None, 2)
 
@@ -96,7 +95,7 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def only_turns(monkeypatch, no_collecting):
+def only_turns(monkeypatch):
     """No memory is traced and no switches are looked at, as both take real time."""
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace((0,), ("forward",), 0))
     monkeypatch.setattr(variants, "_SWITCHES", ())
@@ -137,7 +136,7 @@ def test_a_measurement_shows_itself():
 # Measuring
 
 
-def test_measures_a_variant(tiny, no_collecting):
+def test_measures_a_variant(tiny):
     found = measure(tiny, items=4, unit="rows", **QUICK)
     assert (found.label, found.items, found.unit, found.failed) == ("tiny_variant", 4, "rows", None)
     assert len(found.turns) == 3 and min(map(min, found.turns)) > 0
@@ -185,7 +184,7 @@ def test_turns_are_longer_where_eighty_of_them_leave_time(clock, only_turns):
     assert clock.now == pytest.approx(4, rel=0.1)
 
 
-def test_a_cap_on_the_seconds_makes_blocks_and_steps_few(monkeypatch, clock, no_collecting):
+def test_a_cap_on_the_seconds_makes_blocks_and_steps_few(monkeypatch, clock):
     monkeypatch.setenv("EFFGPU_SECONDS", "0.001")
     found = measure(clock.step(0.01), seconds=60, warmup=1)
     assert len(found.turns) == 1 and found.interval is None
@@ -204,7 +203,7 @@ def test_what_still_compiles_is_no_load(gpu):
 
 
 @pytest.mark.parametrize(("free", "builds"), [(2800, 1), (2700, BUILDS)])
-def test_variants_are_kept_together_where_all_fit(free, builds, clock, monkeypatch, no_collecting):
+def test_variants_are_kept_together_where_all_fit(free, builds, clock, monkeypatch):
     """Three that hold 600 bytes between steps, of which one needs 700 more in its step: 2500, and a tenth of slack."""
     needs = iter([(600, 800), (600, 1300), (600, 600)])
     monkeypatch.setattr(memory, "trace", lambda variant, warmup: memory.Trace(next(needs), ("forward",) * 2))
@@ -232,7 +231,7 @@ def test_building_anew_is_announced_with_what_it_will_take_and_one_alone_is_kept
     assert measure(clock.step(0.01)).builds == 1
 
 
-def test_a_turn_that_runs_out_of_memory_beside_another_is_taken_alone(clock, no_collecting):
+def test_a_turn_that_runs_out_of_memory_beside_another_is_taken_alone(clock):
     """And what was timed until then does not count: turns of two kinds are no blocks."""
     both = {"a": Faulty(clock=clock), "b": Faulty(1, 6, always=False, clock=clock)}  # in its second block
     found = measure_all(both, **QUICK)
@@ -368,7 +367,7 @@ PLACES = {  # by build and step: the memory takes two steps and one that is trac
 
 @pytest.mark.parametrize("failing", ["baseline", "other"])
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "in the last block"])  # alone, it gets there
-def test_out_of_memory_is_a_result(failing, place, clock, no_collecting):
+def test_out_of_memory_is_a_result(failing, place, clock):
     both = {"baseline": Faulty(clock=clock), "other": Faulty(clock=clock)}
     both[failing] = Faulty(*PLACES[place], clock=clock)
     found = {m.label: m for m in measure_all(both, items=8, unit="rows", **QUICK)}
@@ -432,12 +431,12 @@ def test_a_bad_argument_is_named_before_anything_is_built(argument, value):
     assert not one.models
 
 
-def test_items_may_differ_between_variants(no_collecting):
+def test_items_may_differ_between_variants():
     found = measure_all(dict.fromkeys("ab", lambda: lambda: None), items={"b": np.int64(16), "a": 8}, **QUICK)
     assert json.dumps([(m.label, m.items) for m in found]) == '[["a", 8], ["b", 16.0]]'
 
 
-def test_a_terminal_has_a_progress_bar(monkeypatch, capsys, clock, no_collecting):
+def test_a_terminal_has_a_progress_bar(monkeypatch, capsys, clock):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
@@ -452,7 +451,7 @@ def test_a_terminal_has_a_progress_bar(monkeypatch, capsys, clock, no_collecting
     assert capsys.readouterr().out == ""
 
 
-def test_without_a_standard_error_there_is_no_bar(monkeypatch, capsys, no_collecting):
+def test_without_a_standard_error_there_is_no_bar(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(measurement, "free_memory", lambda: -1)  # so that building anew is announced
@@ -460,7 +459,7 @@ def test_without_a_standard_error_there_is_no_bar(monkeypatch, capsys, no_collec
     assert capsys.readouterr().out == ""
 
 
-def test_in_a_notebook_the_bar_is_written_where_print_writes(monkeypatch, capsys, no_collecting):
+def test_in_a_notebook_the_bar_is_written_where_print_writes(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     measure_all({"a label": lambda: lambda: None}, **QUICK)
     printed = capsys.readouterr()

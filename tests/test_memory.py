@@ -17,8 +17,6 @@ from effgpu.measuring.device import find_device, memory_limit, release_memory
 from effgpu.measuring.memory import Trace, peak_bytes, saved_bytes, trace
 from effgpu.units import GiB, MiB
 
-pytestmark = pytest.mark.usefixtures("short_collections")
-
 
 def train(model, batch):
     device = find_device()

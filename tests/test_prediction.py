@@ -41,7 +41,6 @@ from effgpu.predicting.walking import walk
 from effgpu.units import GiB, KiB, MiB, join_names
 
 GPUS = known_gpus()
-pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 # --- the caching allocator ---

@@ -39,7 +39,6 @@ from effgpu.predicting.timeline import BACKWARD, FORWARD
 from effgpu.units import KiB, MiB
 
 T4 = find_gpu("T4")
-pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 def kernels(variant, gpu="A100 80 GB", **options):
@@ -561,6 +560,7 @@ def counts_all(out):
 @pytest.mark.parametrize("looks", [looks_at_each, looks_in_a_list])
 def test_a_loop_over_samples_that_reads_a_value_of_each_ends_by_itself(looks, monkeypatch):
     monkeypatch.setattr(guesses, "_LONGEST", 0.1)
+    monkeypatch.setattr(guesses, "_PATIENCE", 1000)
     assert predict(partial(checking, looks, (2000, 16)), "T4").unknown
 
 
@@ -2735,7 +2735,7 @@ def where_a_variable_says_so():
 )
 def test_what_torch_compile_gets_and_does_not_compile_runs_as_it_is(wrap):
     def variant(wrap):
-        run, weight = wrap(), nn.Parameter(torch.ones(1024, 1024))
+        run, weight = wrap(), nn.Parameter(torch.empty(1024, 1024))  # whose numbers nobody follows
         return lambda: run(weight).backward()
 
     without, compiled = predict(partial(variant, lambda: chain), "T4"), predict(partial(variant, wrap), "T4")

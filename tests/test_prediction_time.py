@@ -36,8 +36,6 @@ from effgpu.predicting.time import LAUNCH_BOUND, MEMORY_BOUND, PRODUCTS_BOUND, s
 from effgpu.predicting.timeline import COPY, Event, Timeline
 from effgpu.units import GiB, MiB, format_seconds
 
-pytestmark = pytest.mark.usefixtures("short_collections")
-
 
 @pytest.fixture(autouse=True)
 def _own_table_elsewhere(tmp_path, monkeypatch):

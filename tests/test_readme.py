@@ -286,7 +286,7 @@ def anchors(text: str) -> list[str]:
     return [re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings]
 
 
-def test_the_examples_run(no_collecting):
+def test_the_examples_run():
     """The examples of README and docs/measuring.md, with a model of one layer on the CPU for the reader's own."""
     dtypes = []
 

@@ -1,6 +1,7 @@
 """Tests of the search for the reader's line: whose a file is, and which line of a stack is named."""
 
 import inspect
+import linecache
 import os
 import subprocess
 import sys
@@ -107,6 +108,7 @@ for cell in {cells}: InteractiveShell.instance().run_cell(cell, store_history=Tr
 
 def test_a_line_is_shown_as_the_file_has_it_now(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    linecache.clearcache()  # which may hold another test's train.py
     for code in ("first = 1\n", "second = 22\n"):
         Path("train.py").write_text(code)
         assert str(Site("train.py", 1)) == f"train.py:1: {code.strip()}"

@@ -18,8 +18,6 @@ from effgpu import compare, count_flops, saved_bytes, trace
 from effgpu.measuring import variants
 from effgpu.measuring.variants import BuiltVariants, check_variants, run_variant
 
-pytestmark = pytest.mark.usefixtures("short_collections")
-
 
 class Watched:
     """A variant whose model is watched: `alive` says whether any that it built still is."""
