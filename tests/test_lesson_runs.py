@@ -84,6 +84,7 @@ ONCE = {  # words of cells that train, or predict, for 3 to 25 seconds, and that
     "17_distilbert_150k": ("runs = {}",),
     "18_pruning": ("trials = [",),
     "20_multi_gpu": ("1000 * gradients / rate",),
+    "25_doctor": ("\nask(script)", "\nask(in_16_bits)", "\nask(mended)", 'ask(mended, "H100")'),
 }
 ON_THE_HUB = "from effgpu.course import hub\n"  # begins a solution that needs a network
 
@@ -133,7 +134,10 @@ def test_runs_twice_offline_notices_a_mistake_and_has_solutions_that_run(path, t
             assert not numbers(" ".join(PRINTS.findall(text))) - numbers(printed), f"solution {number}: {printed}"
 
 
-SHORTER = {"18_pruning": ("in range(3)]", "in range(1)]")}  # what a vocabulary of 50,257 makes long
+SHORTER = {  # what a vocabulary of 50,257, or 28 layers, make long
+    "18_pruning": ("in range(3)]", "in range(1)]"),
+    "26_large_vocabulary": ('"layers": 28', '"layers": 1'),
+}
 REAL = [path for path in LESSONS if any("\nreal = False" in f"\n{cell.source}" for cell in code(read(path)))]
 
 
