@@ -17,7 +17,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests $(NBVAL) -n $(AT_ONCE) -q
 # Together they call every tool. The slow tests run all lessons, and compare what nbval compares.
-BY_NBVAL := 01 05 06 13 20 25
+BY_NBVAL := 01 06 13 20
 
 .PHONY: help run test test-all test-real lab lint floor predictions renew readme address clean
 
@@ -31,7 +31,7 @@ test: $(INSTALLED)  ## alone, what needs a GPU; then unit tests, and every noteb
 	$(if $(GPU),$(BIN)/python -m pytest tests -m gpu -q)
 	$(TEST) notebooks -m "not gpu and not slow"
 
-test-all: $(INSTALLED)  ## all tests: every lesson run twice in one kernel, done wrong, with its solutions; six through nbval
+test-all: $(INSTALLED)  ## all tests: every lesson run twice in one kernel, done wrong, with its solutions; four through nbval
 	$(if $(GPU),$(BIN)/python -m pytest tests -m gpu -q)
 	$(TEST) $(foreach number,$(BY_NBVAL),$(wildcard notebooks/$(number)_*.ipynb)) -m "not gpu"
 

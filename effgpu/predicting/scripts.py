@@ -1,4 +1,4 @@
-"""The plan of `predict` in a script's own process: its third step is counted, as a function's second call is."""
+"""The plan of `predict` in a script's own process: its third step is counted, or the next usual one."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ from effgpu.predicting.walking import conclude, count, explain, name_rare
 from effgpu.units import format_bytes, format_seconds, with_article
 
 _OF_SIZES = (RuntimeError, IndexError, ValueError, ZeroDivisionError)  # what a size may lead to that is not right
-_MORE = 2  # steps that are counted in place of one with an evaluation in it
+_MORE = 2  # steps that may count in place of the third, where that is no usual one
 _HIGHER = 1.02  # by this factor, what came before the steps that are counted is told
 _FEW, _FEWEST = 0.1, 1e-4  # shares of the weights
 _WORTH = 0.05  # of the step: work on the CPU that is worth a line
@@ -169,10 +169,10 @@ def _tell_step(marks: Marks, recorder: ScriptRecorder, is_last: bool) -> Iterato
         why = "the script ends after it" if is_last else "the script evaluates in each"
         yield f"an evaluation is part of the step that was counted: {why}"
     if recorder.passes_before > (marks.count - 1) * recorder.passes_within:  # so many steps came before
-        text = "forward passes without gradients ran before the third step, such as of an evaluation or of a rollout,"
+        text = "forward passes without gradients ran before the step that was counted, and are not counted: such as"
         took = format_seconds(recorder.without_gradients)
         slow = f"; they took {took} here: let the script run fewer" * (recorder.without_gradients > LONG)
-        yield f"{text} and are not counted{slow}"
+        yield f"{text} an evaluation's, a rollout's or a reference model's{slow}"
 
 
 def _tell_caught(recorder: ScriptRecorder, catcher: Site, full: Site) -> str:
