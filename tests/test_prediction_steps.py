@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from effgpu.__main__ import main
+from effgpu.measuring.ops import count_ops
 from effgpu.measuring.torch_internals import FakeTensor
 from effgpu.predicting import guesses, uses
 from effgpu.predicting.allocator import round_size
@@ -507,6 +508,36 @@ def test_a_check_that_cannot_be_decided_passes_and_is_named(check):
     )
     if check in (unless, if_any):  # is one check, and seen to be one
         assert not checked.unknown
+
+
+def draws_from(covariance):
+    return torch.distributions.MultivariateNormal(
+        torch.zeros_like(covariance[0]), covariance, validate_args=True
+    ).sample()
+
+
+def grows(covariance):
+    """As transformers does where a vocabulary grows: the new rows are drawn only if they can be."""
+    if torch.distributions.constraints.positive_definite.check(covariance).all():
+        return draws_from(covariance)
+    return covariance[0]
+
+
+RUN_BY_CHECKS = ("linalg_cholesky_ex", "all", "eq", "abs", "le", "_is_all_true", "normal_", "mm")
+
+
+@pytest.mark.parametrize("draw", [draws_from, grows])
+def test_what_a_distribution_checks_is_taken_as_met_and_all_of_it_runs(draw):
+    def training(device):
+        weight = nn.Parameter(torch.rand(16, 16, device=device) + 4 * torch.eye(16, device=device))
+        return lambda: draw(weight @ weight.mT)
+
+    predicted = predict(partial(training, "cuda"), "T4", steps=1)
+    assert not [told for told in predicted.unknown if "decides" in told]
+    assert "checks a value, taken as passed" in repr(predicted)
+    runs = Counter(kernel.name for segment in predicted.segments for kernel in segment.kernels.elements())
+    really = count_ops(training("cpu"))
+    assert really["linalg_cholesky_ex"] > 1 and all(runs[name] == really[name] for name in RUN_BY_CHECKS)
 
 
 def require(truth):

@@ -98,7 +98,7 @@ def as_gpu(recorder: Recorder, more: Iterable[tuple[object, str, object]] = ()) 
         ),
         recorder.translator(),
         imports.exchanged(ranks.imported(spread)),
-        replaced([*more, *spread, *started_inside(recorder)]),
+        replaced([*more, *spread, *started_inside(recorder), *recorder.reading.constraints()]),
         replaced([(logging.getLogger(fake_tensor.__name__), "disabled", True)]),  # it tells of errors that are caught
         warnings.catch_warnings(),
     ):

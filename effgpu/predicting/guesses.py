@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_GUESSES, _LONGEST = 1000, 20.0  # at one place in a step, in so many seconds
 _PATIENCE = 30  # so many times as long for a loop that ends by itself, as one over the samples of an evaluation
+PASSED = "checks a value, taken as passed"
 _MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
 
 
@@ -76,8 +77,7 @@ class Guesses:
         passes = passing(frame) if isinstance(value, bool) else None
         if site in self.answers or passes is not None:
             value = self.answers.get(site, passes)
-            checked = "checks a value, taken as passed"
-            text = checked if isinstance(value, bool) else f"reads a number, taken as {value:g}"
+            text = PASSED if isinstance(value, bool) else f"reads a number, taken as {value:g}"
             self._recorder.say(ASSUMED, f"{where} {text}")
             self.made.append(Guess(site, where, value))
             return value

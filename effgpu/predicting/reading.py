@@ -1,13 +1,17 @@
 """What a step reads of tensors without values: numbers, lists and arrays where they are known, else what is taken."""
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributions import constraints
 
 from effgpu.attaching import sites
 from effgpu.measuring.torch_internals import FakeTensor, _disable_current_modes, storage_key
 from effgpu.predicting.counting import HALF
 from effgpu.predicting.facts import ASSUMED, CHOSEN
+from effgpu.predicting.guesses import PASSED
 from effgpu.predicting.translator import on_real_tensors
 from effgpu.predicting.work import OWN_READS
 
@@ -77,6 +81,24 @@ class Reading:
         if self._recorder.values.are_assumed(tensor) and (where := reader()):
             self._recorder.say(ASSUMED, f"{where} reads counts, taken as equal")
         return self._recorder.values.of(tensor)
+
+    def constraints(self) -> Iterator[tuple[type, str, Callable]]:
+        """(class, name, what stands there), so that what a distribution checks of its arguments is taken as passed."""
+        for constraint in vars(constraints).values():
+            if isinstance(constraint, type) and "check" in vars(constraint):
+                yield constraint, "check", self._taken_as_met(constraint.check)
+
+    def _taken_as_met(self, check: Callable) -> Callable:
+        @functools.wraps(check)
+        def check_met(constraint: object, value: torch.Tensor) -> torch.Tensor:
+            met, values = check(constraint, value), self._recorder.values
+            if isinstance(met, FakeTensor) and values.of(met) is None:
+                values.fill(met, True)
+                if where := reader():
+                    self._recorder.say(ASSUMED, f"{where} {PASSED}")
+            return met
+
+        return check_met
 
     def choose_from(self, number: int, known: int | None = None, share: float = HALF) -> int:
         """How many of so many elements an operation takes that depends on values, which is said if it is not known."""

@@ -109,11 +109,11 @@ class Values:
                     self.forget(storage_key(tensor))
         elif isinstance(result, FakeTensor) and result.layout is torch.strided:
             if name in _FILLED or name in _FILLED_BY:
-                self._fill(result, _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]])
+                self.fill(result, _FILLED[name] if name in _FILLED else args[_FILLED_BY[name]])
             elif name in _MADE if not given else all(self._knows(tensor) for tensor in given) and _is_certain(func):
                 self._repeat(func, args, kwargs, result)
             elif name in _DECIDED_BY and self._is_decided(_DECIDED_BY[name], result.dtype, given):
-                self._fill(result, _DECIDED_BY[name])
+                self.fill(result, _DECIDED_BY[name])
         elif isinstance(result, tuple) and given and all(map(self._knows, given)) and _is_certain(func):  # sort, topk
             self._repeat(func, args, kwargs, *filter(_is_fake, result))
 
@@ -143,10 +143,10 @@ class Values:
         if isinstance(source, torch.Tensor) and source.dim():
             self.keep(tensor, lambda: source.to(tensor.dtype).expand(tensor.shape))
         else:
-            self._fill(tensor, source)
+            self.fill(tensor, source)
         return True
 
-    def _fill(self, tensor: torch.Tensor, value: object) -> None:
+    def fill(self, tensor: torch.Tensor, value: object) -> None:
         """All of a storage's numbers are this one, which takes no memory for each."""
         if tensor.numel() and _is_small(tensor) and tensor.untyped_storage().nbytes() <= MOST * tensor.element_size():
             with _disable_current_modes(), torch.no_grad():
