@@ -821,6 +821,20 @@ def test_an_evaluation_before_the_step_is_told_and_is_no_part_of_it(run, expecte
     assert not run(loop(BUILD + within, "evaluate()\n" + STEP))[1]["notes"], "a part of each step"
 
 
+def test_a_vocabulary_that_grows_before_the_training_is_no_evaluation_and_leaves_nothing_open(run):
+    build = """import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=16, n_layer=1, n_head=2))
+model.resize_token_embeddings(101)
+model.cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+    step = "texts = torch.randint(100, (2, 8)).cuda()\nmodel(texts, labels=texts).loss.backward()\noptimizer.step()\n"
+    code, told, errors = run(loop(build, step))
+    assert code == 0 and told["unknown"] == told["notes"] == [], errors
+    assert all("checks a value, taken as passed" in each for each in told["assumptions"])
+
+
 def test_a_checkpoint_without_gradients_is_no_evaluation(run):
     slow = "import effgpu.predicting.scripts as scripts\nscripts.LONG = 0.001\n"
     slow += "from torch.utils.checkpoint import checkpoint\n"

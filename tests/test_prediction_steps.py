@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -521,6 +522,20 @@ def grows(covariance):
     if torch.distributions.constraints.positive_definite.check(covariance).all():
         return draws_from(covariance)
     return covariance[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "eager"}, {"disable": True}])
+def test_a_process_that_compiles_validates_no_more_as_pytorch_has_it(options):
+    variant = f"""def variant():
+    model = torch.compile(torch.nn.Linear(8, 8), **{options}).to(device)
+    return lambda: validates.append(torch.distributions.Distribution._validate_args)
+"""
+    really = f"import torch\nvalidates, device = [], 'cpu'\n{variant}variant()()\nprint(validates[0])"
+    done = subprocess.run([sys.executable, "-c", really], capture_output=True, text=True, check=True)
+    predicting = f"import torch, effgpu\nvalidates, device = [], 'cuda'\n{variant}effgpu.predict(variant, 'T4')\n"
+    predicting += "print(validates[0], torch.distributions.Distribution._validate_args)"
+    predicted = subprocess.run([sys.executable, "-c", predicting], capture_output=True, text=True, check=True)
+    assert predicted.stdout.split() == [done.stdout.strip(), "True"]
 
 
 RUN_BY_CHECKS = ("linalg_cholesky_ex", "all", "eq", "abs", "le", "_is_all_true", "normal_", "mm")

@@ -40,6 +40,10 @@ def takes(*names):
     return lambda function: list(inspect.signature(function).parameters)[: len(names)] == list(names)
 
 
+def source(cached):
+    return inspect.getsource(cached.__wrapped__)
+
+
 WORKS = {  # what is not just something to call
     "torch.optim.optimizer._global_optimizer_post_hooks": lambda hooks: type(hooks) is OrderedDict,
     "torch.Tensor._base": lambda base: base.shape == (2,),
@@ -55,6 +59,8 @@ WORKS = {  # what is not just something to call
     "torch._dynamo.eval_frame": inspect.ismodule,
     "torch._dynamo.eval_frame._callback_from_stance": takes("callback"),
     "torch._dynamo.eval_frame._stance": lambda stance: stance.stance == "default",
+    "torch._dynamo.eval_frame.TorchPatcher.patch": lambda patch: "set_default_validate_args(False)" in source(patch),
+    "torch.distributions.Distribution._validate_args": lambda validates: validates in (True, False),
     "torch._dynamo.pgo._CODE_STATE": lambda state: state is None or hasattr(state, "keys"),
     "torch._dynamo.utils.counters": lambda counters: counters["stats"]["no such count"] == 0,
     "torch._functorch.config.activation_memory_budget": lambda budget: budget == 1,

@@ -77,6 +77,8 @@ CHECKED = {
     "torch._dynamo.eval_frame": "2.14.1",
     "torch._dynamo.eval_frame._callback_from_stance": "2.14.1",
     "torch._dynamo.eval_frame._stance": "2.14.1",
+    "torch._dynamo.eval_frame.TorchPatcher.patch": "2.14.1",
+    "torch.distributions.Distribution._validate_args": "2.14.1",
     "torch._dynamo.eval_frame.OptimizedModule": "2.14.1",  # and _torchdynamo_disable of what is not to be compiled
     "torch.autograd._engine_run_backward": "2.14.1",
     "torch.autocast._enabled": "2.14.1",

@@ -8,6 +8,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributions import Distribution
 
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor, _current_graph_task_id
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
+_VALIDATES = "_validate_args"  # of torch.distributions.Distribution: see torch_internals
 _COMPILES, _DISABLES = "compile_wrapper", "_fn"  # what torch._dynamo.eval_frame puts around a function
 
 
@@ -39,9 +41,16 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
         if model is None:
             return functools.partial(run_eagerly, **options)
         off = options.get("disable") or os.environ.get("TORCHDYNAMO_DISABLE") == "1" or _is_disabled(model)
+        if not off:
+            stop_validating()
         if off or options.get("backend") in _EAGER:
             return OptimizedModule(model, lambda forward: forward) if isinstance(model, torch.nn.Module) else model
         return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
+
+    @functools.cache
+    def stop_validating():  # the arguments of distributions: the first torch.compile of a process does so
+        if not eval_frame.TorchPatcher.patch.cache_info().currsize:
+            Distribution.set_default_validate_args(False)
 
     def run_uncompiled(callback):
         if callback and not eval_frame.config.disable:
@@ -72,6 +81,7 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
         asker = sys._getframe(1)
         return COMPILED in recorder.said and not is_insider(asker.f_code.co_filename) and recorder.compiled.has(asker)
 
+    yield Distribution, _VALIDATES, getattr(Distribution, _VALIDATES)  # as it is, and is again after the walk
     yield torch, "compile", run_eagerly
     yield torch.jit, "trace", run_untraced
     yield eval_frame, "_callback_from_stance", run_uncompiled

@@ -217,8 +217,8 @@ class ScriptRecorder(Recorder):
         if by_hand or (given and not fakes):
             with on_real_tensors():
                 return func(*args, **kwargs)
-        in_backward = _current_graph_task_id() != -1
-        if in_backward and not (self.on_host or self._moving) and fakes and all(map(self.is_on_host, fakes)):
+        in_backward, on_host = _current_graph_task_id() != -1, bool(fakes) and all(map(self.is_on_host, fakes))
+        if in_backward and on_host and not (self.on_host or self._moving):
             with self.placed(True):
                 return self._dispatch(func, args, kwargs)
         if len(given) > 1 and not (in_backward or self._moving or self.optimizers.working):
@@ -227,7 +227,7 @@ class ScriptRecorder(Recorder):
             self.files.note_computed()
         if func.overloadpacket in _FORWARD and in_backward:
             self.products[-1] += 1
-        elif func.overloadpacket in _FORWARD and not self.loading and self._lacks_gradients():
+        elif func.overloadpacket in _FORWARD and not (self.loading or on_host) and self._lacks_gradients():
             self.passes[-1] += 1
             if self.work.counts:
                 self.passes_within += 1
