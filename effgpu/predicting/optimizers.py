@@ -111,13 +111,15 @@ class Optimizers:
         self.stepped.add(optimizer)
         if isinstance(optimizer, LBFGS):  # whose losses would be equal, so that it stopped at the second
             (group,) = optimizer.param_groups
-            if group["max_iter"] > _MOST_CLOSURES:
-                text = f"LBFGS calls its closure up to {group['max_iter']:,} times in a step"
-                raise CannotPredict(f"{text}: give it a smaller max_iter, such as 20, and three steps")
+            # a search along a line begins with one call, and may make all that are left
+            calls = group["max_eval"] + 1 if group["line_search_fn"] else min(group["max_iter"], group["max_eval"])
+            if calls > _MOST_CLOSURES:
+                text = f"LBFGS calls its closure up to {calls:,} times in a step"
+                raise CannotPredict(f"{text}: give it a smaller max_iter and max_eval, such as 20, and three steps")
             self._tolerances[optimizer] = {name: group[name] for name in _TOLERANCES}
             group.update(dict.fromkeys(_TOLERANCES, -1.0))
             say = functools.partial(self._recorder.say, ASSUMED)
-            say(f"LBFGS calls its closure as often as it may, {group['max_iter']} times")
+            say(f"LBFGS calls its closure as often as it may, {calls} times")
             say(f"LBFGS keeps as many of its directions as it may, {group['history_size']}")
         self._note_untrained(optimizer)
         by_default = self._recorder.capability and defaults_to_foreach(optimizer)
