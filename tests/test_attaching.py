@@ -861,6 +861,15 @@ def test_lbfgs_calls_its_closure_within_a_step(run):
     assert most < told["owners"]["optimizer state"] < 1.05 * most and not told["warnings"]
 
 
+@pytest.mark.parametrize(
+    ("more", "calls"), [("max_eval=3", 3), ("max_iter=4", 4), ("max_iter=4, line_search_fn='strong_wolfe'", 6)]
+)
+def test_the_calls_of_lbfgs_are_those_that_it_may_make(more, calls, run):
+    _, told, errors = run(KINDS["closure"].replace("AdamW(model.parameters())", f"LBFGS(model.parameters(), {more})"))
+    assert told["gpus"][0]["time"]["kinds"]["matrix products"]["kernels"] == calls * (3 * 8 - 1), errors
+    assert told["assumptions"][0] == f"LBFGS calls its closure as often as it may, {calls} times"
+
+
 def test_a_whole_training_in_one_step_of_lbfgs_is_refused(run):
     code, _, errors = run(
         KINDS["closure"].replace("AdamW(model.parameters())", "LBFGS(model.parameters(), max_iter=5000)")
@@ -2962,6 +2971,26 @@ def test_what_moves_to_the_cpu_and_back_crosses_the_bus(run):
     copies = told["gpus"][0]["time"]["kinds"]["copies to the CPU and back"]
     assert copies["bytes"] == 2 * 4 * 4 * 4096**2 and copies["kernels"] == 8, errors
     assert told["unknown"] == ["how long the optimizer takes on the CPU, where its weights are"]
+
+
+@pytest.mark.parametrize(
+    ("sends", "size", "converts"),
+    [
+        ('rows.to("cpu", torch.float64)', 4, 0),
+        ('rows.to("cpu", torch.float64, non_blocking=True)', 8, 1),
+        ("wide.copy_(rows)", 4, 0),
+        ("wide.copy_(rows, non_blocking=True)", 8, 0),
+    ],
+)
+def test_the_cpu_converts_what_it_waits_for_and_the_gpu_what_it_does_not(sends, size, converts, run):
+    build = BUILD + "wide = torch.zeros(1024, 1024, dtype=torch.float64, pin_memory=True)\n"
+    plain, sent = (
+        run(loop(build, STEP + f"\nrows = model[0].weight.detach()\n{more}")) for more in ("", f"sent = {sends}")
+    )
+    kinds = sent[1]["gpus"][0]["time"]["kinds"]
+    assert kinds["copies to the CPU and back"]["bytes"] == size * 1024**2, sent[2]
+    before = plain[1]["gpus"][0]["time"]["kinds"]["other operations"]["kernels"]
+    assert kinds["other operations"]["kernels"] == before + converts
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

@@ -382,6 +382,15 @@ def test_how_a_batch_is_copied_decides_the_advice(copied, advice, note, run):
     assert code == 0 and copies["advice"].startswith(advice) and copies["note"] == f"512 KiB from {note}", errors
 
 
+@pytest.mark.parametrize(
+    ("more", "note"), [(", non_blocking=True", "512 KiB from pinned memory"), ("", "256 KiB from pageable memory")]
+)
+def test_a_batch_that_becomes_another_dtype_is_sent_as_it_is_unless_the_cpu_waits(more, note, run):
+    code, told, errors = run(COPIES.replace("COPIED", f"rows.to('cuda', torch.bfloat16{more}).float()"))
+    (copies,) = (each for each in told["examined"] if each["name"] == COPYING)
+    assert code == 0 and copies["note"] == f"{note}, 1 copy", errors
+
+
 def test_the_line_that_copies_most_comes_first_and_not_the_one_that_copies_most_often(run):
     small = "        small = sum(torch.ones(1).cuda() for _ in range(9))\n        model(small * rows.cuda())"
     code, told, errors = run(COPIES.replace("        model(COPIED)", small))

@@ -1175,7 +1175,8 @@ def test_the_cpu_waits_for_what_it_fetches(way, named):
     predicted = predict(variant, "T4")
     waits = [event for event in predicted.events if event.waits]
     assert len(waits) == (named is None or not way)
-    assert predicted.timeline().seconds() == pytest.approx(size / 3.7e9, rel=0.02), "once, from ordinary memory"
+    rate = 11e9 if way and named else 3.7e9  # PyTorch pins what it does not wait for
+    assert predicted.timeline().seconds() == pytest.approx(size / rate, rel=0.02), "once"
     assert not waits or waits[0].site.where.startswith("test_prediction_steps.py:")
 
 

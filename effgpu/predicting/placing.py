@@ -45,6 +45,7 @@ from effgpu.predicting.translator import (
     FACTORIES,
     Translator,
     all_on_cpu,
+    converts_there,
     default_device,
     innermost,
     name_by_number,
@@ -297,13 +298,16 @@ class ScriptRecorder(Recorder):
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
+            non_blocking = is_non_blocking(args, kwargs)
             for host, moved, to_gpu in crossing:
                 block = self.storages.of(moved)
                 if to_gpu and not isinstance(host, FakeTensor) and not (block and block.owner == "weights"):
-                    self.note_copy(host, is_non_blocking(args, kwargs))
-                else:
-                    self.work.note_bus(moved, pinned=isinstance(host, FakeTensor) or self.is_pinned(host))
-                    if not is_non_blocking(args, kwargs):
+                    self.note_copy(host, non_blocking)
+                else:  # the GPU converts, unless the CPU waits: then it does, in ordinary memory
+                    pinned = isinstance(host, FakeTensor) or self.is_pinned(host)
+                    pinned &= non_blocking or host.dtype == moved.dtype
+                    self.work.note_bus(host if non_blocking else moved, pinned=pinned)
+                    if not non_blocking:
                         self.work.wait(own=to_gpu)  # only what comes from there is read
         elif not self.on_host:
             super()._note(func, args, kwargs, result)
@@ -375,6 +379,9 @@ class _Placer(Translator):
         if fakes and (name == "new_tensor" or (name == "new" and _is_data(args[1:]))):
             func, name, args, kwargs = self._make_like(*args, **kwargs)
         args, kwargs, where = self._find_place(func, name, args, kwargs)
+        if name == "to" and (fakes or where == FIRST_GPU) and where and converts_there(args, kwargs, where):
+            args = self._move(args[0], where, is_non_blocking(args, kwargs)), *args[1:]
+            fakes = [innermost(args[0])]
         if where is not None and where.type == "meta" and fakes:
             return _outline(fakes[0], args, kwargs)
         if where != FIRST_GPU and not fakes:
@@ -439,7 +446,7 @@ class _Placer(Translator):
             return self._of_its_class(self._recorder.imitate(result, where == CPU, MOST), result)
         if self._recorder.is_on_host(fake) == (where == CPU):
             return result
-        self._recorder.work.note_bus(fake, pinned=where != CPU)
+        self._recorder.work.note_bus(fake, pinned=where != CPU or non_blocking)
         if not non_blocking:
             self._recorder.work.wait(own=where != CPU)
         back = CPU if where == FIRST_GPU else FIRST_GPU

@@ -478,15 +478,18 @@ class Recorder(TorchDispatchMode):
         updates = self.optimizers.working and any(tensor.dim() for tensor in tensors_of((args, kwargs)))
         return func.overloadpacket in flop_registry or bool(updates)
 
-    def move(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
-        """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU."""
+    def move(self, tensor: torch.Tensor, place: str, pinned: bool = False) -> torch.Tensor:
+        """The tensor's copy there; itself, if it lies there. What does not say where it lies, is not on the GPU.
+
+        PyTorch has memory `pinned` for what it copies to the CPU without a wait.
+        """
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_meta(tensor):
             return tensor
         block = self.storages.of(tensor)
         if (block is not None and block.place == GPU) == (place == GPU):
             return tensor
         if block is not None and HOST in (place, block.place):  # what is loaded has no place: that takes no time here
-            self.work.note_bus(tensor, pinned=place == GPU)
+            self.work.note_bus(tensor, pinned=pinned or place == GPU)
         with self.placing(place, moving=True):
             copy = tensor.clone()
         if copy.requires_grad:

@@ -151,19 +151,24 @@ class Translator(TorchFunctionMode):
             self._recorder.storages.names_gpu = True
             args, kwargs = all_on_cpu(args, kwargs)
             moves = name == "to" and isinstance(args[0], torch.Tensor)
+            if moves and converts_there(args, kwargs, FIRST_GPU):
+                args = self._recorder.move(args[0], GPU), *args[1:]
             with contextlib.nullcontext() if moves else self._recorder.placing(GPU):
                 result = func(*args, **kwargs)
             return self._recorder.move(result, GPU) if moves else result
         self._recorder.note_call()
+        moves = name == "cpu" or (name == "to" and self._names_cpu(*args[1:2], kwargs.get("device")))
+        if moves and converts_there(args, kwargs, CPU):
+            args = self._to_cpu(args[0], name, non_blocking=False), *args[1:]
         with self._recorder.placing(HOST) if self._leaves_gpu(name, args, kwargs) else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        if name == "cpu" or (name == "to" and self._names_cpu(*args[1:2], kwargs.get("device"))):
+        if moves:
             return self._to_cpu(result, name, is_non_blocking(args, kwargs))
         return result
 
     def _to_cpu(self, tensor: torch.Tensor, name: str, non_blocking: bool) -> torch.Tensor:
         """The tensor's copy there, for which the CPU waits; itself, if it is there."""
-        moved = self._recorder.move(tensor, HOST)
+        moved = self._recorder.move(tensor, HOST, pinned=non_blocking)
         is_read = name == "cpu" and not self._recorder.storages.names_gpu and isinstance(tensor, FakeTensor)
         if (moved is not tensor or is_read) and not non_blocking:
             self._recorder.work.wait(tensor.nbytes * is_read)
@@ -228,6 +233,13 @@ def name_device(value: object) -> torch.device | None:
     if isinstance(value, torch.device):
         return FIRST_GPU if value.type == "cuda" else CPU if value.type == "cpu" else value
     return None
+
+
+def converts_there(args: tuple, kwargs: dict, where: torch.device) -> bool:
+    """Whether `Tensor.to` sends a tensor there as it is, to become another dtype: on the GPU, unless the CPU waits."""
+    asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype))
+    converts = next(asked, args[0].dtype) != args[0].dtype
+    return converts and where in (FIRST_GPU, CPU) and is_non_blocking(args, kwargs) == (where == FIRST_GPU)
 
 
 def on_cpu(value: object) -> object:
