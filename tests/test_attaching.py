@@ -2777,6 +2777,17 @@ def test_a_copy_and_a_cuda_graph_that_come_later_are_named(run):
     ]
 
 
+def test_what_cuda_graphs_keep_of_a_module_is_not_known(run, expected):
+    captured = "model = torch.cuda.make_graphed_callables(model, (torch.randn(64, 1024, device='cuda'),))\n"
+    _, told, errors = run(loop(BUILD + captured))
+    assert told["unknown"] == ["how much more the CUDA graphs of make_graphed_callables keep"], errors
+    assert seconds(told) == pytest.approx(expected[1], rel=0.01)
+    assert told["assumptions"] == [
+        "a step that launches its operations: one that is replayed as a CUDA graph takes less: train.py:5: "
+        + captured.strip()
+    ]
+
+
 BY_AN_OBJECT = """
 self.rounds += 1
 self.{counts} += 1

@@ -1,4 +1,7 @@
-"""Code that is given to torch.compile, or traced: it runs as it is, is told that it is compiled, and noted as such."""
+"""Code that is given to torch.compile, traced, or captured: it runs as it is, and is noted as such.
+
+What is compiled is told so.
+"""
 
 import functools
 import os
@@ -77,6 +80,10 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
             func.save = functools.partial(torch.jit.save, func)
         return func
 
+    def run_uncaptured(callables, *_, **__):
+        recorder.say(UNKNOWN, "how much more the CUDA graphs of make_graphed_callables keep")
+        return callables
+
     def is_compiling():  # PyTorch's own code runs as it is
         asker = sys._getframe(1)
         return COMPILED in recorder.said and not is_insider(asker.f_code.co_filename) and recorder.compiled.has(asker)
@@ -84,6 +91,7 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
     yield Distribution, _VALIDATES, getattr(Distribution, _VALIDATES)  # as it is, and is again after the walk
     yield torch, "compile", run_eagerly
     yield torch.jit, "trace", run_untraced
+    yield torch.cuda, "make_graphed_callables", run_uncaptured
     yield eval_frame, "_callback_from_stance", run_uncompiled
     yield from ((torch.compiler, name, is_compiling) for name in ("is_compiling", "is_dynamo_compiling"))
 
