@@ -2205,6 +2205,44 @@ def test_what_is_fetched_from_the_host_is_on_the_gpu(run):
     assert told["allocated"] // 2**24 == 5, errors
 
 
+LINEARS = BUILD.replace("1024", "2048").replace(".AdamW(", ".SGD(")
+PACKS = """
+def pack(saved):
+    if len(saved) != 4096: return saved  # weights
+    host = SENT
+    return saved.device, host
+def unpack(packed):
+    return packed if torch.is_tensor(packed) else packed[1].to(packed[0], non_blocking=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "saved.cpu()",
+        'saved.to("cpu", non_blocking=True)',
+        'torch.empty_like(saved, device="cpu", pin_memory=True).copy_(saved, non_blocking=True)',
+        "torch.empty(saved.shape, dtype=saved.dtype, pin_memory=True).copy_(saved, non_blocking=True)",
+    ],
+)
+def test_what_hooks_of_saved_tensors_send_to_the_cpu_crosses_the_bus_and_back(sent, run):
+    """As those of torchtune do, and PyTorch's tutorial. There are eight inputs, and what is squared."""
+    step = "rows = torch.randn(4096, 2048, device='cuda')\n" + STEP.replace('torch.randn(64, 1024).to("cuda")', "rows")
+    hooks = "with torch.autograd.graph.saved_tensors_hooks(pack, unpack):\n    loss ="
+    size = 4 * 4096 * 2048
+    _, told, errors = run(loop(LINEARS + PACKS.replace("SENT", sent), step.replace("loss =", hooks)))
+    copies = told["gpus"][0]["time"]["kinds"]["copies to the CPU and back"]
+    assert (copies["bytes"], copies["kernels"]) == (2 * 9 * size, 2 * 9), errors
+    assert told["owners"]["activations"] <= 2 * size
+
+
+def test_what_is_made_on_the_cpu_like_something_on_the_gpu_crosses_no_bus(run):
+    more = "held = [torch.zeros_like(rows, device='cpu') for rows in model.parameters()]\n"
+    more += "rows = model[0].weight.new_ones(64, 64, device='cpu')\n"
+    plain, told = (run(loop(step=STEP + each))[1] for each in ("", more))
+    assert (told["allocated"], seconds(told)) == (plain["allocated"], seconds(plain))
+
+
 ASKS_FOR_MEMORY = """
 import torch
 kept = torch.zeros(2**20, device="cuda")

@@ -1073,6 +1073,16 @@ def test_what_is_offloaded_by_hand_is_not_on_the_gpu(move):
     assert (stays, moved) == (16 * 4 * 1024**2, 8 * 4 * 1024**2)
 
 
+def test_what_hooks_of_saved_tensors_send_to_the_cpu_is_not_on_the_gpu():
+    """PyTorch calls them within a call of its own, where it lets no mode see what they do."""
+    keep = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x.cpu(), lambda x: x.to("cuda"))
+    by_hand, saved = (
+        predict(partial(chained, "cuda", each), "T4") for each in (keep, torch.autograd.graph.save_on_cpu)
+    )
+    assert by_hand.allocated == saved.allocated
+    assert by_hand.time().table.keys() == saved.time().table.keys()
+
+
 def attending_by(backend, dtype=torch.float16):
     from torch.nn.attention import sdpa_kernel
 

@@ -14,7 +14,7 @@ import torch
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import noting_failed_steps
 from effgpu.errors import CannotPredict
-from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, fake_tensor
+from effgpu.measuring.torch_internals import FakeTensor, FakeTensorMode, _len_torch_function_stack, fake_tensor
 from effgpu.predicting import compiled, flex, imports, loading, profilers, quantized, ranks, triton_kernels
 from effgpu.predicting.disguise import disguised
 from effgpu.predicting.facts import ASSUMED
@@ -190,10 +190,23 @@ def _what_needs_a_gpu(recorder: Recorder) -> Iterator[tuple[object, str, object]
         recorder.work.note_traceback()
         return format_stack()
 
+    hooks_of = torch.autograd.graph.saved_tensors_hooks
+    set_hooks = hooks_of.__init__
+
     def save_on_cpu(hooks, pin_memory=False, device_type="cuda"):
         ways = (functools.partial(way, pinned=pin_memory) for way in (recorder.send, recorder.fetch))
-        torch.autograd.graph.saved_tensors_hooks.__init__(hooks, *ways)
+        set_hooks(hooks, *ways)
 
+    @functools.wraps(set_hooks)
+    def set_hooks_here(hooks, pack_hook, unpack_hook):
+        def pack(tensor):
+            with contextlib.nullcontext() if _len_torch_function_stack() else recorder.translator():
+                return pack_hook(tensor)
+
+        is_own = type(hooks) is not hooks_of and type(hooks).__module__.startswith("torch.")  # a checkpoint's
+        set_hooks(hooks, pack_hook if is_own else pack, unpack_hook)
+
+    yield hooks_of, "__init__", set_hooks_here  # PyTorch packs within a call, where no mode sees what that names
     yield torch.autograd.graph.save_on_cpu, "__init__", save_on_cpu
     yield torch.autograd, "_engine_run_backward", run_backward_here
     yield traceback, "format_stack", format_stack_noted

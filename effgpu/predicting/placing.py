@@ -92,6 +92,7 @@ class ScriptRecorder(Recorder):
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
         self.own = OwnWork(lambda site: self.work.note_host(OWN, site))
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
+        self.received = WeakTensorKeyDictionary()  # real tensors that something was copied into from the GPU
         self.repeated = Repeated(self)
 
     def translator(self) -> "_Placer":
@@ -307,6 +308,8 @@ class ScriptRecorder(Recorder):
                     pinned = isinstance(host, FakeTensor) or self.is_pinned(host)
                     pinned &= non_blocking or host.dtype == moved.dtype
                     self.work.note_bus(host if non_blocking else moved, pinned=pinned)
+                    if not to_gpu and not isinstance(host, FakeTensor):
+                        self.received[_whole(host)] = True
                     if not non_blocking:
                         self.work.wait(own=to_gpu)  # only what comes from there is read
         elif not self.on_host:
@@ -332,7 +335,12 @@ class ScriptRecorder(Recorder):
         return real in self.pinned or (part and real._base in self.pinned)
 
     def note_copy(self, real: torch.Tensor, non_blocking: bool) -> None:
-        """A real tensor moves to the GPU."""
+        """A real tensor moves to the GPU: a batch, if it has not come from there."""
+        if _whole(real) in self.received:
+            self.work.note_bus(real, pinned=self.is_pinned(real))
+            if not non_blocking:
+                self.work.wait(own=True)
+            return
         self.work.note_copy(sum(part.nbytes for part in tensors_of([real])), self.is_pinned(real), non_blocking)
 
 
@@ -386,7 +394,8 @@ class _Placer(Translator):
             return _outline(fakes[0], args, kwargs)
         if where != FIRST_GPU and not fakes:
             return self._run_real(func, args, kwargs, where)
-        on_host = where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes))
+        made_there = where == CPU and (name.endswith("_like") or name.startswith("new_"))
+        on_host = made_there or (where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes)))
         with self._recorder.placed(on_host, (args, kwargs)):
             result = super()._run(func, args, kwargs, name)
         return result if where is None else self._move(result, where, is_non_blocking(args, kwargs))
@@ -489,6 +498,11 @@ def _flat(values: tuple) -> Iterator[object]:
             yield from _flat(tuple(value.values()))
         else:
             yield value
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a part of; itself, if of none."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _is_data(args: tuple) -> bool:
