@@ -2243,6 +2243,16 @@ def test_what_is_made_on_the_cpu_like_something_on_the_gpu_crosses_no_bus(run):
     assert (told["allocated"], seconds(told)) == (plain["allocated"], seconds(plain))
 
 
+@pytest.mark.parametrize("writes", ["history[number] = loss.detach()", "history[number].copy_(loss.detach().cpu())"])
+def test_what_a_tensor_on_the_cpu_gets_of_the_models_is_not_known_there(writes, run):
+    build = f"{BUILD}history, counts = torch.zeros(9), torch.zeros(9)\n"
+    step = STEP.replace("loss.backward()", f"{writes}\ncounts[number] = 1\nloss.backward()")
+    step += "if history[: number + 1].mean() > 0.5: model[0](torch.randn(64, 1024).cuda())\n"
+    step += "if counts.sum() > 9: raise SystemExit\nprint(history.mean().item())\n"
+    _, told, errors = run(loop(build, step))
+    assert told["unknown"] == ["train.py:15 decides by a value, taken as False"], errors
+
+
 ASKS_FOR_MEMORY = """
 import torch
 kept = torch.zeros(2**20, device="cuda")

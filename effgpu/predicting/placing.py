@@ -36,6 +36,7 @@ from effgpu.predicting.full import Room
 from effgpu.predicting.hardware import FIRST_GPU
 from effgpu.predicting.own import OwnWork
 from effgpu.predicting.parameters import is_plain
+from effgpu.predicting.reading import reader
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.refusals import check_array, check_devices
 from effgpu.predicting.repeated import Repeated
@@ -61,6 +62,7 @@ LONG = 5.0  # seconds of forward passes that are worth a line
 _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution}
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
+_READS = ("__bool__", "__float__", "__int__", "__index__", "item")
 _SETS_DATA = torch.Tensor.data.__set__
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
@@ -93,6 +95,7 @@ class ScriptRecorder(Recorder):
         self.own = OwnWork(lambda site: self.work.note_host(OWN, site))
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
         self.received = WeakTensorKeyDictionary()  # real tensors that something was copied into from the GPU
+        self.unknown = WeakTensorKeyDictionary()  # real tensors with something in them that nobody knows
         self.repeated = Repeated(self)
 
     def translator(self) -> "_Placer":
@@ -396,6 +399,8 @@ class _Placer(Translator):
             return self._run_real(func, args, kwargs, where)
         made_there = where == CPU and (name.endswith("_like") or name.startswith("new_"))
         on_host = made_there or (where != FIRST_GPU and all(map(self._recorder.is_on_host, fakes)))
+        if fakes and args and _writes(name) and isinstance(args[0], torch.Tensor) and not _has_fake(args[:1]):
+            self._recorder.unknown[_whole(args[0])] = True
         with self._recorder.placed(on_host, (args, kwargs)):
             result = super()._run(func, args, kwargs, name)
         return result if where is None else self._move(result, where, is_non_blocking(args, kwargs))
@@ -442,6 +447,10 @@ class _Placer(Translator):
             self._recorder.note_work(made, time.perf_counter() - began)
         if pinned:
             self._recorder.pinned[made] = True
+        if (unknown := self._recorder.unknown) and any(_whole(each) in unknown for each in tensors_of((args, kwargs))):
+            if getattr(func, "__name__", "") in _READS:
+                return self._recorder.guesses.take(made, reader())
+            unknown.update((_whole(each), True) for each in tensors_of([made]))
         return made
 
     def _move(self, result: object, where: torch.device, non_blocking: bool) -> object:
@@ -498,6 +507,11 @@ def _flat(values: tuple) -> Iterator[object]:
             yield from _flat(tuple(value.values()))
         else:
             yield value
+
+
+def _writes(name: str) -> bool:
+    """Whether a call changes its first argument."""
+    return name == "__setitem__" or (not name.startswith("_") and name.endswith("_") and not name.endswith("__"))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
