@@ -16,7 +16,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 # Two lessons at once may not fit on one GPU.
 AT_ONCE := $(if $(GPU),1,2)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests $(NBVAL) -n $(AT_ONCE) -q
-# Together they call every tool. The slow tests run all lessons, and compare what nbval compares.
+# Short ones, to see that nbval runs them: the slow tests run all lessons, and compare what nbval compares.
 BY_NBVAL := 01 06 13 20
 
 .PHONY: help run test test-all test-real lab lint floor predictions renew readme address clean

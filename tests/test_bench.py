@@ -401,7 +401,7 @@ def test_ctrl_c_at_once_leaves_nothing_behind():
     assert code == 130 and errors.startswith("effgpu: interrupted before")
 
 
-def test_nothing_interrupts_the_end_of_processes_and_a_handler_of_the_readers_own_stays(monkeypatch):
+def test_nothing_interrupts_the_end_of_processes_and_a_handler_of_the_readers_own_stays():
     """As a workflow that is cancelled sends first one signal, then the other."""
     seen = []
     of_interrupts = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in a shell's background

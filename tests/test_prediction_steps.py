@@ -511,19 +511,6 @@ def test_a_check_that_cannot_be_decided_passes_and_is_named(check):
         assert not checked.unknown
 
 
-def draws_from(covariance):
-    return torch.distributions.MultivariateNormal(
-        torch.zeros_like(covariance[0]), covariance, validate_args=True
-    ).sample()
-
-
-def grows(covariance):
-    """As transformers does where a vocabulary grows: the new rows are drawn only if they can be."""
-    if torch.distributions.constraints.positive_definite.check(covariance).all():
-        return draws_from(covariance)
-    return covariance[0]
-
-
 @pytest.mark.parametrize("options", [{}, {"backend": "eager"}, {"disable": True}])
 def test_a_process_that_compiles_validates_no_more_as_pytorch_has_it(options):
     variant = f"""def variant():
@@ -536,6 +523,19 @@ def test_a_process_that_compiles_validates_no_more_as_pytorch_has_it(options):
     predicting += "print(validates[0], torch.distributions.Distribution._validate_args)"
     predicted = subprocess.run([sys.executable, "-c", predicting], capture_output=True, text=True, check=True)
     assert predicted.stdout.split() == [done.stdout.strip(), "True"]
+
+
+def draws_from(covariance):
+    return torch.distributions.MultivariateNormal(
+        torch.zeros_like(covariance[0]), covariance, validate_args=True
+    ).sample()
+
+
+def grows(covariance):
+    """As transformers does where a vocabulary grows: the new rows are drawn only if they can be."""
+    if torch.distributions.constraints.positive_definite.check(covariance).all():
+        return draws_from(covariance)
+    return covariance[0]
 
 
 RUN_BY_CHECKS = ("linalg_cholesky_ex", "all", "eq", "abs", "le", "_is_all_true", "normal_", "mm")

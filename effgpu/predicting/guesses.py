@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _MOST_GUESSES, _LONGEST = 1000, 20.0  # at one place in a step, in so many seconds
 _PATIENCE = 30  # so many times as long for a loop that ends by itself, as one over the samples of an evaluation
-PASSED = "checks a value, taken as passed"
 _MOST_TRIES = 8  # walks, until no guess is left that could have led to an error
+PASSED = "checks a value, taken as passed"
 
 
 class Filled(int):
