@@ -2663,9 +2663,10 @@ def test_a_script_that_ends_where_a_step_without_an_evaluation_is_waited_for_is_
         assert told["notes"] == ["an evaluation is part of the step that was counted: the script ends after it"]
 
 
-def test_a_batch_that_grows_is_said_to(run):
-    grows = STEP.replace("torch.randn(64, 1024)", "torch.randn(512 + number, 1024)")
-    (what,) = run(loop(step=grows))[1]["assumptions"]
+@pytest.mark.parametrize("size", ["512 + number", "512 - number"], ids=["grows", "shrinks, as a drawn one may"])
+def test_batches_that_differ_a_little_are_said_to(size, run):
+    other = STEP.replace("torch.randn(64, 1024)", f"torch.randn({size}, 1024)")
+    (what,) = run(loop(step=other))[1]["assumptions"]
     assert what.startswith("steps differ in size") and "a later step may be larger still" in what
 
 

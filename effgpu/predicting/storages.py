@@ -208,8 +208,8 @@ class Storages:
         return [block for block in self.on_gpu if block.born <= at < block.died]
 
     @property
-    def made(self) -> list[int]:
-        """Bytes of activations that the forward pass of each step has made.
+    def made(self) -> list[dict[Site | None, list[int]]]:
+        """Sizes of the activations that the forward pass of each step has made, by line.
 
         Of what stays, only what the last step has made, too, as a batch that is fetched a step ahead.
         """
@@ -218,7 +218,7 @@ class Storages:
         def counts(block: Block) -> bool:
             return block.owner == "activations" or (id(block) in self._stayed and block.site in again)
 
-        return [sum(block.size for block in blocks if counts(block)) for blocks in self._made[:-1]]
+        return [_sizes(filter(counts, blocks)) for blocks in self._made[:-1]]
 
     def made_smaller(self) -> bool:
         """Whether the last step's forward pass made less than that of the step before."""
@@ -254,11 +254,8 @@ class Storages:
 
     def _sizes_alive(self) -> dict[Site | None, list[int]]:
         """By line, the sizes of what is on the GPU now."""
-        alive: dict[Site | None, list[int]] = {}
-        for block in self.blocks:
-            if block.died == math.inf and self.is_on_gpu(block) and block.owner not in _MADE_ONCE:
-                alive.setdefault(block.site, []).append(block.size)
-        return alive
+        alive = (block for block in self.blocks if block.died == math.inf and self.is_on_gpu(block))
+        return _sizes(block for block in alive if block.owner not in _MADE_ONCE)
 
     def _find_more(self) -> tuple[tuple[tuple[Site | None, int], ...], dict[Site | None, list[int]]]:
         """What is alive at the end of this step more than at the end of the one before, and the sizes of what is."""
@@ -269,6 +266,14 @@ class Storages:
         added = (site for site in more if len(now[site]) > len(before[site]))  # not: a larger batch in place of one
         grown = tuple((site, more[site]) for site in sorted(added, key=more.get, reverse=True) if more[site] > 0)
         return grown if more.total() > 0 else (), alive
+
+
+def _sizes(blocks: Iterable[Block]) -> dict[Site | None, list[int]]:
+    """The sizes of blocks, by the line that made them."""
+    sizes: dict[Site | None, list[int]] = {}
+    for block in blocks:
+        sizes.setdefault(block.site, []).append(block.size)
+    return sizes
 
 
 def running_node() -> torch.autograd.graph.Node | None:

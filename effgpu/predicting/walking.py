@@ -204,15 +204,17 @@ def conclude(recorder: Recorder) -> Prediction:
 
 def _compare_sizes(recorder: Recorder, peak: int) -> None:
     """Say that the last two steps differ in size, if it is more than a small part of the peak."""
-    made = recorder.storages.made[-2:]
-    if len(made) < 2:
+    steps = recorder.storages.made[-2:]
+    if len(steps) < 2:
         return
+    made = [sum(map(sum, step.values())) for step in steps]
     if abs(made[1] - made[0]) < _SMALL * peak or len({*map(format_bytes, made)}) < 2:
         return
+    before, last = ({line: len(sizes) for line, sizes in step.items()} for step in steps)
     sizes = " and ".join(map(format_bytes, made))
     if made[0] > _VARIES * made[1] + MiB and recorder.ran_more_before():
         text, larger = "what ran in the step before the one that was counted took more: {} in their forward passes", ""
-    elif made[1] > _GROWS * made[0] or made[0] > _VARIES * made[1] + MiB:
+    elif before == last or made[1] > _GROWS * made[0] or made[0] > _VARIES * made[1] + MiB:
         text = "steps differ in size, as two that were looked at make {} in their forward pass"
         larger = "; a later step may be larger still"
     else:
