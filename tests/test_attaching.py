@@ -2249,8 +2249,10 @@ def test_what_a_tensor_on_the_cpu_gets_of_the_models_is_not_known_there(writes, 
     step = STEP.replace("loss.backward()", f"{writes}\ncounts[number] = 1\nloss.backward()")
     step += "if history[: number + 1].mean() > 0.5: model[0](torch.randn(64, 1024).cuda())\n"
     step += "if counts.sum() > 9: raise SystemExit\nprint(history.mean().item())\n"
+    step += "print(max(history.tolist()))\nprint(history.numpy().max())\n"
     _, told, errors = run(loop(build, step))
     assert told["unknown"] == ["train.py:15 decides by a value, taken as False"], errors
+    assert {f"train.py:{line} reads an array, taken as zeros" for line in (18, 19)} <= {*told["assumptions"]}
 
 
 ASKS_FOR_MEMORY = """

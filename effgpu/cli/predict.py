@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from effgpu.predicting.prediction import Prediction
 
 _BEFORE = """\
-effgpu: runs {} up to its third step. It writes no weights, changes no file that is there, \
+effgpu: runs {} for three to five steps. It writes no weights, changes no file that is there, \
 and leaves nothing that it computed"""
 
 

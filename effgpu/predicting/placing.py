@@ -63,6 +63,7 @@ _FORWARD = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.o
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _DATA_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_file)
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item")
+_READS_ALL = ("tolist", "numpy", "__array__")
 _SETS_DATA = torch.Tensor.data.__set__
 _UNDONE = (
     fake_tensor.DynamicOutputShapeException,
@@ -448,8 +449,10 @@ class _Placer(Translator):
         if pinned:
             self._recorder.pinned[made] = True
         if (unknown := self._recorder.unknown) and any(_whole(each) in unknown for each in tensors_of((args, kwargs))):
-            if getattr(func, "__name__", "") in _READS:
+            if (name := getattr(func, "__name__", "")) in _READS:
                 return self._recorder.guesses.take(made, reader())
+            if name in _READS_ALL:
+                self._recorder.guesses.fill(reader(), whole=not args[0].is_floating_point())
             unknown.update((_whole(each), True) for each in tensors_of([made]))
         return made
 

@@ -29,17 +29,18 @@ def predict(
     """Predict what a training step takes on a GPU, memory and time, and whether it fits, without a GPU.
 
     `variant` is what `compare` takes, or the command of a training script, as it is: "train.py --batch 12", "python -m
-    package.train". Such a script runs here, in a process of its own, up to its third step: what lies between two steps
-    of the optimizer that stepped first. What it has on the CPU is real, its data too; what it moves to the GPU has no
-    values, and is written nowhere. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of them, or
-    None for all known GPUs. `steps` steps are counted after building, or after a script's first. They run on fake
-    tensors, without values. Everything that the variant builds or uses counts as on the GPU. `taken` is the share, from
-    0 to 1, that each boolean index takes, `nonzero` and the like: where it is not given, what is known, or else half.
+    package.train". Such a script runs here, in a process of its own, for three to five steps: what lies between two
+    steps of the optimizer that stepped first. What it has on the CPU is real, its data too; what it moves to the GPU
+    has no values, and is written nowhere. `gpu` is a name ("T4", "A100 80 GB"), a size ("16 GiB"; bytes), several of
+    them, or None for all known GPUs. `steps` steps are counted after building, or after a script's first. They run on
+    fake tensors, without values. Everything that the variant builds or uses counts as on the GPU. `taken` is the share,
+    from 0 to 1, that each boolean index takes, `nonzero` and the like: where it is not given, what is known, or else
+    half.
 
     Raises ValueError for an unknown GPU, a share that is none, and a command that starts no Python program. Raises
     RuntimeError, with the reason, for a step that cannot run without values: a result's shape depends on them, or an
-    operation is not known to fake tensors; and for a script whose third step is not seen. ScriptFailed, a RuntimeError,
-    is a script's own error.
+    operation is not known to fake tensors; and for a script that makes fewer than three steps. ScriptFailed, a
+    RuntimeError, is a script's own error.
     """
     check_positive(Integral, steps=steps)
     check_taken(taken)
