@@ -25,6 +25,7 @@ from effgpu.attaching import ticking
 from effgpu.attaching.commands import read_command
 from effgpu.benching import checks, processes, side_by_side
 from effgpu.benching.result import Bench
+from effgpu.comparison import CONTROL
 from effgpu.measuring import power, timing, turns
 from effgpu.measuring.measurement import Measurement
 
@@ -218,7 +219,8 @@ def test_of_one_command_alone_it_is_said_that_nothing_is_compared(cpu):
 def test_a_regression_is_judged_by_the_ends_of_the_interval(turns, code, cpu, monkeypatch, capsys):
     times = [(turns[n % 2],) * 2 for n in range(16)] if turns else []
     both = Measurement("a", ((1.0, 1.0),) * 16, cpu), Measurement("b", tuple(times), cpu)
-    monkeypatch.setattr("effgpu.benching.bench.bench", lambda given, **options: Bench("bench", both))
+    control = Measurement(CONTROL, ((1.2, 1.22),) * 16, cpu)  # which is not judged
+    monkeypatch.setattr("effgpu.benching.bench.bench", lambda given, **options: Bench("bench", (*both, control)))
     assert main(["bench", "true", "true", "--fail-if-slower", "5%"]) == code
     assert ("more than the 5 % allowed" in capsys.readouterr().err) == (code > 0)
 

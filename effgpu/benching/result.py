@@ -7,7 +7,7 @@ from functools import partial
 
 from effgpu import units
 from effgpu.attaching.ticking import BACKWARD, TICKS
-from effgpu.comparison import Column, Comparison
+from effgpu.comparison import CONTROL, Column, Comparison
 from effgpu.measuring.intervals import BUILDS
 from effgpu.measuring.measurement import Measurement
 from effgpu.storing import read_fields
@@ -102,10 +102,10 @@ class Bench(Comparison):
         """In words: what exceeds the shares that are allowed, and where the interval does not tell.
 
         A command is within its time if the whole interval is, and exceeds it if the whole interval does. Peak memory
-        has no interval, and is open where it is not known.
+        has no interval, and is open where it is not known. The control is the baseline, whatever it shows.
         """
         exceeded, unclear = [], []
-        for m in self.measurements[1:]:
+        for m in (each for each in self.measurements[1:] if each.label != CONTROL):
             time_ratio, memory_ratio = self.time_ratio(m.label), self.ratio(m.label, "memory")
             if slower is not None and (time_ratio is None or time_ratio.high > 1 + slower):
                 limit = f"more than the {100 * slower:g} % allowed"
