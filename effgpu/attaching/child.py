@@ -58,7 +58,7 @@ def main(path: str, parent: int | None = None) -> NoReturn:
     It ends as soon as the other end of the pipe is closed whose descriptor is `parent`, if it is given.
     """
     order = pickle.loads(Path(path).read_bytes())
-    process, inherited = os.getpid(), _temporary()
+    process = os.getpid()
 
     def leave(code: int = 0, **answer: object) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -66,7 +66,7 @@ def main(path: str, parent: int | None = None) -> NoReturn:
             sys.stderr.flush()
         if os.getpid() == process:
             _call_all(marks.leaving)
-            _call_all([remove for each, remove in _temporary().items() if each not in inherited])
+            _call_all(_removing_temporary())
         if os.getpid() != process:
             answer = {"refused": f"trains in a process of its own: {_TRAIN_HERE}"}
         part = Path(f"{order['answer']}.part")
@@ -125,6 +125,7 @@ _TRAIN_HERE = "let the first process train, as with one process in place of seve
 
 
 def _run(order: dict) -> None:
+    gc.freeze()  # what is imported stays: to look at it in each collection takes longer than all else
     sys.argv = [order["name"], *order["arguments"]]
     if order["is_module"]:
         sys.path[0] = os.getcwd()
@@ -287,12 +288,12 @@ def describe_error(error: BaseException) -> str:
     return "".join([type(error).__name__, *(f": {cut(line)}" for line in lines[:1]), *notes])
 
 
-def _temporary() -> dict[int, Callable]:
-    """How to remove what tempfile removes where Python ends by itself, by its id: folders, and files that are open."""
+def _removing_temporary() -> list[Callable]:
+    """What removes all that tempfile removes where Python ends by itself: folders, and files that are open."""
     removes = {tempfile.TemporaryDirectory: "cleanup", tempfile._TemporaryFileWrapper: "close"}
-    objects = gc.get_objects()  # half a million: in C, to look at each takes a quarter of the time
+    objects = gc.get_objects()  # the script's own. They may be many: in C, to look at each takes a quarter of the time
     found = itertools.compress(objects, map(removes.__contains__, map(type, objects)))
-    return {id(each): getattr(each, removes[type(each)]) for each in found}
+    return [getattr(each, removes[type(each)]) for each in found]
 
 
 def _call_all(functions: list[Callable]) -> None:

@@ -72,7 +72,8 @@ class OwnWork:
         """The call is over."""
         if get_ident() == self._thread:
             self._depth -= 1
-            self._since, self._calls = thread_time() if self._line else 0.0, 0
+            if self._line and not self._depth:
+                self._since, self._calls = thread_time(), 0
 
     def in_each(self) -> dict[Site, float]:
         """What each of the last two whole steps took at least: once may be by chance, or for the first time."""
