@@ -157,7 +157,8 @@ class Marks:
 
     def mark(self, source: object) -> None:
         """`source` has made a step."""
-        if self.source not in (None, source) and isinstance(source, torch.optim.Optimizer) and source not in self._others:
+        is_another = isinstance(source, torch.optim.Optimizer) and self.source not in (None, source)
+        if is_another and source not in self._others:
             self._others.add(source)
             gc.collect()  # the one before may be gone, but for references in a circle, as schedulers make them
         if self.source is None:

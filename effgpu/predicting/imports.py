@@ -2,19 +2,29 @@
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NamedTuple
 
 from effgpu.attaching.sites import LIBRARY, OTHER, TORCH, whose
 from effgpu.predicting.hardware import as_it_is
 
-_NOT_KNOWN = object(), None
-# By the names that are exchanged: modules that have none of them, with how many others they have; None: it may be any.
-_without: dict[frozenset[str], dict[str, tuple[object, int | None]]] = {}
 Changes = Callable[[ModuleType], contextlib.AbstractContextManager]
+
+
+class _Found(NamedTuple):
+    """Of all modules, what stands in those that have some names, and in those without, with how much that was."""
+
+    modules: list[ModuleType]
+    having: list[dict[str, object]]
+    without: list[tuple[dict[str, object], int]]
+
+
+_found: dict[frozenset[str], _Found] = {}  # by the names
 
 
 class _Finder(MetaPathFinder):
@@ -77,20 +87,26 @@ def _exchange(those: Sequence[tuple[str, object, object]]) -> None:
     by_name: dict[str, list[tuple[object, object]]] = {}
     for name, real, other in those:
         by_name.setdefault(name, []).append((real, other))
-    without = _without.setdefault(frozenset(by_name), {})
-    for called, module in list(sys.modules.items()):  # thousands
-        known, size = without.get(called, _NOT_KNOWN)
-        if known is module and (size is None or size == len(vars(module))):
-            continue
-        names = getattr(module, "__dict__", {})
-        file = names.get("__file__") or ""
-        if not isinstance(module, ModuleType) or is_insider(file):
-            without[called] = module, None
-        elif by_name.keys().isdisjoint(names.keys()):
-            if whose(file) is LIBRARY:  # not a reader's, which may get one name for another
-                without[called] = module, len(names)
-        else:
-            for name in by_name.keys() & names.keys():
-                for real, other in by_name[name]:
-                    if names[name] is real:
-                        names[name] = other
+    for names in _having(frozenset(by_name)):
+        for name in by_name.keys() & names.keys():
+            for real, other in by_name[name]:
+                if names[name] is real:
+                    names[name] = other
+
+
+def _having(wanted: frozenset[str]) -> list[dict[str, object]]:
+    """What stands in the modules that have one of these names, or may get one; of thousands, mostly as last time."""
+    modules, last = list(sys.modules.values()), _found.get(wanted)
+    if last is None or len(modules) != len(last.modules) or not all(map(operator.is_, modules, last.modules)):
+        last = _found[wanted] = _Found(modules, [], [])
+        for module in modules:
+            names = getattr(module, "__dict__", {})
+            file = names.get("__file__") or ""
+            if not isinstance(module, ModuleType) or is_insider(file):
+                continue
+            if whose(file) is LIBRARY and wanted.isdisjoint(names):  # not a reader's, which may get one for another
+                last.without.append((names, len(names)))
+            else:
+                last.having.append(names)
+    grown = [names for names, size in last.without if len(names) != size]
+    return last.having + grown
