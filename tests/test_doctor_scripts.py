@@ -486,7 +486,7 @@ import torch
 weights = torch.nn.Parameter(torch.ones(64, device="cuda"))
 optimizer = torch.optim.SGD([weights], 0.1)
 def teach(rows):
-    for _ in range(2000):
+    for _ in range(400):
         rows = (rows * weights).square()
     return rows
 for _ in range(9):
