@@ -2873,6 +2873,7 @@ GROWING = STEP.replace("torch.randn(64, 1024)", "torch.randn(rows, 1024)")
         ("rate = 0.1 if number < 50 else 0.01", False),
         ("last = min(number + 64, 1024)", False),
         ("if number == 0: rows = 8 * len(model)", False),
+        ("first = max(0, number // 50); rounds = range(first, 3)", False),
         ("rows = [number if number else 64 for number in (64,)][0]", False),
     ],
 )

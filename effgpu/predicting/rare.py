@@ -319,6 +319,8 @@ def _taken_as_sizes(call: ast.Call) -> list[ast.expr]:
     name, arguments = called_name(call), call.args
     if name == "full":
         arguments = arguments[:1]
+    elif name in _RANGES:
+        arguments = arguments[len(arguments) > 1 :][:1]  # where it ends, not where it begins
     elif name == "randint":
         arguments = [each for each in arguments if isinstance(each, ast.Tuple | ast.List | ast.Starred)]
     elif name not in _SIZED:
