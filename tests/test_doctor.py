@@ -463,6 +463,20 @@ def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike(
         assert padding_shares(looked_up) == (5 / 8, 1 - (2**2 + 1) / (2 * 4**2))  # of tokens, and of a text's pairs
 
 
+def test_no_padding_is_what_only_looks_like_it():
+    texts = torch.randint(100, 1000, (64, 32), generator=torch.Generator().manual_seed(0))
+    types = (torch.arange(32) >= torch.arange(8, 24).repeat(4)[:, None]).long()  # of a text's first and second part
+    buckets = (torch.arange(32) - torch.arange(32)[:, None]).clamp(-8, 8) + 8  # of T5's relative positions
+    assert padding_shares([texts, types, buckets]) == (0, 0)
+    columns = torch.stack([torch.randint(each, (64,)) + 10 * number for number, each in enumerate((1, 2, 3, 9))], 1)
+    board = torch.nn.functional.pad(torch.randint(1, 9, (64, 5, 5)), (1, 1, 1, 1)).flatten(1)  # with walls around it
+    for tokens in (columns, board):
+        assert padding_shares([tokens]) == (0, 0)
+    positions = 5000 + torch.arange(32).expand(64, -1)
+    texts[:, 16:] = 0
+    assert padding_shares([texts, positions, types, buckets]) == (1 / 2, 3 / 4)
+
+
 def test_autocast_is_tried_also_where_the_step_switches_it_off_and_is_what_it_was():
     def variant():
         step = training(2048)()

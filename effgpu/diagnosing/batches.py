@@ -18,6 +18,7 @@ from effgpu.measuring.variants import is_function
 from effgpu.predicting.timeline import NOTHING, Range
 
 _PATIENCE, _FEWEST = 10.0, 3  # seconds that the loader is timed, and times that are taken however long they take
+_TEXT = 4  # times as large, at most, are the numbers of one text as those of another in the same step
 _AHEAD = 2  # batches that each worker of a DataLoader loads ahead, where prefetch_factor does not say
 # Times that a batch is handed over, the seconds in which that ends, and those in which a worker has to start.
 _HANDED, _HANDING, _STARTING = 100, 1.0, 10.0
@@ -42,21 +43,32 @@ def change_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]
 def padding_shares(looked_up: list[torch.Tensor]) -> tuple[float, float]:
     """The share of the tokens that the step looks up that are padding, and of the pairs of a text's that hold some.
 
-    Padding is the token that most texts end or begin with, as often as it stands there in a row.
+    Padding is the token that most texts end or begin with, as often as it stands there in a row, if it stands there
+    more often than elsewhere. Numbers of a much smaller range than others, such as the types of tokens, are no text.
     """
     tokens_kept = pairs_kept = total = total_pairs = 0
-    for tokens in looked_up:
-        if tokens.dim() != 2 or len(tokens) < 2 or (tokens == tokens[0, 0]).all():
+    texts = [each for each in looked_up if each.dim() == 2 and len(each) > 1 and not _are_types_or_positions(each)]
+    largest = max((int(tokens.max()) for tokens in texts), default=0)
+    for tokens in texts:
+        if _TEXT * int(tokens.max()) < largest:
             continue
-        runs = []
-        for row in (tokens, tokens.flip(1)):
-            pad = row[:, 0].mode().values
-            runs.append((row == pad).cumprod(1).sum(1))
-        texts, length = tokens.shape
+        runs = [_count_run(row) for row in (tokens, tokens.flip(1))]
+        number, length = tokens.shape
         kept = length - max(runs, key=lambda run: int(run.sum()))
         tokens_kept, pairs_kept = tokens_kept + int(kept.sum()), pairs_kept + int(kept.square().sum())
-        total, total_pairs = total + texts * length, total_pairs + texts * length**2
+        total, total_pairs = total + number * length, total_pairs + number * length**2
     return (1 - tokens_kept / total, 1 - pairs_kept / total_pairs) if total else (0.0, 0.0)
+
+
+def _are_types_or_positions(tokens: torch.Tensor) -> bool:
+    return bool((tokens == tokens[:1, :1]).all() or (tokens.diff() == 1).all())
+
+
+def _count_run(tokens: torch.Tensor) -> torch.Tensor:
+    """How often each text begins with what most begin with; 0 where it stands elsewhere more often, or once at most."""
+    same = tokens == tokens[:, 0].mode().values
+    run = same.cumprod(1).sum(1)
+    return run * bool(2 * run.sum() > same.sum() and run.max() > 1)
 
 
 def describe_loader(loader: object) -> dict[str, object]:
