@@ -14,6 +14,7 @@ import patients
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -111,6 +112,31 @@ def test_a_fused_attention_saves_no_more_than_its_ceiling(causal):
     assert saved[0] > saved[1] > 0.8 * saved[0] > 0.5 * plain.seconds()
     assert CAUSES[ATTENTION].change(fused, Observed()) == fused
     assert ("is_causal=True" in CAUSES[ATTENTION].advice(Observed(plain.events))) == causal
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends", "advice"),
+    [
+        (torch.bfloat16, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], "fp16 in place of bf16"),
+        (torch.float16, [SDPBackend.MATH], "no sdpa_kernel(SDPBackend.MATH)"),
+        (torch.float64, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], "what a fused kernel takes"),
+    ],
+)
+def test_where_the_script_asks_for_fused_attention_advice_says_why_there_is_none(kind, backends, advice):
+    def step():
+        q, k, v = torch.randn(3, 8, 12, 1024, 64, dtype=kind, requires_grad=True)
+        with sdpa_kernel(backends):
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    events = predict(lambda: step, "T4").timeline().events
+    assert CAUSES[ATTENTION].advice(Observed(events)).startswith(advice)
+
+
+@pytest.mark.parametrize(("mode", "graphed"), [("default", False), ("reduce-overhead", True), ("max-autotune", True)])
+def test_a_prediction_says_that_compiled_code_is_replayed(mode, graphed):
+    assert (
+        predict(lambda: partial(torch.compile(nn.Linear(8, 8), mode=mode), torch.ones(2, 8)), "T4").graphed == graphed
+    )
 
 
 def test_a_fused_attention_copies_no_heads():

@@ -235,6 +235,7 @@ UPDATED = Event(KERNEL, None, phase=UPDATE)
         (WAITS, {}, "keep the value on the GPU"),
         (VALIDATION, {}, "with torch.no_grad(): around what is not trained there, which saves memory above all"),
         (LAUNCHING, {"compiled": True}, 'a larger batch, or torch.compile(model, mode="reduce-overhead")'),
+        (LAUNCHING, {"compiled": True, "graphed": True}, "a larger batch"),
     ],
 )
 def test_no_advice_is_given_that_the_script_follows(name, seen, advice, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from effgpu.attaching.sites import Site
 from effgpu.diagnosing.attention import find_attention, may_mask, runs
 from effgpu.diagnosing.observed import TRAINERS, Observed
-from effgpu.predicting.timeline import BACKWARD, COPY, KERNEL, READ, Event
+from effgpu.predicting.timeline import BACKWARD, COPY, KERNEL, NO_BF16, NOT_TAKEN, READ, SWITCHED_OFF, Event
 from effgpu.units import format_bytes, format_seconds
 
 _MOST = 0.5  # a share of the calls
@@ -32,6 +32,16 @@ _AS_16_BITS = {
 _NON_BLOCKING = {  # where accelerate copies what the loader gives
     "transformers": 'TrainingArguments(accelerator_config={"non_blocking": True})',
     "accelerate": "Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))",
+}
+_AS_FORMULA = {  # why scaled_dot_product_attention runs as a formula
+    SWITCHED_OFF: "no sdpa_kernel(SDPBackend.MATH) and no enable_mem_efficient_sdp(False): then "
+    "scaled_dot_product_attention takes a fused kernel",
+    NO_BF16: "fp16 in place of bf16, for which scaled_dot_product_attention has fused kernels from the A100's "
+    "generation on",
+    NOT_TAKEN: (
+        "what a fused kernel takes: scaled_dot_product_attention inside of "
+        "sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) says what keeps it from one"
+    ),
 }
 _KINDS = {"pageable": False, "pinned": True}
 
@@ -209,6 +219,8 @@ def launch_less(seen: Observed) -> str:
         return update_faster(seen)
     if loop := seen.loop:
         return f"one call for all {loop.rounds} rounds of the loop at {loop.site.place}, if none needs the one before"
+    if seen.graphed:
+        return "a larger batch"
     return 'a larger batch, or torch.compile(model, mode="reduce-overhead")' if seen.compiled else _COMPILE
 
 
@@ -256,6 +268,9 @@ def called_at(event: Event) -> Site | None:
 def attend_at_once(seen: Observed) -> str:
     """The call of fused attention."""
     scores, _ = find_attention(seen.events)
+    formulas = [seen.events[at].formula for at in scores if runs(seen.events[at], ("_softmax",))]
+    if formulas and all(formulas):
+        return _AS_FORMULA[Counter(formulas).most_common(1)[0][0]]
     inside = [site.inside for place in scores if (site := called_at(seen.events[place]))]
     if inside and all(file.startswith("transformers/") for file in inside):
         return 'attn_implementation="sdpa", as an argument of from_pretrained or of the config'

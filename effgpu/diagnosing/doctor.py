@@ -93,7 +93,7 @@ def diagnose_script(program: Program, gpu: Gpu, *, measured: bool) -> Diagnosis:
             seen.notes += tuple(check_walked(seen, predicted))
         except RuntimeError as error:
             predicted, why = None, str(error)
-    for name in ("halved", "frozen", "frozen_halved", "untrained", "dropped", "loop", "updates"):
+    for name in ("halved", "frozen", "frozen_halved", "untrained", "dropped", "loop", "updates", "graphed"):
         setattr(seen, name, getattr(walked, name))
     seen.compiled |= walked.compiled
     return rank(gpu, seen, predicted, why)

@@ -52,6 +52,7 @@ def diagnose_function(variant: Variant, loader: object, target: Gpu, *, measured
             except Exception as error:
                 seen.notes = tuple(dict.fromkeys([*seen.notes, tell_failure(error)]))
             seen.loop, seen.updates = find_loop(predicted.events), find_updates(predicted.events)
+            seen.graphed = predicted.graphed
             largest_batch = None
             if seen.time_first:
                 seen.notes += ("how many times the batch fits was not looked at: its first dimension is time",)

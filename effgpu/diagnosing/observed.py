@@ -39,7 +39,8 @@ class Observed:
     events in 16 bits, `frozen` those without the gradients of so many `untrained` weights, which no optimizer has, and
     without so many that are `dropped` before an optimizer uses them, which the backward passes in these lines give;
     `frozen_halved` those with both changes. `loop` is the one that calls most of its forward pass, `updates` are those
-    over weights. `trainer` is the library that makes the steps, one of `TRAINERS`, or "". `padding` is the
+    over weights. `graphed` says that torch.compile
+    replays CUDA graphs. `trainer` is the library that makes the steps, one of `TRAINERS`, or "". `padding` is the
     share of the tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
     """
 
@@ -67,6 +68,7 @@ class Observed:
     unused: dict[Site, int] = field(default_factory=dict)
     compiling: float | None = 0.0  # None where it was not looked at
     compiled: bool = False
+    graphed: bool = False
     shapes: int = 1
     optimizers: tuple[tuple[str, bool | None], ...] = ()
     stepped: int = 0

@@ -290,6 +290,7 @@ def _predict(
         compiling=None if predicted.compiled else 0.0,
         unused=graphs.unused(),
         compiled=predicted.compiled,
+        graphed=predicted.graphed,
         notes=notes,
         warnings=tuple(_tell_evaluations(recorder, predicted.timeline(gpu), usual)),
     )

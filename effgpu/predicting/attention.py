@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import _get_sdp_priority_order
 from effgpu.predicting.facts import ASSUMED
+from effgpu.predicting.timeline import NO_BF16, NOT_TAKEN, SWITCHED_OFF
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
@@ -75,7 +77,8 @@ def attention(
     if chosen == MATH:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         given = query, key, value, attn_mask, dropout_p, is_causal, None
-        return aten._scaled_dot_product_attention_math.default(*given, **options)[0]
+        with replaced([(recorder.work, "formula", _why_none_is_fused(asked, recorder.capability))]):
+            return aten._scaled_dot_product_attention_math.default(*given, **options)[0]
     with recorder.values.leaving_out():
         bias = _bias(attn_mask, query)
     if chosen == CUDNN:
@@ -83,6 +86,16 @@ def attention(
         return aten._scaled_dot_product_cudnn_attention.default(*given, scale=scale)[0]
     given = query, key, value, _padded(bias, query, key), trained, dropout_p, is_causal
     return aten._scaled_dot_product_efficient_attention.default(*given, scale=scale)[0]
+
+
+def _why_none_is_fused(asked: _Asked, capability: tuple[int, int]) -> str:
+    """What keeps attention from a fused kernel: by one of the names in `timeline`."""
+    switches = torch.backends.cuda
+    fused = {FLASH: switches.flash_sdp_enabled, EFFICIENT: switches.mem_efficient_sdp_enabled}
+    fused[CUDNN] = switches.cudnn_sdp_enabled
+    if not any(kind in fused and fused[kind]() for kind in _get_sdp_priority_order()):
+        return SWITCHED_OFF
+    return NO_BF16 if asked.query.dtype is torch.bfloat16 and capability < (8, 0) else NOT_TAKEN
 
 
 def _choose(asked: _Asked, capability: tuple[int, int]) -> int | None:

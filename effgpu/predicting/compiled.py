@@ -15,13 +15,14 @@ from torch.distributions import Distribution
 
 from effgpu.measuring.ops import tensors_of
 from effgpu.measuring.torch_internals import FakeTensor, _current_graph_task_id
-from effgpu.predicting.facts import ASSUMED, COMPILED, UNKNOWN
+from effgpu.predicting.facts import ASSUMED, COMPILED, GRAPHED, UNKNOWN
 from effgpu.predicting.imports import is_insider
 
 if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")  # backends of torch.compile that compile nothing
+_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that capture CUDA graphs
 _VALIDATES = "_validate_args"  # of torch.distributions.Distribution: see torch_internals
 _COMPILES, _DISABLES = "compile_wrapper", "_fn"  # what torch._dynamo.eval_frame puts around a function
 
@@ -30,12 +31,12 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
     """What torch.compile was given runs as it is, and what runs so is noted as compiled."""
     from effgpu.measuring.torch_internals import OptimizedModule, eval_frame
 
-    def mark(function):
+    def mark(function, graphs=False):
         @functools.wraps(function)
         def run(*args, **kwargs):  # what is never called is never compiled
             if eval_frame._stance.stance == "force_eager" or eval_frame.config.disable:
                 return function(*args, **kwargs)
-            note_compiled()
+            note_compiled(graphs)
             return _run_compiled(function, args, kwargs)
 
         return run
@@ -48,7 +49,9 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
             stop_validating()
         if off or options.get("backend") in _EAGER:
             return OptimizedModule(model, lambda forward: forward) if isinstance(model, torch.nn.Module) else model
-        return OptimizedModule(model, mark) if isinstance(model, torch.nn.Module) else mark(model)
+        graphs = options.get("mode") in _GRAPHS or (options.get("options") or {}).get("triton.cudagraphs", False)
+        wrap = functools.partial(mark, graphs=graphs)
+        return OptimizedModule(model, wrap) if isinstance(model, torch.nn.Module) else wrap(model)
 
     @functools.cache
     def stop_validating():  # the arguments of distributions: the first torch.compile of a process does so
@@ -59,10 +62,12 @@ def running_eagerly(recorder: "Recorder") -> Iterator[tuple[object, str, object]
         if callback and not eval_frame.config.disable:
             note_compiled()
 
-    def note_compiled():
+    def note_compiled(graphs=False):
         from effgpu.measuring.torch_internals import activation_memory_budget as budget  # as it is now
 
         recorder.say(*COMPILED)
+        if graphs:
+            recorder.say(*GRAPHED)
         if budget < 1:
             recorder.say(UNKNOWN, f"how much less compiled code keeps, with activation_memory_budget={budget:g}")
 

@@ -22,6 +22,7 @@ class Fact(NamedTuple):
 COMPILED = Fact(
     ASSUMED, "compiled code takes the memory that it takes without torch.compile, or a little more, or less"
 )
+GRAPHED = Fact(ASSUMED, "the CUDA graphs of torch.compile take the memory and the time of compiled code without them")
 WORKERS_IDLE = Fact(ASSUMED, "a DataLoader's workers do not run: batches are loaded by the step itself")
 
 

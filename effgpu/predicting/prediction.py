@@ -13,6 +13,7 @@ from effgpu.predicting.audited import list_unchecked
 from effgpu.predicting.facts import (
     ASSUMPTIONS,
     COMPILED,
+    GRAPHED,
     NOT_KNOWN,
     RARE,
     UNTIMED,
@@ -105,6 +106,11 @@ class Prediction:
     def segments(self) -> tuple[Segment, ...]:
         """The kernels and calls of the last step, from one wait to the next."""
         return segments_of(self.events)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether torch.compile replays a part of the step as a CUDA graph."""
+        return GRAPHED in self.said
 
     @property
     def compiled(self) -> bool:

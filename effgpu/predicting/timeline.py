@@ -21,6 +21,7 @@ from effgpu.predicting.time import FUSES
 KERNEL, READ, COPY = "kernel", "read", "copy"
 WEIGHTS, GRADIENTS = "weights", "gradients"
 LOAD, OWN = "load", "own work"  # what the CPU does, and asks nothing of the GPU
+SWITCHED_OFF, NO_BF16, NOT_TAKEN = "switched off", "no bf16", "not taken"  # why attention takes no fused kernel
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # the phases of a step; the last is the optimizer's
 Range = tuple[float, float, float]  # middle, low, high
 NOTHING: Range = (0.0, 0.0, 0.0)
@@ -45,7 +46,7 @@ class Event(NamedTuple):
     its step is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set
     back, `packed` that a recurrent layer gets no padding, `again` that checkpointing computes it anew. Of the calls,
     `traced` are the traceback that anomaly mode keeps. `blocking` says that the CPU waits
-    since all launches block.
+    since all launches block, `formula` why scaled_dot_product_attention runs it in place of a fused kernel.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Event(NamedTuple):
     again: bool = False
     traced: float = 0.0
     blocking: bool = False
+    formula: str = ""
 
     @property
     def optimizing(self) -> bool:

@@ -65,6 +65,7 @@ class Work:
         self._recorder = recorder
         self._scores = Scores()  # of attention
         self._convolved, self._multiplied = 0, False
+        self.formula = ""  # why scaled_dot_product_attention runs as one, while it does
         self._traced = 0.0  # calls, for the operation that follows
         self._blocking = False
 
@@ -189,7 +190,8 @@ class Work:
             about |= {"calls": calls + self._traced, "traced": self._traced}
             about |= dict.fromkeys(("waits", "blocking"), self._blocking and bool(kernels))
             self._traced = 0.0
-            self._append(KERNEL, site, kernels=tuple(kernels), inner=inner, again=again, **about)
+            about |= {"inner": inner, "again": again, "formula": self.formula}
+            self._append(KERNEL, site, kernels=tuple(kernels), **about)
         return self.counts
 
     def _append(self, kind: str, site: sites.Site | None, **about: object) -> None:
