@@ -3162,6 +3162,28 @@ def test_doctor_looks_at_a_step_of_torch_func():
     assert doctor("train.py", gpu="T4").findings
 
 
+BY_HAND = """
+import effgpu, torch
+from torch.func import functional_call, grad
+model = torch.nn.Linear(1024, 1024).to("cuda")
+loss_of = lambda weights, rows: functional_call(model, weights, (rows,)).square().mean()
+weights = {name: weight.detach() for name, weight in model.named_parameters()}
+for number in range(60):
+    for piece in torch.randn(2, 64, 1024).to("cuda"):
+        found = grad(loss_of)(weights, piece)
+        weights = {name: weight - 0.1 * found[name] for name, weight in weights.items()}
+    TICK
+"""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("tick", "products"), [("effgpu.tick()", 2), ("", 1)])
+def test_ticks_end_the_steps_of_a_script_that_trains_by_torch_func_alone(tick, products):
+    Path("train.py").write_text(BY_HAND.replace("TICK", tick))
+    events = doctor("train.py", gpu="T4").timeline.events
+    assert sum(kernel.name == "addmm" for event in events for kernel in event.kernels) == products
+
+
 def test_folds_of_two_steps_each_say_so(run):
     fold = "for fold in range(5):\n" + textwrap.indent(loop(steps=2), "    ")
     code, _, errors = run(fold)

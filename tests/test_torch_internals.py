@@ -49,7 +49,10 @@ WORKS = {  # what is not just something to call
     "torch.Tensor._base": lambda base: base.shape == (2,),
     "torch.UntypedStorage._cdata": lambda key: isinstance(key, int),
     "torch._C.DispatchKey": lambda key: key.AutocastCPU,
-    "torch._C._autograd": lambda module: "fail_if_non_empty" in module._saved_tensors_hooks_disable.__doc__,
+    "torch._C._autograd": lambda module: (
+        "fail_if_non_empty" in module._saved_tensors_hooks_disable.__doc__
+        and module._saved_tensors_hooks_get_disabled_error_message() is None
+    ),
     "torch.utils._foreach_utils": lambda module: torch.Tensor in module._foreach_supported_types,
     "torch.utils.data._utils.worker": lambda module: module._worker_info is None and callable(module.WorkerInfo),
     "torch._C._nn": lambda module: callable(module.binary_cross_entropy),

@@ -198,6 +198,8 @@ class Marks:
 
     def tick(self, items: object = None, loss: object = None, metric: object = None) -> None:
         """What `effgpu.tick` calls."""
+        if self.source is BACKWARD:  # which ends the steps only where nothing else does
+            self._source = _nobody
         self.mark(TICKS)
 
     @contextlib.contextmanager

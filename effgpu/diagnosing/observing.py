@@ -106,6 +106,9 @@ class Graphs:
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """Inside, look at what autograd keeps, but for what torch.func does, which refuses such hooks."""
+        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # a step that begins in there
+            yield
+            return
         disable = _autograd._saved_tensors_hooks_disable
         with (
             torch.autograd.graph.saved_tensors_hooks(self._keep, self._use),

@@ -100,7 +100,7 @@ CHECKED = {
     "torch.utils.data.dataloader._SingleProcessDataLoaderIter": "2.14.1",  # _next_data, _next_index, _dataset_fetcher
     "torch.utils.data._utils.worker": "2.14.1",  # its _worker_info
     # to diagnose: the hooks that see what autograd keeps
-    "torch._C._autograd": "2.14.1",  # its _saved_tensors_hooks_disable
+    "torch._C._autograd": "2.14.1",  # its _saved_tensors_hooks_disable, _saved_tensors_hooks_get_disabled_error_message
 }
 _PATHS = {path.rpartition(".")[2]: path for path in CHECKED}
 
