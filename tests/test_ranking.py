@@ -243,6 +243,19 @@ def test_no_advice_is_given_that_the_script_follows(name, seen, advice, monkeypa
     assert CAUSES[name].advice(Observed(**seen)).startswith(advice)
 
 
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("SparseAdam", "over larger batches"),  # torch.compile takes none of these two
+        ("LBFGS", "over larger batches"),
+        ("NAdam", "torch.compile the step of NAdam"),  # whose weights are in lists already
+        ("MyMuon", "or let it take weights of equal shape in one batch"),
+    ],
+)
+def test_what_no_optimizer_can_is_not_advised(name, ends):
+    assert CAUSES[OPTIMIZER].advice(Observed(optimizers=((name, None),))).endswith(ends)
+
+
 @pytest.mark.parametrize(("name", "call"), [(LOADING, "gc.collect"), (WAITS, "torch.cuda.empty_cache")])
 def test_what_a_loop_can_do_without_is_not_moved_elsewhere(tmp_path, name, call):
     (tmp_path / "train.py").write_text(f"{call}()\n")

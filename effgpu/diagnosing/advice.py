@@ -43,6 +43,16 @@ _AS_FORMULA = {  # why scaled_dot_product_attention runs as a formula
         "sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) says what keeps it from one"
     ),
 }
+_NOT_COMPILED = ("LBFGS", "SparseAdam")  # torch.optim's that torch.compile does not take
+_IN_LISTS = (
+    "ASGD",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+)  # torch.optim's, without a fused kernel
 _KINDS = {"pageable": False, "pinned": True}
 
 
@@ -165,8 +175,11 @@ def update_faster(seen: Observed) -> str:
     if len(each) != 1:
         return fewer
     ((name, fused),) = each
+    if name in _NOT_COMPILED:
+        return fewer
     if fused is None:
-        return f"{fewer}; or torch.compile the step of {name}, or let it take weights of equal shape in one batch"
+        in_batches = ", or let it take weights of equal shape in one batch" * (name not in _IN_LISTS)
+        return f"{fewer}; or torch.compile the step of {name}{in_batches}"
     return fewer if fused else f"{name}(..., fused=True), or {fewer}"
 
 
