@@ -3184,6 +3184,35 @@ def test_ticks_end_the_steps_of_a_script_that_trains_by_torch_func_alone(tick, p
     assert sum(kernel.name == "addmm" for event in events for kernel in event.kernels) == products
 
 
+MASKED_ON_GPU = """
+import torch
+table, layer = torch.nn.Embedding(1000, 256).to("cuda"), torch.nn.Linear(256, 1000).to("cuda")
+optimizer = torch.optim.SGD([*table.parameters(), *layer.parameters()], 0.1)
+for number in range(20):
+    texts = torch.randint(1, 1000, (64, 32))
+    texts[:, 24 - number % 2:] = 0
+    x = texts.to("cuda")
+    masked = (torch.rand(x.shape, device="cuda") < 0.16) & (x != 0)
+    loss = torch.nn.functional.cross_entropy(layer(table(x.masked_fill(masked, 999)))[masked], x[masked])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_texts_that_are_masked_on_the_gpu_have_their_padding_and_a_share_of_what_is_none():
+    Path("train.py").write_text(MASKED_ON_GPU)
+    found = doctor("train.py", gpu="T4")
+    (padding,) = (one for one in found.examined if one.name == "padding")
+    shares = (
+        "12% of what it chooses from by value (taken=0.12)",
+        "11.5% of what it chooses from by value (taken=0.115)",
+    )
+    assert 25 <= int(padding.note.removesuffix("% of the tokens are padding")) <= 28
+    assert sum(note.endswith(shares) for note in found.notes) == 1, "of the step that was counted"
+
+
 def test_folds_of_two_steps_each_say_so(run):
     fold = "for fold in range(5):\n" + textwrap.indent(loop(steps=2), "    ")
     code, _, errors = run(fold)

@@ -687,6 +687,8 @@ DRAWN = {  # 4,096 truths, and how many of them are expected
     "changed": (lambda: torch.rand(4096).mul_(2) < 0.25, 0.5),
     "in place": (lambda: torch.empty(4096).bernoulli_(0.1).bool(), 0.1),
     "of shares": (lambda: torch.bernoulli(torch.full((4096,), 0.1)).bool(), 0.1),
+    "of what is known": (lambda: (torch.rand(4096) < 0.25) & (torch.arange(4096) % 4 > 0), 3 / 16),
+    "of either": (lambda: (torch.rand(4096) < 0.25) | (torch.rand(4096) < 0.2), 0.4),
     "another": (lambda: torch.rand(4096, 8).argmax(1) != 3, 7 / 8),
 }
 

@@ -144,8 +144,8 @@ CAUSES = {
             DOUBLE,
             "08",
             lambda seen: (
-                "float32: .float() of what NumPy gave, which is float64, and no .double() of a model; 64 bits for the "
-                "part alone that needs them"
+                "float32: .float() of what NumPy gave, which is float64, no .double() of a model and no "
+                "set_default_dtype(torch.float64); 64 bits for the part alone that needs them"
             ),
             lambda event, seen: is_double(event),
             lambda line, seen: replace(line, events=tuple(map(_as_fp32, line.events))),

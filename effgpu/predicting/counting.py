@@ -67,6 +67,9 @@ class Counting:
             self._shares[result] = share if name == "eq" else 1 - share
         elif name in ("bitwise_not", "logical_not") and args[0].dtype is torch.bool and args[0] in self._shares:
             self._shares[result] = 1 - self._shares[args[0]]
+        elif (by := _DECIDED_BY.get(name.removesuffix("_"))) is not None and (shares := self._shares_of(args[:2])):
+            first, second = shares
+            self._shares[result] = 1 - (1 - first) * (1 - second) if by else first * second
         elif name in _DRAWN or (name == "uniform_" and tuple(args[1:]) in ((), (0, 1))):
             self._drawn[result] = True
         elif name in _ASKS_BELOW and args[0] in self._drawn and isinstance(args[1], (int, float)):
@@ -109,6 +112,13 @@ class Counting:
                 del self.truths[mask]
         if truth is not None and isinstance(result, torch.Tensor):
             self.truths[result] = truth
+
+    def _shares_of(self, masks: tuple) -> list[float] | None:
+        """The shares of two masks, of which one may be known, as of a text's padding; None where nothing is."""
+        if not all(isinstance(mask, FakeTensor) and mask.dtype is torch.bool for mask in masks):
+            return None
+        shares = [self._shares.get(mask, self._mean_of(mask)) for mask in masks]
+        return None if None in shares else shares
 
     def _mean_of(self, share: object) -> float | None:
         """A share that all elements have, or the mean of those that they have, if these are known."""

@@ -27,6 +27,7 @@ class Reading:
     def __init__(self, recorder: "Recorder"):
         self.chosen_from = 0  # elements, or rows, of what an operation from elsewhere chooses from
         self.zeros: set[int] = set()  # storages of numbers that are zero in a healthy step
+        self._chose: dict[str, int] = {}  # by line, the last step in which it chose by value
         self._recorder = recorder
 
     def number(self, func, args: tuple, kwargs: dict) -> bool | int | float:
@@ -107,6 +108,11 @@ class Reading:
             return known
         share = share if taken is None else taken
         if where := reader(inside=False):  # one line for all that a library chooses below it
+            said, step = self._recorder.said, len(self._recorder.products)
+            if self._chose.setdefault(where, step) != step:  # an earlier step's share may be another batch's
+                for fact in [each for each in said if each.text.startswith(f"{where} takes ")]:
+                    del said[fact]
+            self._chose[where] = step
             text = f"{where} takes {100 * share:.3g}% of what it chooses from by value (taken={share:.3g})"
             self._recorder.say(CHOSEN, text)
         return round(share * number)

@@ -349,8 +349,11 @@ class Recorder(TorchDispatchMode):
             self.counting.truths[result] = False
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
             self.reading.zeros.add(storage_key(args[1]))
-        elif name == "embedding" and self.work.counts and (known := self.values.of(args[1])) is not None:
+        elif name == "embedding" and self.work.counts and (known := self._numbers_looked_up(args[1])) is not None:
             self.looked_up.append(known)
+
+    def _numbers_looked_up(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        return self.values.of(tokens)
 
     def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """Note the work of an operation, if it is in the step that counts."""
