@@ -27,7 +27,9 @@ from effgpu.attaching import child, scripts
 from effgpu.attaching.commands import read_program
 from effgpu.attaching.steps import Marks, drive
 from effgpu.diagnosing.doctor import doctor
+from effgpu.predicting.kinds import COPY as OVER_BUS
 from effgpu.predicting.predict import predict
+from effgpu.predicting.timeline import COPY
 
 BUILD = """
 import torch
@@ -3182,6 +3184,31 @@ def test_ticks_end_the_steps_of_a_script_that_trains_by_torch_func_alone(tick, p
     Path("train.py").write_text(BY_HAND.replace("TICK", tick))
     events = doctor("train.py", gpu="T4").timeline.events
     assert sum(kernel.name == "addmm" for event in events for kernel in event.kernels) == products
+
+
+STATE_ON_CPU = """
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, weights): super().__init__(weights, {})
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            if not state: state["mean"] = torch.zeros(weight.shape, pin_memory=True)
+            mean = state["mean"].to("cuda", non_blocking=True)
+            weight.sub_(mean.lerp_(weight.grad, 0.1))
+            state["mean"].copy_(mean, non_blocking=True)
+optimizer = Momentum(model.parameters())
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_what_an_optimizer_fetches_from_the_cpu_is_a_part_of_its_step_and_no_batch():
+    step = STEP.replace('.to("cuda")', "").replace("(64, 1024", "(64, 1024, device='cuda'")
+    Path("train.py").write_text(loop(BUILD + STATE_ON_CPU, step, 12))
+    events = doctor("train.py", gpu="T4").timeline.events
+    updates = [kernel for event in events if event.optimizing for kernel in event.kernels]
+    assert sum(each.bytes == 4 * 1024**2 for each in updates if each.kind == OVER_BUS) == 2 * 8
+    assert not any(event.kind == COPY for event in events), "no batch"
 
 
 MASKED_ON_GPU = """

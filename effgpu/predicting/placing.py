@@ -304,6 +304,13 @@ class ScriptRecorder(Recorder):
         self.room.taken -= block.size * frees
         self.own.leave()
 
+    def note_operation(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        """Note what it copies from the GPU in any step, and its work in the one that counts."""
+        for host, _, to_gpu in self._find_crossing(args) if func._schema.name in _COPIES else ():
+            if not (to_gpu or isinstance(host, FakeTensor)):
+                self.received[_whole(host)] = True
+        super().note_operation(func, args, kwargs, result)
+
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
             non_blocking = is_non_blocking(args, kwargs)
@@ -315,8 +322,6 @@ class ScriptRecorder(Recorder):
                     pinned = isinstance(host, FakeTensor) or self.is_pinned(host)
                     pinned &= non_blocking or host.dtype == moved.dtype
                     self.work.note_bus(host if non_blocking else moved, pinned=pinned)
-                    if not to_gpu and not isinstance(host, FakeTensor):
-                        self.received[_whole(host)] = True
                     if not non_blocking:
                         self.work.wait(own=to_gpu)  # only what comes from there is read
         elif not self.on_host:
