@@ -4,6 +4,7 @@ The events show the rounds, the code what the loop goes through. Layers, each wi
 """
 
 import ast
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -32,7 +33,8 @@ def find_loop(events: Iterable[Event]) -> Loop | None:
                     inside.setdefault((site.file, lines), []).append((site, event))
     found, all_calls = [], sum(event.calls for event in forward)
     for seen in inside.values():
-        rounds = _count_rounds([(site.line, *(kernel.name for kernel in event.kernels)) for site, event in seen])
+        done = [(site.line, *(kernel.name for kernel in event.kernels)) for site, event in seen]
+        rounds = max(_count_rounds(done), _count_branching(done))
         calls: Counter[Site] = Counter()
         for site, event in seen:
             calls[site] += event.calls
@@ -90,6 +92,14 @@ def _count_rounds(done: Sequence[Hashable]) -> int:
         if 2 * length >= len(done):
             period = min(period, length - borders[-1])
     return round(len(done) / period)
+
+
+def _count_branching(done: Sequence[Hashable]) -> int:
+    """How many rounds do most of what is done, where an `if` in each decides on the rest; 0 where something is rare."""
+    counts = sorted(Counter(done).values(), reverse=True)
+    reached = itertools.accumulate(counts)
+    most = next(count for count, total in zip(counts, reached) if 2 * total >= len(done))
+    return most if counts[-1] >= _FEWEST else 0
 
 
 @once_a_file
