@@ -3058,6 +3058,36 @@ def test_the_cpu_converts_what_it_waits_for_and_the_gpu_what_it_does_not(sends, 
     assert kinds["other operations"]["kernels"] == before + converts
 
 
+ORDERED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+net = torch.nn.Conv2d(3, 8, 3).to("cuda", memory_format=torch.channels_last)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for (x,) in DataLoader(TensorDataset(torch.randn(96, 3, 64, 64)), 8, pin_memory=True):
+    net(SENT).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "sent",
+    [
+        'x.to("cuda", non_blocking=True, memory_format=torch.channels_last)',
+        'x.to("cuda", memory_format=torch.channels_last)',
+        "x.cuda(non_blocking=True, memory_format=torch.channels_last)",
+    ],
+)
+def test_a_pinned_batch_gets_its_order_on_the_gpu(sent):
+    Path("train.py").write_text(ORDERED.replace("SENT", sent))
+    events = doctor("train.py", gpu="T4").timeline.events
+    ((at, copied),) = ((place, event) for place, event in enumerate(events) if event.kind == COPY)
+    assert copied.pinned and copied.waits == ("non_blocking" not in sent)
+    reads_and_writes = 2 * 4 * 8 * 3 * 64**2
+    assert reads_and_writes in [kernel.bytes for event in events[at + 1 : at + 4] for kernel in event.kernels]
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_fused_optimizer_finds_a_scalers_numbers_on_the_gpu(optimizer, run):
     """And a learning rate that is a tensor there: they go to the device of the weights, which PyTorch asks in C++."""

@@ -236,9 +236,15 @@ def name_device(value: object) -> torch.device | None:
 
 
 def converts_there(args: tuple, kwargs: dict, where: torch.device) -> bool:
-    """Whether `Tensor.to` sends a tensor there as it is, to become another dtype: on the GPU, unless the CPU waits."""
+    """Whether `Tensor.to` sends a tensor there as it is, to become another dtype: on the GPU, unless the CPU waits.
+
+    Numbers are put into another order on the GPU in either case (aten/src/ATen/native/cuda/Copy.cu).
+    """
     asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype))
     converts = next(asked, args[0].dtype) != args[0].dtype
+    order = kwargs.get("memory_format", torch.preserve_format)
+    if not converts and where == FIRST_GPU and order in (torch.channels_last, torch.channels_last_3d):
+        return not args[0].is_contiguous(memory_format=order)
     return converts and where in (FIRST_GPU, CPU) and is_non_blocking(args, kwargs) == (where == FIRST_GPU)
 
 
