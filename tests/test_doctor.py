@@ -90,9 +90,18 @@ def with_rows(variant, *shape):
 
 
 @pytest.mark.parametrize("causal", [False, True])  # of a causal mask, a fused kernel computes half
-def test_a_fused_attention_saves_no_more_than_its_ceiling(causal):
+@pytest.mark.parametrize(
+    ("gpu", "kind", "width"),
+    [
+        ("A100", torch.bfloat16, 64),
+        ("H100", torch.bfloat16, 128),
+        ("T4", torch.float16, 64),
+        ("RTX 4090", torch.float32, 128),
+    ],
+)
+def test_a_fused_attention_saves_its_ceiling_or_a_little_less(causal, gpu, kind, width):
     def training(fused):
-        q, k, v = (torch.randn(8, 12, 1024, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = torch.randn(3, 8, 12, 1024, width, dtype=kind, requires_grad=True)
         mask = torch.zeros(1024, 1024, dtype=torch.bool)
 
         def step():
@@ -106,10 +115,10 @@ def test_a_fused_attention_saves_no_more_than_its_ceiling(causal):
 
         return step
 
-    plain, fused = (predict(partial(training, each), "A100").timeline() for each in (False, True))
+    plain, fused = (predict(partial(training, each), gpu).timeline() for each in (False, True))
     without = CAUSES[ATTENTION].change(plain, Observed())
     saved = [plain.seconds() - other.seconds() for other in (without, fused)]
-    assert saved[0] > saved[1] > 0.8 * saved[0] > 0.5 * plain.seconds()
+    assert saved[0] >= saved[1] > saved[0] - 0.03 * plain.seconds() > 0.15 * plain.seconds()
     assert CAUSES[ATTENTION].change(fused, Observed()) == fused
     assert ("is_causal=True" in CAUSES[ATTENTION].advice(Observed(plain.events))) == causal
 

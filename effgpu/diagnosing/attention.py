@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import prod
 
 from effgpu.predicting import kinds
-from effgpu.predicting.kinds import Kernel
+from effgpu.predicting.gpus import Gpu
+from effgpu.predicting.kinds import NARROW_HEAD, Kernel
 from effgpu.predicting.timeline import BACKWARD, BATCHED, FORWARD, KERNEL, OUTSIDE_ATTENTION, Event, Timeline
 
 _SOFTMAX = ("_softmax", "_softmax_backward_data")
@@ -64,14 +65,14 @@ def _copies(events: Sequence[Event], places: Iterable[int]) -> set[int]:
 
 
 def fuse_attention(timeline: Timeline) -> Timeline:
-    """Nothing between the batched products, and these as fast as a fused kernel's, which does some of them twice.
+    """Nothing between the batched products, and these as fast as a fused kernel's.
 
     What changes the scores may be a causal mask, of which a fused kernel computes half.
     """
     scores, products = find_attention(timeline.events)
     share = 0.5 if may_mask(timeline.events, scores) else 1.0
     kept = (
-        _as_fused(event, share) if place in products else event
+        _as_fused(event, share, timeline.gpu) if place in products else event
         for place, event in enumerate(timeline.events)
         if place not in scores
     )
@@ -83,17 +84,30 @@ def may_mask(events: Sequence[Event], scores: set[int]) -> bool:
     return any(events[place].phase == FORWARD and runs(events[place], _MASKS) for place in scores)
 
 
-def _as_fused(event: Event, share: float) -> Event:
-    """The event, with this share of its batched products as fast as in fused attention, which moves no scores."""
+def _as_fused(event: Event, share: float, gpu: Gpu) -> Event:
+    """The event, with this share of its batched products as fast as in fused attention, which moves no scores.
+
+    It runs two of a forward pass in one kernel, and in a backward pass five in place of four: one is done again.
+    """
+    backward = event.phase == BACKWARD and not event.again
+    again, together = (5 / 4, 4) if backward else (1, 2)
 
     def fuse(kernel: Kernel) -> Kernel:
-        layout = "efficient" if kernel.format in ("fp32", "tf32") else "flash" + " backward" * (event.phase == BACKWARD)
+        full = kernel.format in ("fp32", "tf32")
+        narrow = " narrow" * (min(kernel.product[1:]) <= NARROW_HEAD)
+        layout = "efficient" if full or gpu.capability < (8, 0) else "flash" + narrow
         return kernel._replace(
-            kind=kinds.ATTENTION, product=None, layout=layout, bytes=0, flops=int(share * kernel.flops)
+            kind=kinds.ATTENTION,
+            format="fp32" if full else kernel.format,
+            product=None,
+            layout=layout + " backward" * backward,
+            launches=0,
+            bytes=0,
+            flops=int(share * again * kernel.flops),
         )
 
     changed = (fuse(kernel) if kernel.name in BATCHED else kernel for kernel in event.kernels)
-    return event._replace(kernels=tuple(changed))
+    return event._replace(kernels=tuple(changed), calls=event.calls / together)
 
 
 def reads_scores(event: Event, events: Sequence[Event]) -> bool:

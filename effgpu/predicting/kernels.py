@@ -10,6 +10,7 @@ from effgpu.predicting.kinds import (
     ATTENTION,
     CONVOLUTION,
     COPY,
+    NARROW_HEAD,
     NORM,
     OPTIMIZER,
     OTHER,
@@ -102,7 +103,6 @@ _LAUNCHES = {  # kernels of an operation, where it is more than one; fills and c
     "native_group_norm_backward": 3,
 }
 _CHUNK, _CHUNKS_A_LAUNCH = 65536, 320  # elements, and chunks of so many that one launch of a list's kernel takes
-_NARROW_HEAD = 64  # numbers in a head, up to which Hopper's attention is the slower one
 
 
 def note(func, args: tuple, kwargs: dict, result: object, optimizing: bool) -> list[Kernel]:
@@ -328,7 +328,7 @@ def _attend(name: str, func, args: tuple, named: dict, result, moved: int) -> Ke
     if named.get("is_causal"):
         flops //= 2  # the blocks above the diagonal are left out
     layout = "flash" if "flash" in name or "cudnn" in name else "efficient"
-    layout += " narrow" * (layout == "flash" and query.shape[-1] <= _NARROW_HEAD) + " backward" * backward
+    layout += " narrow" * (layout == "flash" and query.shape[-1] <= NARROW_HEAD) + " backward" * backward
     # fp32 is multiplied in three parts of TF32, whatever TF32's switch says: mem_eff_attention/gemm_kernel_utils.h
     return Kernel(name, ATTENTION, _name(query.dtype), flops, moved, _LAUNCHES.get(name, 1), None, True, layout)
 

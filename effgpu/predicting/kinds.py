@@ -9,6 +9,7 @@ NORM, OPTIMIZER, OTHER = "norms and softmax", "optimizer", "other operations"
 COPY = "copies to the CPU and back"
 # Tensors of each list that one kernel takes, by the number of lists: ATen/native/cuda/MultiTensorApply.cuh
 TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+NARROW_HEAD = 64  # numbers in a head, up to which Hopper's attention is the slower one
 KINDS = (PRODUCT, CONVOLUTION, ATTENTION, NORM, OPTIMIZER, OTHER, COPY)
 
 
