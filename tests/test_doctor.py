@@ -141,6 +141,19 @@ def test_where_the_script_asks_for_fused_attention_advice_says_why_there_is_none
     assert CAUSES[ATTENTION].advice(Observed(events)).startswith(advice)
 
 
+def test_attention_that_is_kept_from_a_fused_kernel_also_multiplies_in_32_bits():
+    def step(backend):
+        q, k, v = torch.randn(3, 8, 12, 1024, 64, dtype=torch.float16, requires_grad=True)
+        with sdpa_kernel(backend):
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    backends = SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION
+    plain, fused = (predict(lambda each=each: partial(step, each), "T4").timeline() for each in backends)
+    without = CAUSES[ATTENTION].change(plain, Observed())
+    assert without.seconds() == pytest.approx(fused.seconds(), abs=0.02 * plain.seconds())
+    assert fused.seconds() < 0.1 * plain.seconds()
+
+
 @pytest.mark.parametrize(("mode", "graphed"), [("default", False), ("reduce-overhead", True), ("max-autotune", True)])
 def test_a_prediction_says_that_compiled_code_is_replayed(mode, graphed):
     assert (

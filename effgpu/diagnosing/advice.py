@@ -283,7 +283,7 @@ def attend_at_once(seen: Observed) -> str:
     scores, _ = find_attention(seen.events)
     formulas = [seen.events[at].formula for at in scores if runs(seen.events[at], ("_softmax",))]
     if formulas and all(formulas):
-        return _AS_FORMULA[Counter(formulas).most_common(1)[0][0]]
+        return _AS_FORMULA[Counter(why for why, _ in formulas).most_common(1)[0][0]]
     inside = [site.inside for place in scores if (site := called_at(seen.events[place]))]
     if inside and all(file.startswith("transformers/") for file in inside):
         return 'attn_implementation="sdpa", as an argument of from_pretrained or of the config'

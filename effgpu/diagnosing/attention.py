@@ -27,7 +27,8 @@ def find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
     It is what lies between a batched product and the next, without another product, where a softmax reads as many
     numbers as the first of them made: a backward pass has as many. Linear attention's softmaxes read other ones. There
     is none where scores go on, to the next layer or into a loss: a fused kernel does not give them. Copies beside its
-    products belong to it: a fused kernel takes heads as they lie, and gives them so.
+    products belong to it: a fused kernel takes heads as they lie, and gives them so. So does all that
+    scaled_dot_product_attention does where it is the formula, which casts and scales what it is given.
     """
     if any(event.reads_on for event in events):
         return set(), set()
@@ -52,14 +53,16 @@ def find_attention(events: Sequence[Event]) -> tuple[set[int], set[int]]:
             if scores & set(range(run[0], place)):
                 products |= set(run)
     beside = (places for at in products for places in (range(at - 1, -1, -1), range(at + 1, len(events))))
-    return scores.union(*(_copies(events, places) for places in beside)), products
+    called = {place for place, event in enumerate(events) if event.formula and scores} - products
+    names = ("clone", "_to_copy", "mul") if called else ("clone",)
+    return called.union(scores, *(_copies(events, places, names) for places in beside)), products
 
 
-def _copies(events: Sequence[Event], places: Iterable[int]) -> set[int]:
-    """Those of these places at which tensors are copied, until something else is done."""
+def _copies(events: Sequence[Event], places: Iterable[int], names: Iterable[str]) -> set[int]:
+    """Those of these places at which tensors are copied, or others of these are done, until something else is."""
 
     def copies(place: int) -> bool:
-        return events[place].kind == KERNEL and all(kernel.name == "clone" for kernel in events[place].kernels)
+        return events[place].kind == KERNEL and all(kernel.name in names for kernel in events[place].kernels)
 
     return {place for place in itertools.takewhile(copies, places) if events[place].kernels}
 
@@ -71,8 +74,9 @@ def fuse_attention(timeline: Timeline) -> Timeline:
     """
     scores, products = find_attention(timeline.events)
     share = 0.5 if may_mask(timeline.events, scores) else 1.0
+    given = next((event.formula[1] for event in timeline.events if event.formula), "")
     kept = (
-        _as_fused(event, share, timeline.gpu) if place in products else event
+        _as_fused(event, share, timeline.gpu, given) if place in products else event
         for place, event in enumerate(timeline.events)
         if place not in scores
     )
@@ -84,21 +88,24 @@ def may_mask(events: Sequence[Event], scores: set[int]) -> bool:
     return any(events[place].phase == FORWARD and runs(events[place], _MASKS) for place in scores)
 
 
-def _as_fused(event: Event, share: float, gpu: Gpu) -> Event:
+def _as_fused(event: Event, share: float, gpu: Gpu, given: str) -> Event:
     """The event, with this share of its batched products as fast as in fused attention, which moves no scores.
 
-    It runs two of a forward pass in one kernel, and in a backward pass five in place of four: one is done again.
+    It runs two of a forward pass in one kernel, and in a backward pass five in place of four: one is done again. Where
+    it is `given` 16 bits, a formula multiplies in 32.
     """
     backward = event.phase == BACKWARD and not event.again
+    given = "fp16" if given == "bf16" and gpu.capability < (8, 0) else given
     again, together = (5 / 4, 4) if backward else (1, 2)
 
     def fuse(kernel: Kernel) -> Kernel:
-        full = kernel.format in ("fp32", "tf32")
+        format = given or kernel.format
+        full = format in ("fp32", "tf32")
         narrow = " narrow" * (min(kernel.product[1:]) <= NARROW_HEAD)
         layout = "efficient" if full or gpu.capability < (8, 0) else "flash" + narrow
         return kernel._replace(
             kind=kinds.ATTENTION,
-            format="fp32" if full else kernel.format,
+            format="fp32" if full else format,
             product=None,
             layout=layout + " backward" * backward,
             launches=0,

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend
 from effgpu.attaching.replacing import replaced
 from effgpu.measuring.torch_internals import _get_sdp_priority_order
 from effgpu.predicting.facts import ASSUMED
+from effgpu.predicting.kernels import FORMATS
 from effgpu.predicting.timeline import NO_BF16, NOT_TAKEN, SWITCHED_OFF
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def attention(
     if chosen == MATH:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         given = query, key, value, attn_mask, dropout_p, is_causal, None
-        with replaced([(recorder.work, "formula", _why_none_is_fused(asked, recorder.capability))]):
+        formula = _why_none_is_fused(asked, recorder.capability), FORMATS.get(query.dtype, "")
+        with replaced([(recorder.work, "formula", formula)]):
             return aten._scaled_dot_product_attention_math.default(*given, **options)[0]
     with recorder.values.leaving_out():
         bias = _bias(attn_mask, query)

@@ -46,7 +46,8 @@ class Event(NamedTuple):
     its step is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set
     back, `packed` that a recurrent layer gets no padding, `again` that checkpointing computes it anew. Of the calls,
     `traced` are the traceback that anomaly mode keeps. `blocking` says that the CPU waits
-    since all launches block, `formula` why scaled_dot_product_attention runs it in place of a fused kernel.
+    since all launches block, `formula` why scaled_dot_product_attention runs it in place of a fused kernel, and
+    in which format it was given its arguments.
     """
 
     kind: str
@@ -69,7 +70,7 @@ class Event(NamedTuple):
     again: bool = False
     traced: float = 0.0
     blocking: bool = False
-    formula: str = ""
+    formula: tuple[str, str] | None = None
 
     @property
     def optimizing(self) -> bool:

@@ -65,7 +65,7 @@ class Work:
         self._recorder = recorder
         self._scores = Scores()  # of attention
         self._convolved, self._multiplied = 0, False
-        self.formula = ""  # why scaled_dot_product_attention runs as one, while it does
+        self.formula: tuple[str, str] | None = None  # of `Event`, while attention runs as one
         self._traced = 0.0  # calls, for the operation that follows
         self._blocking = False
 
