@@ -794,6 +794,26 @@ def test_counts_are_taken_as_equal(name):
     assert any("reads counts, taken as equal" in told for told in predicted.assumptions)
 
 
+@pytest.mark.parametrize(
+    "masks",
+    [
+        lambda chosen: [chosen == expert for expert in range(8)],
+        lambda chosen: torch.nn.functional.one_hot(chosen, 8).permute(2, 0, 1).bool(),
+    ],
+)
+def test_of_an_expert_that_gets_its_share_of_many_tokens_it_is_known_that_it_gets_any(masks):
+    shapes = []
+
+    def send(out, labels):
+        parts = [out[mask.any(1)] for mask in masks(out[:, :8].topk(2).indices) if mask.any()]
+        shapes.extend(part.shape[0] for part in parts)
+        return out
+
+    assert not predict(choosing(send), "T4", steps=1).unknown and shapes == [1024] * 8
+    few = lambda out, labels: out * 2 if (out[:2, :8].argmax(1) == 0).any() else out
+    assert predict(choosing(few), "T4", steps=1).unknown
+
+
 def test_what_is_counted_in_a_mask_is_what_an_index_takes():
     shapes = []
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from effgpu.predicting.recorder import Recorder
 
 HALF = 0.5  # of a mask's elements are true, where nothing else is known
+_SURE = 5.0  # are expected to be true: in less than 1 % of the steps, none is
 _KEEPS = ("view", "_unsafe_view", "clone", "_to_copy", "detach", "alias", "squeeze", "unsqueeze", "slice")
-_KEEPS += ("select", "permute", "t", "transpose", "expand", "index", "masked_select")
+_KEEPS += ("select", "unbind", "split", "permute", "t", "transpose", "expand", "index", "masked_select")
 _ASKS_BELOW = {"lt": True, "le": True, "gt": False, "ge": False}  # and not above; a loss is below infinity
 _KEEPS_TRUTH = ("any", "all", "clone", "_to_copy", "view")
 _DRAWN, _DRAWN_BY = ("rand", "rand_like"), ("bernoulli", "bernoulli_")  # the latter with a share of ones
@@ -78,7 +79,10 @@ class Counting:
         elif name in _DRAWN_BY and (share := self._mean_of(args[len(args) > 1])) is not None:
             self._shares[result] = share
         elif name == "any" and args[0] in self._shares:
-            self._shares[result] = min(1.0, self._shares[args[0]] * args[0].numel() / max(1, result.numel()))
+            expected = self.share_of(args[0]) * args[0].numel() / max(1, result.numel())
+            self._shares[result] = min(1.0, expected)
+            if result.numel() == 1 and expected > _SURE:
+                self.truths[result] = True
         elif name in ("argmax", "argmin", "max", "min", "topk"):
             dim = -1 if name == "topk" else args[1] if len(args) > 1 else None
             for made in tensors_of(result):
