@@ -26,7 +26,7 @@ from effgpu.attaching.child import Again
 from effgpu.attaching.replacing import replaced
 from effgpu.attaching.steps import Marks
 from effgpu.diagnosing import causes, turns
-from effgpu.diagnosing.causes import COPYING, LOADING, OPTIMIZER, PRECISION, UNTRAINED, VALIDATION, WAITS
+from effgpu.diagnosing.causes import ATTENTION, COPYING, LOADING, OPTIMIZER, PRECISION, UNTRAINED, VALIDATION, WAITS
 from effgpu.diagnosing.loaders import Loading
 from effgpu.diagnosing.scripts import measuring
 from effgpu.measuring import power
@@ -573,6 +573,33 @@ for number in range(20):
 def test_on_an_older_gpu_16_bits_are_looked_at_where_they_bring_another_attention(run):
     code, told, errors = run(ATTENDING)
     assert code == 0 and told["findings"][0]["name"] == PRECISION and "fp16" in told["findings"][0]["advice"], errors
+
+
+def test_attention_that_is_asked_for_at_once_and_is_not_fused_is_not_told_to_be_asked_for_at_once(run):
+    odd = ATTENDING.replace("256, 4", "264, 4").replace("256", "264")  # heads of 66, which no kernel in fp16 takes
+    for script, advice in ((ATTENDING, "fp16 in place of bf16"), (odd.replace("bfloat16", "float16"), "EFFICIENT")):
+        code, told, errors = run(script)
+        attention = next(one for one in told["examined"] if one["name"] == ATTENTION)
+        assert code == 0 and advice in attention["advice"] and "need_weights" not in attention["advice"], errors
+
+
+TEACHER = """
+import torch
+teacher, model = torch.nn.Linear(256, 256).cuda(), torch.nn.Linear(256, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number in range(20):
+    x = torch.randn(32, 256, 1024).cuda()
+    with torch.no_grad():
+        x = teacher(x.transpose(1, 2))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_layer_that_is_a_batched_product_in_16_bits_alone_is_the_same_work(run):
+    code, told, errors = run(TEACHER)
+    assert code == 0 and PRECISION in [one["name"] for one in told["examined"]], errors
 
 
 IN_BACKWARD = """

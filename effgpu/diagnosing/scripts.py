@@ -33,15 +33,18 @@ from effgpu.predicting.prediction import Prediction
 from effgpu.predicting.scripts import find_work, recording, walk
 from effgpu.predicting.timeline import (
     BACKWARD,
+    BATCHED,
     FORWARD,
     NOTHING,
     OUTSIDE_ATTENTION,
     Event,
     Timeline,
-    count_products,
 )
 from effgpu.predicting.weights import weights_set_aside
 
+# Attention may run in one kernel in one of two steps alone. And PyTorch takes a batched product in place of another one
+# for a weight that autocast copies without a graph.
+_PRODUCTS = *OUTSIDE_ATTENTION, *BATCHED
 _OTHER_STEPS = 3  # in 16 bits, until one does what the predicted one did
 _WITHIN = "the optimizer steps in the backward pass: what precision saves, and what is kept in vain, was not looked at"
 _OPEN = "autocast is on where the optimizer steps: what precision saves was not looked at"
@@ -323,17 +326,19 @@ def _repeat(recorder: ScriptRecorder, like: Iterable[Event], *, backward: bool =
         recorder.begin_step()
         yield 1
         events = recorder.work.events
-        if _count_products(events, backward) == _count_products(like, backward):
-            scale = _count_forward(like) / (_count_forward(events) or math.inf) or 1.0
-            return tuple(event if event.optimizing else event._replace(scale=scale) for event in events)
+        for names in (OUTSIDE_ATTENTION, _PRODUCTS):
+            if _count(events, names, backward) == _count(like, names, backward):
+                scale = _sum_forward(like, names) / (_sum_forward(events, names) or math.inf) or 1.0
+                return tuple(event if event.optimizing else event._replace(scale=scale) for event in events)
     return ()
 
 
-def _count_forward(events: Iterable[Event]) -> int:
-    return count_products(kernel for event in events if event.phase == FORWARD for kernel in event.kernels)
+def _sum_forward(events: Iterable[Event], names: Collection[str]) -> int:
+    kernels = (kernel for event in events if event.phase == FORWARD for kernel in event.kernels)
+    return sum(kernel.flops for kernel in kernels if kernel.name in names)
 
 
-def _count_products(events: Iterable[Event], backward: bool) -> int:
-    """By which to tell whether two steps do the same, whether attention runs in one kernel in both or not."""
+def _count(events: Iterable[Event], names: Collection[str], backward: bool) -> int:
+    """How many products have one of these names, by which to tell whether two steps do the same."""
     counted = (event for event in events if backward or event.phase != BACKWARD)
-    return sum(kernel.name in OUTSIDE_ATTENTION for event in counted for kernel in event.kernels)
+    return sum(kernel.name in names for event in counted for kernel in event.kernels)
