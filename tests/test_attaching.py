@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -2255,6 +2256,29 @@ def test_what_a_tensor_on_the_cpu_gets_of_the_models_is_not_known_there(writes, 
     _, told, errors = run(loop(build, step))
     assert told["unknown"] == ["train.py:15 decides by a value, taken as False"], errors
     assert {f"train.py:{line} reads an array, taken as zeros" for line in (18, 19)} <= {*told["assumptions"]}
+
+
+SMI = """
+import subprocess, torch
+asks = ["nvidia-smi", "--query-gpu=name,memory.total,clocks.sm", "--format=csv,noheader,nounits"]
+told = subprocess.run(asks, capture_output=True, text=True, check=True).stdout
+assert told == "Tesla T4, 14909, [N/A]\\n", told
+total = subprocess.getoutput("nvidia-smi -i 0 --query-gpu=memory.total --format=csv 2>/dev/null | tail -1")
+assert total == "14909 MiB", total
+assert "Tesla T4" in subprocess.getoutput("nvidia-smi") and b"T4" in subprocess.run("nvidia-smi", stdout=-1).stdout
+assert subprocess.getoutput("echo my-nvidia-smi nvidia-smi.log") == "my-nvidia-smi nvidia-smi.log"
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has its own")
+def test_nvidia_smi_answers_for_the_gpu_where_there_is_none(run, here):
+    code, told, errors = run(SMI + PLAIN)
+    assert code == 0 and told, errors
+    (here / "nvidia-smi").write_text("#!/bin/sh\necho mine")
+    (here / "nvidia-smi").chmod(0o755)
+    mine = "import os, subprocess\nos.environ['PATH'] += ':' + os.getcwd()\n"
+    code, told, errors = run(f"{mine}assert subprocess.getoutput('nvidia-smi') == 'mine'\n{PLAIN}")
+    assert code == 0 and told, errors
 
 
 ASKS_FOR_MEMORY = """

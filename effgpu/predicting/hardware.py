@@ -5,7 +5,11 @@ transformers, accelerate and diffusers ask through torch.cuda and torch.accelera
 """
 
 import contextlib
+import functools
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +21,7 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import LIBRARY, READER, whose
 from effgpu.predicting import tensor_types
 from effgpu.predicting.gpus import Gpu
+from effgpu.units import MiB
 
 FIRST_GPU = tensor_types.GPU
 _CUDA = "12.8"  # where PyTorch was built without
@@ -272,8 +277,50 @@ def _answers(gpu: Gpu, asks: Asks, in_use: InUse) -> Iterator[tuple[object, str,
     others = memory | {"mem_get_info": left, "empty_cache": waiting["empty_cache"]}
     yield from ((torch.cuda.memory, name, answer) for name, answer in others.items())
     yield from ((torch.accelerator, name, answer) for name, answer in accelerator.items())
+    yield subprocess.Popen, "__init__", _with_smi(subprocess.Popen.__init__, _smi(gpu, ask_name, left))
     yield from tensor_types.on_gpu()
     yield from _elsewhere()
+
+
+_SMI = "nvidia-smi"
+_IN_SHELL = re.compile(rf"(?<![\w.-]){_SMI}((?:\s+(?:-[^\s|;&<>]+|\d+(?![\d<>])))*)(?![\w.-])")
+
+
+def _with_smi(start: Callable, tell: Callable[[list[str]], str]) -> Callable:
+    """`Popen.__init__`, where nvidia-smi prints what `tell` gives of its arguments, if this machine has none."""
+
+    def printing(arguments: list[str]) -> list[str]:
+        return ["printf", "%s\\n", tell(arguments)]
+
+    @functools.wraps(start)
+    def starting(process, args, *others, **options):
+        if shutil.which(_SMI) is None:
+            if options.get("shell") and isinstance(args, str):
+                args = _IN_SHELL.sub(lambda found: shlex.join(printing(found[1].split())), args)
+            elif (words := list(args) if isinstance(args, list | tuple) else [args])[:1] == [_SMI]:
+                args = printing(words[1:])
+        start(process, args, *others, **options)
+
+    return starting
+
+
+def _smi(gpu: Gpu, ask_name: Callable[[], str], ask_memory: Callable[[], tuple[int, int]]) -> Callable:
+    """What nvidia-smi prints of a GPU: what it is queried for, as far as that is known, else its name and memory."""
+
+    def tell(arguments: list[str]) -> str:
+        given = dict(each.partition("=")[::2] for each in arguments)
+        if "--query-gpu" not in given:
+            return f"GPU 0: {driver_name(gpu)}, {gpu.memory // MiB} MiB (predicted: it is not here)"
+        (free, total), name, form = ask_memory(), ask_name(), given.get("--format", "")
+        known = {"name": name, "gpu_name": name, "index": 0, "count": 1}
+        for key, size in {"total": total, "free": free, "used": total - free}.items():
+            known[f"memory.{key}"] = f"{size // MiB}{' MiB' * ('nounits' not in form)}"
+        names = [each.strip() for each in given["--query-gpu"].split(",")]
+        header = [f"{each} [MiB]" if each.startswith("memory.") else each for each in names]
+        row = [str(known.get(each, "[N/A]")) for each in names]
+        return "\n".join(map(", ".join, [header] * ("noheader" not in form) + [row]))
+
+    return tell
 
 
 def _elsewhere() -> Iterator[tuple[object, str, object]]:
