@@ -2351,6 +2351,11 @@ def test_what_an_optimizer_does_only_in_some_steps_is_named(run):
     assert told["unknown"] == [f"how long an optimizer takes for what it does only in some steps: {asked}"], errors
     _, told, _ = run(own.replace("if self.calls % 10 == 0:", "if self.calls > 10:"))
     assert told["unknown"] == []
+    shares = own.replace("for weight in", "for number, weight in enumerate(").replace('s"]:', 's"]):')
+    _, told, errors = run(
+        shares.replace("self.update(", "if (number + 1) % 1 == 0: self.update(").replace("s % 10", "s")
+    )
+    assert told["unknown"] == [], errors
 
 
 # An optimizer that is dropped has only tried something.

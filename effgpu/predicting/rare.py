@@ -27,7 +27,10 @@ _SIZES = ("size", "batch_size", "max_length", "length", "seq_len")  # arguments 
 
 
 class _Rare(NamedTuple):
-    """A test of a step's number: whether it asks for a remainder, and the lines that it decides on which do this."""
+    """A test of a step's number, and the lines that it decides on which do this.
+
+    `remainder` says that it asks for a remainder, and of what is not the round of a loop around it.
+    """
 
     test: ast.expr
     remainder: bool
@@ -44,7 +47,7 @@ class Found(NamedTuple):
 
 
 def find_remainders(code: CodeType) -> list[Site]:
-    """The lines where this code asks for a remainder, to do something in every tenth call."""
+    """The lines where this code asks for a remainder, to do something in every tenth call, not in each tenth round."""
     return [Site(code.co_filename, rare.test.lineno) for rare in _asked(code) if rare.remainder]
 
 
@@ -134,12 +137,16 @@ def _tests(file: str) -> list[_Rare]:
     nodes = _read(file)
     losses = {name for node, _ in nodes if called_name(node) == "backward" for name in _names(node)}
     passes = partial(_passes, losses=losses)
+    loops = [node for node, _ in nodes if isinstance(node, ast.For)]
+    rounds = [(range(node.lineno, node.end_lineno + 1), {*_counted(node)}) for node in loops]
     for node, counters in nodes:
         if isinstance(node, ast.If | ast.IfExp):
             parts = [*ast.walk(node.test)]
-            remainder = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in parts)
-            later = {True, False} if remainder else {truth for part in parts for truth in _later(part, counters)}
+            asked = [part.left for part in parts if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]
+            later = {True, False} if asked else {truth for part in parts for truth in _later(part, counters)}
             if later:
+                around = {name for lines, names in rounds if node.lineno in lines for name in names}
+                remainder = any(not around & _in_arithmetic(each) for each in asked)
                 comes = (_comes(node, later, does) for does in (passes, _copies, _unfreezes))
                 found.append(_Rare(node.test, remainder, *comes))
     return sorted(found, key=lambda rare: rare.test.lineno)
