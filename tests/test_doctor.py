@@ -505,9 +505,11 @@ def test_a_graph_is_unused_until_a_backward_pass_uses_it():
 
 def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike():
     left, right = [[5, 6, 0, 0], [7, 0, 0, 0]], [[0, 0, 5, 6], [0, 0, 0, 7]]
-    alike, alone = [[0, 0], [0, 0]], [[5, 6, 7, 0]]  # the types of tokens, for example; one text has no padding
+    types, positions = [[0, 0, 0, 0], [0, 1, 0, 0]], [[0, 1, 2, 3], [0, 1, 2, 3]]
+    distances = [[0, 1, 2, 2], [3, 0, 1, 2], [4, 3, 0, 1]]
+    alone = [[5, 6, 7, 0]]  # one text has no padding
     for texts in (left, right):
-        looked_up = [torch.tensor(each) for each in (texts, alike, alone)]
+        looked_up = [torch.tensor(each) for each in (texts, types, positions, distances, alone)]
         assert padding_shares(looked_up) == (5 / 8, 1 - (2**2 + 1) / (2 * 4**2))  # of tokens, and of a text's pairs
 
 

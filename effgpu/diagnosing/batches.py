@@ -47,7 +47,7 @@ def padding_shares(looked_up: list[torch.Tensor]) -> tuple[float, float]:
     more often than elsewhere. Numbers of a much smaller range than others, such as the types of tokens, are no text.
     """
     tokens_kept = pairs_kept = total = total_pairs = 0
-    texts = [each for each in looked_up if each.dim() == 2 and len(each) > 1 and not _are_types_or_positions(each)]
+    texts = [each for each in looked_up if each.dim() == 2 and len(each) > 1 and not _are_no_texts(each)]
     largest = max((int(tokens.max()) for tokens in texts), default=0)
     for tokens in texts:
         if _TEXT * int(tokens.max()) < largest:
@@ -60,8 +60,10 @@ def padding_shares(looked_up: list[torch.Tensor]) -> tuple[float, float]:
     return (1 - tokens_kept / total, 1 - pairs_kept / total_pairs) if total else (0.0, 0.0)
 
 
-def _are_types_or_positions(tokens: torch.Tensor) -> bool:
-    return bool((tokens == tokens[:1, :1]).all() or (tokens.diff() == 1).all())
+def _are_no_texts(tokens: torch.Tensor) -> bool:
+    """Whether they are types of tokens, such as first and second, their positions, or distances between these."""
+    distances = tokens[1:, 1:] == tokens[:-1, :-1]
+    return len(tokens.unique()) < 3 or bool((tokens.diff() == 1).all() or distances.all())
 
 
 def _count_run(tokens: torch.Tensor) -> torch.Tensor:
