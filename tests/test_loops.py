@@ -51,7 +51,9 @@ def test_a_loop_is_found_by_its_line_unless_it_trains_or_calls_what_it_goes_thro
     assert loop is None or (loop.rounds, loop.share) == (16, 1.0)
     assert find_loop(once * 4) is None, "a few rounds are no loop over samples"
     branches = [event for number in range(48) for event in once[: 1 + (number**2 % 7 < 4)]]
-    assert (find_loop(branches) is not None) == (loop is not None), "what a round does depends on its sample"
+    of_branches = find_loop(branches)
+    assert (of_branches is not None) == (loop is not None), "what a round does depends on its sample"
+    assert of_branches is None or of_branches.rounds == 48
     other = [Event(KERNEL, None, kernels[0])] * 40
     assert find_loop(once * 16 + other) is None, "most calls are elsewhere"
     assert find_loop([event._replace(phase=BACKWARD) for event in once * 16]) is None

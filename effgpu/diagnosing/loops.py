@@ -4,7 +4,6 @@ The events show the rounds, the code what the loop goes through. Layers, each wi
 """
 
 import ast
-import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -34,7 +33,8 @@ def find_loop(events: Iterable[Event]) -> Loop | None:
     found, all_calls = [], sum(event.calls for event in forward)
     for seen in inside.values():
         done = [(site.line, *(kernel.name for kernel in event.kernels)) for site, event in seen]
-        rounds = max(_count_rounds(done), _count_branching(done))
+        rounds = _count_rounds(done)
+        rounds = rounds if rounds >= _FEWEST else _count_branching(done)
         calls: Counter[Site] = Counter()
         for site, event in seen:
             calls[site] += event.calls
@@ -95,11 +95,9 @@ def _count_rounds(done: Sequence[Hashable]) -> int:
 
 
 def _count_branching(done: Sequence[Hashable]) -> int:
-    """How many rounds do most of what is done, where an `if` in each decides on the rest; 0 where something is rare."""
+    """How often most kinds of work are done, where an `if` in each round decides on others; 0 where one is rare."""
     counts = sorted(Counter(done).values(), reverse=True)
-    reached = itertools.accumulate(counts)
-    most = next(count for count, total in zip(counts, reached) if 2 * total >= len(done))
-    return most if counts[-1] >= _FEWEST else 0
+    return Counter(counts).most_common(1)[0][0] if counts[-1] >= _FEWEST else 0
 
 
 @once_a_file
