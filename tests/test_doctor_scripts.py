@@ -709,6 +709,17 @@ def test_a_teacher_and_attacks_by_gradients_are_no_evaluation(run):
         assert code == 0 and causes.EVALUATING not in [each["name"] for each in told["examined"]], errors
 
 
+def test_what_is_trained_on_comes_of_no_evaluation(run):
+    labels = EVALUATING.replace("if number % EVERY == 1 % EVERY", "if True").replace(
+        "    model(rows.cuda()).square().mean().backward(); optimizer", "    optimizer"
+    )
+    labels += "        (model(rows.cuda()) - right.softmax(-1)).square().mean().backward()\n"
+    labels = labels.replace("right = sum(model(rows.cuda()).mean() for rows, in theirs)", "right = model(rows.cuda())")
+    code, told, errors = run(labels)
+    assert code == 0 and causes.EVALUATING not in [each["name"] for each in told["examined"]], errors
+    assert not any("evaluation" in note for note in [*told["notes"], *told["warnings"]])
+
+
 ONE_BY_ONE = """
 import torch
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)), torch.nn.Linear(64, 8)).cuda()

@@ -41,7 +41,7 @@ from effgpu.predicting.reading import reader
 from effgpu.predicting.recorder import LARGE, Recorder, device_while_looked_up
 from effgpu.predicting.refusals import check_array, check_devices
 from effgpu.predicting.repeated import Repeated
-from effgpu.predicting.timeline import OWN, is_non_blocking
+from effgpu.predicting.timeline import FORWARD, OWN, is_non_blocking
 from effgpu.predicting.translator import (
     CPU,
     FACTORIES,
@@ -91,6 +91,7 @@ class ScriptRecorder(Recorder):
         self.evaluated = False  # whether a module was set to evaluate since the step that counts began
         self.noted = 0  # steps whose events were noted
         self._evaluating: dict[torch.nn.Module, int] = {}  # that evaluate now: the events before, in the step
+        self._evaluated_to: set[int] = set()  # storages of what modules that evaluate gave in this step
         self._last_without = -math.inf
         self._placing_at = 0  # how deep in what says where new fake tensors are
         self._given: tuple = ()  # the arguments of the script's call that runs
@@ -151,6 +152,7 @@ class ScriptRecorder(Recorder):
         self.products.append(0)
         self.passes.append(0)
         self._evaluating.clear()
+        self._evaluated_to.clear()
         self._since_step, self._marks.slowed = 0.0, ""
         self.noted += self.work.counts
         self.own.next_step(self.work.loop)
@@ -301,6 +303,7 @@ class ScriptRecorder(Recorder):
         frees = self.storages.is_on_gpu(block)
         self.own.enter(interrupted.f_code.co_filename if interrupted else "", frees=frees)
         super()._drop(key, block)
+        self._evaluated_to.discard(key)
         self.room.taken -= block.size * frees
         self.own.leave()
 
@@ -309,7 +312,23 @@ class ScriptRecorder(Recorder):
         for host, _, to_gpu in self._find_crossing(args) if func._schema.name in _COPIES else ():
             if not (to_gpu or isinstance(host, FakeTensor)):
                 self.received[_whole(host)] = True
+        self._follow_evaluation(func, args, kwargs, result)
         super().note_operation(func, args, kwargs, result)
+
+    def _follow_evaluation(self, func, args: tuple, kwargs: dict, result: object) -> None:
+        """It is none where the training goes on with what it gave, such as labels."""
+        if not (self._evaluating or self._evaluated_to) or self.work.phase != FORWARD:
+            return
+        given = [each for each in tensors_of((args, kwargs)) if isinstance(each, FakeTensor)]
+        keys = _keys(given)
+        follows = not keys.isdisjoint(self._evaluated_to)
+        if follows and not self._evaluating and torch.is_grad_enabled() and any(each.requires_grad for each in given):
+            self.evaluated = False
+            self.work.forget_evaluations()
+            self._evaluated_to.clear()
+        elif follows or self._evaluating:  # weights that are swapped, and views of them, are no results
+            made = [each for each in tensors_of(result) if isinstance(each, FakeTensor)]
+            self._evaluated_to |= _keys(made) - keys
 
     def _note(self, func, args: tuple, kwargs: dict, result: object) -> None:
         if func._schema.name in _COPIES and (crossing := self._find_crossing(args)):
@@ -525,6 +544,11 @@ def _flat(values: tuple) -> Iterator[object]:
             yield from _flat(tuple(value.values()))
         else:
             yield value
+
+
+def _keys(tensors: list[FakeTensor]) -> set[int]:
+    """The storages of tensors that have one."""
+    return {storage_key(each) for each in tensors if each.layout is torch.strided}
 
 
 def _writes(name: str) -> bool:

@@ -62,6 +62,7 @@ class Work:
         self.events: list[Event] = []
         self.evaluations: list[tuple[Event, ...]] = []  # in this step, or in one that did not count
         self.loop = (drive.__code__,)  # the code that runs the steps: lines further out are not the step's
+        self._evaluations_before = 0  # of the step that counts
         self._recorder = recorder
         self._scores = Scores()  # of attention
         self._convolved, self._multiplied = 0, False
@@ -72,6 +73,7 @@ class Work:
     def begin(self) -> None:
         """Note the events of the step that follows, in place of those before."""
         self.counts, self.events, self._scores = bool(self._recorder.capability), [], Scores()
+        self._evaluations_before = len(self.evaluations)
         self._traced, self._blocking = 0.0, os.environ.get(_BLOCKING) == "1"
         if self._blocking and self.counts:
             self._recorder.say(ASSUMED, f"the CPU waits for each kernel, as {_BLOCKING}=1 asks for")
@@ -91,6 +93,11 @@ class Work:
         if any(event.kind not in (LOAD, OWN) for event in events) and all(event.phase == FORWARD for event in events):
             self.events[begin:end] = events
             self.evaluations.append(tuple(events))
+
+    def forget_evaluations(self) -> None:
+        """What was noted as evaluations in this step are a part of the training."""
+        self.events[:] = [event._replace(evaluating=False) for event in self.events]
+        del self.evaluations[self._evaluations_before :]
 
     def find_shown(self) -> sites.Site | None:
         """The line that sends most to the CPU outside of a backward pass, if it is much, as to plot a first batch."""
