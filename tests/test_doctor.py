@@ -503,6 +503,28 @@ def test_a_graph_is_unused_until_a_backward_pass_uses_it():
         assert not observe(validate).graphs.unused()
 
 
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda taught, gave: (taught - gave.detach()).square().mean(),
+        lambda taught, gave: nn.functional.cross_entropy(taught, gave.argmax(1)),
+        lambda taught, gave: nn.functional.kl_div(taught, gave.detach().softmax(1)),
+    ],
+    ids=["detached", "labels", "computed on"],
+)
+def test_what_a_teacher_gives_is_needed_in_each_step_and_its_graph_takes_memory_alone(lose):
+    teacher, model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64)
+
+    def distil():
+        gave = teacher(ROWS)
+        lose(model(ROWS), gave).backward()
+
+    graphs = observe(distil).graphs
+    assert not graphs.unused()
+    (told,) = graphs.tell()
+    assert f":{distil.__code__.co_firstlineno + 1} for a backward pass that never comes" in told
+
+
 def test_the_share_of_padding_is_that_of_all_texts_but_those_alone_or_all_alike():
     left, right = [[5, 6, 0, 0], [7, 0, 0, 0]], [[0, 0, 5, 6], [0, 0, 0, 7]]
     types, positions = [[0, 0, 0, 0], [0, 1, 0, 0]], [[0, 1, 2, 3], [0, 1, 2, 3]]

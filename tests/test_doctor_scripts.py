@@ -598,6 +598,16 @@ for number in range(20):
 """
 
 
+def test_a_teachers_graph_is_told_as_memory_and_promises_no_time(run):
+    script = TEACHER.replace(
+        "    with torch.no_grad():\n        x = teacher(x.transpose(1, 2))", "    y = teacher(x.transpose(1, 2))"
+    )
+    code, told, errors = run(script.replace("model(x)", "model(y.detach())"))
+    assert code == 0 and VALIDATION not in [each["name"] for each in told["findings"]], errors
+    told_of = "are kept at train.py:7 for a backward pass that never comes"
+    assert any(told_of in note for note in told["notes"]), told["notes"]
+
+
 def test_a_layer_that_is_a_batched_product_in_16_bits_alone_is_the_same_work(run):
     code, told, errors = run(TEACHER)
     assert code == 0 and PRECISION in [one["name"] for one in told["examined"]], errors

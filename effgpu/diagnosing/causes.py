@@ -197,8 +197,8 @@ CAUSES = {
             VALIDATION,
             "11",
             lambda seen: (
-                "with torch.no_grad(): around what is not trained there, which saves memory above all: a teacher, a "
-                "policy that acts, a validation; and this one less often"
+                "with torch.no_grad(): around what is not trained there, which saves memory above all: a policy that "
+                "acts, a validation; and this one less often"
             ),
             lambda event, seen: event.kind == KERNEL and event.site in seen.unused,
             note=lambda seen, events: (

@@ -16,11 +16,18 @@ from effgpu.attaching.replacing import replaced
 from effgpu.attaching.sites import Site, asked_by_torch, find_site
 from effgpu.attaching.steps import drive
 from effgpu.diagnosing.observed import TRAINERS
-from effgpu.measuring.ops import tensors_in
-from effgpu.measuring.torch_internals import TorchDispatchMode, _autograd, _current_graph_task_id, storage_key
+from effgpu.measuring.ops import tensors_in, tensors_of
+from effgpu.measuring.torch_internals import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    _autograd,
+    _current_graph_task_id,
+    storage_key,
+)
 from effgpu.predicting.kernels import note
 from effgpu.predicting.timeline import COPY, KERNEL, READ, Event, copy_waits, count_products, is_non_blocking
 from effgpu.predicting.work import OWN_READS
+from effgpu.units import format_bytes
 
 # Operations whose result has a size that only the GPU knows: the CPU waits for it.
 _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
@@ -102,6 +109,7 @@ class Graphs:
         self._kept: dict[Site, dict[int, int]] = {}  # bytes by storage
         self._unused: dict[Site, dict[int, int]] = {}
         self._find = functools.partial(find_site, outermost=True, until=loop)
+        self._results = _Results(self._find)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -111,15 +119,31 @@ class Graphs:
             return
         disable = _autograd._saved_tensors_hooks_disable
         with (
+            self._results,
             torch.autograd.graph.saved_tensors_hooks(self._keep, self._use),
             replaced([(_autograd, disable.__name__, functools.partial(disable, fail_if_non_empty=False))]),
         ):
             yield
 
     def unused(self) -> dict[Site, int]:
-        """Bytes of the graphs that no backward pass has used, by the line of the step that built them."""
+        """Bytes of the graphs that no backward pass has used, by the line of the step that built them.
+
+        Not of a teacher's, and the like: what it gives is needed in each step.
+        """
+        return {site: size for site, size in self._never_used() if site not in self._results.needed}
+
+    def tell(self) -> tuple[str, ...]:
+        """A sentence for each line that builds one of those others."""
+        return tuple(
+            f"{format_bytes(size)} are kept at {site.place} for a backward pass that never comes: "
+            "with torch.no_grad(): around it saves them, and hardly any time"
+            for site, size in self._never_used()
+            if site in self._results.needed
+        )
+
+    def _never_used(self) -> list[tuple[Site, int]]:
         sizes = {site: sum(graph.values()) for site, graph in self._unused.items()}
-        return {site: size for site, size in sizes.items() if size > 0.5 * sum(self._kept[site].values())}
+        return [(site, size) for site, size in sizes.items() if size > 0.5 * sum(self._kept[site].values())]
 
     def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Site | None]:
         if tensor.layout is not torch.strided:  # it has several storages
@@ -136,6 +160,31 @@ class Graphs:
         if site in self._unused:
             self._unused[site].pop(storage_key(tensor), None)
         return tensor
+
+
+class _Results(TorchFunctionMode):
+    """Finds the lines whose results a step trains with, but not through: what a teacher gives, or labels made of it."""
+
+    def __init__(self, find: Callable[[], Site | None]):
+        super().__init__()
+        self._find = find
+        self._made_at = WeakTensorKeyDictionary()  # of a tensor: the lines of the graphs that it came from
+        self.needed: set[Site] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        with DisableTorchFunction():
+            if made := tensors_of(result):
+                self._note(tensors_of((args, kwargs or {})), made)
+        return result
+
+    def _note(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        graphs = [each for each in made if each.requires_grad]
+        if graphs and (site := self._find()):
+            self.needed.update(*(self._made_at.get(each, ()) for each in given if not each.requires_grad))
+            self._made_at.update((each, {site}) for each in graphs)
+        elif not graphs and (sites := {site for each in given for site in self._made_at.get(each, ())}):
+            self._made_at.update((each, sites) for each in made)
 
 
 def goes_to(args: tuple, kwargs: dict) -> str | None:

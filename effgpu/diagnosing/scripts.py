@@ -269,7 +269,7 @@ def _predict(
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # a worker's error ends with its own
             notes += (f"what loading takes is not known, as it cannot be timed: {why}",)
         padding, padding_pairs = padding_shares(tokens)
-    notes += (_COMPILED,) * predicted.compiled
+    notes += graphs.tell() + (_COMPILED,) * predicted.compiled
     notes += (NO_LOADER if not working else ONLY_CALLS,) * (not taken)
     said = tuple(fact for fact in predicted.said if fact != WORKERS_IDLE)  # they did run, for the loader
     return replace(predicted, said=said), Observed(

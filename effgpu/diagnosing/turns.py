@@ -86,6 +86,7 @@ def observe(supply: Supply) -> Plan:
         stepped=observer.stepped,
         time_first=observer.time_first,
         multiplied=observer.multiplied,
+        notes=observer.graphs.tell(),
     )
     if compiles:
         seen.compiling, seen.shapes = yield from _time_compiling(supply)
