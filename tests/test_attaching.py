@@ -3574,6 +3574,38 @@ def _atomic_save(checkpoint, filepath):
 """
 
 
+LAZY_LOADING = """
+import io, pickle, torch
+class Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid):
+        read = self.reader.get_storage_from_record(f"data/{pid[2]}", pid[4] * 4, torch.UntypedStorage)._typed_storage()
+        return torch.storage.TypedStorage(wrap_storage=read._untyped_storage, dtype=torch.float32, _internal=True)
+def read(filename):
+    reader = torch.PyTorchFileReader(str(filename))
+    unpickler = Unpickler(io.BytesIO(reader.get_record("data.pkl")))
+    unpickler.reader = reader
+    return unpickler.load()
+class Later:
+    def __init__(self, load): self.load = load
+    def __getattr__(self, name): return getattr(self.load(), name)
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*(each.load() if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+def _lazy_load(filename):
+    return {name: Later(lambda name=name: read(filename)[name]) for name in read(filename)}
+"""
+
+
+def test_weights_that_lightning_loads_where_they_are_used_are_loaded(run, here):
+    Path("lightning_fabric/utilities").mkdir(parents=True)
+    Path("lightning_fabric/utilities/load.py").write_text(LAZY_LOADING)
+    torch.save(torch.nn.Linear(8, 8).state_dict(), "weights.pth")
+    loads = "layer = torch.nn.Linear(8, 8).cuda()\nlayer.load_state_dict(_lazy_load('weights.pth'))\n"
+    script = loop(f"from lightning_fabric.utilities.load import _lazy_load\n{BUILD}{loads}")
+    code, told, errors = run(script)
+    assert code == 0 and told, errors
+
+
 @pytest.mark.parametrize("way", SAVES_AND_LOADS.values(), ids=SAVES_AND_LOADS)
 def test_what_a_script_has_saved_it_can_load_and_no_folder_without_weights_is_left(way, run, here):
     Path("lightning_fabric/utilities").mkdir(parents=True)

@@ -28,7 +28,7 @@ OBJECTS = {  # of attributes that only an object has
 ELSEWHERE = {  # of Python and of other libraries
     *("_SubParsersAction", "_current_frames", "_exit", "_fields", "_getframe", "_option_string_actions", "_replace"),
     *("_atomic_save", "_batched_nms_coordinate_trick", "_batched_nms_vanilla", "_file_openers", "_functions"),
-    *("_TemporaryFileWrapper", "_run_exitfuncs", "_save_checkpoint", "_target", "_worker"),
+    *("_TemporaryFileWrapper", "_lazy_load", "_run_exitfuncs", "_save_checkpoint", "_target", "_worker"),
 }
 OF_OTHER_VERSIONS = {
     *("profile.events", "profile.export_memory_timeline"),

@@ -28,7 +28,10 @@ from effgpu.predicting.stored import Stored, holds_fake, maps_to_gpu
 from effgpu.predicting.translator import on_real_tensors
 
 _ZIP = b"PK\3\4"  # how a file of torch.save begins since PyTorch 1.6, whatever its name
-_LIGHTNING = ("lightning.fabric.utilities.cloud_io", "lightning_fabric.utilities.cloud_io")
+_SAVES, _LOADS = (
+    [f"{library}.utilities.{name}" for library in ("lightning.fabric", "lightning_fabric")]
+    for name in ("cloud_io", "load")
+)
 # transformers loads in other threads, unless told not to: fake tensors are of one thread
 _SETTINGS = {"HF_DEACTIVATE_ASYNC_LOAD": "1", "SAFETENSORS_FAST_GPU": "0"}
 
@@ -51,7 +54,9 @@ def weights_without_values(recorder: Recorder) -> Iterator[None]:
             kept(recorder.files),
             imports.exchanged(_by_name(found)),
             replaced(found),
-            imports.changed(_saving(recorder.files) | programs.exported(recorder.files)),
+            imports.changed(
+                _saving(recorder.files) | programs.exported(recorder.files) | dict.fromkeys(_LOADS, _loading_mapped)
+            ),
             past_python(recorder.files),
         ):
             yield
@@ -157,12 +162,17 @@ def _saving(files: Files) -> dict[str, imports.Changes]:
     """What changes in libraries that save checkpoints, by module."""
     trainer = {"transformers.trainer": functools.partial(_without_checkpoints, files)}
     trainer |= {"transformers.tokenization_utils_base": functools.partial(_keeping_tokenizers, files)}
-    return trainer | dict.fromkeys(_LIGHTNING, _saving_at_once)
+    return trainer | dict.fromkeys(_SAVES, _saving_at_once)
 
 
 def _saving_at_once(module: ModuleType) -> contextlib.AbstractContextManager:
     """Lightning saves its checkpoints to a path, and not to memory first, whose bytes it would write."""
     return replaced([(module, "_atomic_save", lambda checkpoint, filepath: torch.save(checkpoint, filepath))])
+
+
+def _loading_mapped(module: ModuleType) -> contextlib.AbstractContextManager:
+    """What Lightning loads where it is used, as LitGPT's weights, is mapped: it would be put into fake tensors."""
+    return replaced([(module, "_lazy_load", lambda filename: torch.load(filename, "cpu", weights_only=False))])
 
 
 def _pickles(recorder: Recorder) -> Iterator[tuple[object, str, object]]:
