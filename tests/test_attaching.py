@@ -2922,6 +2922,21 @@ def test_a_size_that_the_number_of_a_step_decides_is_named(line, named, run, exp
     assert told["assumptions"] == [said] * named, errors
 
 
+WARMING = f"{BUILD}\nlast = -9\nbar = enumerate(range(9))\nfor part, _ in bar:\n"
+
+
+@pytest.mark.parametrize("test", ["number % every == 0", "number - last >= every"])
+@pytest.mark.parametrize("every, named", [("max(1, min(8, number // 50))", True), ("max(1, len(model) // 4)", False)])
+def test_a_number_of_batches_that_the_number_of_a_step_decides_is_named(test, every, named, run):
+    """As where accumulation begins with a warm-up."""
+    step = STEP.replace("optimizer.step()", f"if {test}:\n    last = number\n    optimizer.step()")
+    rounds = f"    number = part + 9 * 0\n    every = {every}\n"
+    _, told, errors = run(WARMING + rounds + textwrap.indent(step, "    "))
+    line = len(WARMING.splitlines()) + 2
+    said = f"a size that the step's number decides is that of the step that was counted: train.py:{line}"
+    assert [said in each for each in told["assumptions"]] == [True] * named, (told["assumptions"], errors)
+
+
 CHANGED = """
 for epoch in range(3):
     for _ in range(2):

@@ -5,7 +5,7 @@ fake tensors answer otherwise: `type(x) is torch.Tensor`.
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from types import CodeType
 from typing import NamedTuple
@@ -165,12 +165,14 @@ def _scopes(scope: ast.AST, outer: set[str], shared: set[str]) -> Iterator[tuple
     `outer` are the names that count around it, which a function may give to something of its own.
     """
     nodes = [*_own(scope)]
-    counted = {name for node in nodes for name in _counted(node)}
+    bars = {name for node in nodes for name in _enumerated(node)}
+    counted = {name for node in nodes for name in _counted(node, bars)}
     declared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
     shared |= {name for name in counted if name in declared or name.startswith(".")}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     counters = counted | (outer - (bound - declared))
+    counters |= {name for node in nodes for name in _counted_on(node, counters)}
     yield nodes, counters
     for node in nodes:
         if isinstance(node, _FUNCTIONS):
@@ -243,6 +245,7 @@ def _sizes(file: str) -> list[int]:
     nodes = _read(file)
     functions = {node.name for node, _ in nodes if isinstance(node, ast.FunctionDef)}
     uses = [(node, sizes) for node, counters in nodes if (sizes := _sizes_in(node)) and not counters & sizes]
+    uses += [(node, sizes) for node, counters in nodes if (sizes := _accumulated(node, counters))]
     found = []
     for node, counters in nodes:
         if isinstance(node, ast.If) and any(_later(part, counters) for part in ast.walk(node.test)):
@@ -377,6 +380,14 @@ def _sizes_in(node: ast.AST) -> set[str]:
     return {name for each in _taken_as_sizes(node) for name in _names(each)}
 
 
+def _accumulated(node: ast.AST, counters: set[str]) -> set[str]:
+    """The names that decide with a counter when an optimizer steps: after how many batches."""
+    if not isinstance(node, ast.If) or "step" not in map(called_name, _inside(node.body)):
+        return set()
+    counted = (part for part in ast.walk(node.test) if isinstance(part, ast.BinOp) and counters & _names(part.left))
+    return _names(node.test) - counters if any(isinstance(part.op, ast.Mod | ast.Sub) for part in counted) else set()
+
+
 def _names(node: ast.AST) -> set[str]:
     return {name for each in ast.walk(node) if (name := _name(each))}
 
@@ -386,10 +397,16 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else f".{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
-def _counted(node: ast.AST) -> Iterator[str]:
+def _enumerated(node: ast.AST) -> Iterator[str]:
+    """The name that is given what counts, such as a bar of progress: bar = tqdm(enumerate(loader))."""
+    if isinstance(node, ast.Assign) and any(called_name(part) == "enumerate" for part in ast.walk(node.value)):
+        yield from filter(None, map(_name, node.targets))
+
+
+def _counted(node: ast.AST, bars: Collection[str] = ()) -> Iterator[str]:
     """The name that a loop counts its rounds in. An object's counts one by one: it may add up a loss."""
     added = _added(node)
-    if isinstance(node, ast.For) and called_name(node.iter) in _COUNTS:
+    if isinstance(node, ast.For) and (called_name(node.iter) in _COUNTS or _name(node.iter) in bars):
         target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
     elif added and (isinstance(node, ast.AugAssign) or isinstance(added[1], ast.Constant)):  # else: of tensors
         target = added[0]
@@ -398,6 +415,13 @@ def _counted(node: ast.AST) -> Iterator[str]:
     ones = added and isinstance(added[1], ast.Constant) and added[1].value == 1
     if isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and ones):
         yield _name(target)
+
+
+def _counted_on(node: ast.AST, counters: set[str]) -> Iterator[str]:
+    """The name that is given a counter and something more, as in number = round + rounds * epoch."""
+    added = node.value if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) else None
+    if added and isinstance(added.op, ast.Add) and {_name(added.left), _name(added.right)} & counters:
+        yield from (each.id for each in node.targets if isinstance(each, ast.Name))
 
 
 def _added(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
