@@ -13,8 +13,8 @@ NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 600
 ASKED_FOR := 02 03 06 07 08 10 11 15
 SIMULATED := simulated-T4 simulated-H100
 GPU := $(shell nvidia-smi -L 2>/dev/null)
-# Two lessons at once may not fit on one GPU.
-AT_ONCE := $(if $(GPU),1,2)
+# Two lessons at once may not fit on one GPU. Three keep two cores busy: tests of processes also wait.
+AT_ONCE := $(if $(GPU),1,3)
 TEST := OMP_NUM_THREADS=1 EFFGPU_SECONDS=0.1 $(BIN)/python -m pytest tests $(NBVAL) -n $(AT_ONCE) -q
 # Short ones, to see that nbval runs them: the slow tests run all lessons, and compare what nbval compares.
 BY_NBVAL := 01 06 13 20
