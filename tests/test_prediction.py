@@ -1006,14 +1006,14 @@ def test_bisection_finds_the_largest_size(slope, room, power, most):
     assert 0 <= found <= most
     assert found == 0 or surplus(found) <= 0
     assert found == most or surplus(found + 1) > 0
-    assert len(set(calls)) == len(calls) and all(1 <= size <= most for size in calls)
+    assert len(set(calls)) == len(calls) and all(0 <= size <= most for size in calls) and calls[:1] != [0]
     assert len(calls) <= 3 * most.bit_length() + 6
 
 
 def test_the_largest_batch_fits_and_the_next_may_not():
     variant_of = partial(linear, 4096)
     result = largest(variant_of, "2 GiB", most=10**6)
-    assert 0 < result.fits <= result.may_fit and len(result.tried) < 20
+    assert 0 < result.fits <= result.may_fit and len(result.tried) < 20 and 0 not in result.tried
     assert result.tried[result.fits].verdict() == FITS
     assert predict(variant_of(result.fits + 1), "2 GiB").verdict() != FITS
     assert predict(variant_of(result.may_fit + 1), "2 GiB").verdict() == DOES_NOT_FIT

@@ -98,6 +98,9 @@ def largest(variant_of: "Callable[[int], Variant]", gpu: GpuLike, *, most: int =
     gpu, tried = find_gpu(gpu), {}
 
     def surplus(size: int, end: str) -> int:
+        if not size:  # what stays from step to step, as the smallest tells
+            least = min(tried)
+            return surplus(least, end) - tried[least].allocated + tried[least].resting
         if size not in tried:
             tried[size] = predict(variant_of(size), gpu)
         return (tried[size].total(gpu).low if end == "low" else tried[size].enough(gpu)) - gpu.memory
@@ -111,7 +114,8 @@ def largest(variant_of: "Callable[[int], Variant]", gpu: GpuLike, *, most: int =
 def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) -> int:
     """The largest size from 0 to `most` whose surplus is not positive, by bisection from the sizes seen before.
 
-    Memory grows with the size, nearly as a line: where two sizes are known, the next one is where the line says.
+    Memory grows with the size, nearly as a line: where two sizes are known, the next one is where the line says. The
+    surplus of size 0 is asked for once another one is known.
     """
     known = {size: surplus(size) for size in seen}
     low = max((size for size, more in known.items() if more <= 0), default=0)
@@ -120,6 +124,8 @@ def _bisect(surplus: Callable[[int], int], most: int, seen: Iterable[int] = ()) 
     while high - low > 1:
         below, above = known.get(low), known.get(high)
         earlier = max((size for size in known if size < low), default=None)
+        if low and above is None and earlier is None:
+            earlier, known[0] = 0, surplus(0)
         if below is not None and above is not None and turn % 3 < 2:
             size = low + int((high - low) * -below / (above - below))
         elif above is None and earlier is not None and known[low] > known[earlier]:
