@@ -3293,6 +3293,7 @@ for number in range(20):
     texts = torch.randint(1, 1000, (64, 32))
     texts[:, 24 - number % 2:] = 0
     x = texts.to("cuda")
+    labels, mask = torch.full_like(texts, -100).to("cuda"), (texts != 0).long().to("cuda")
     masked = (torch.rand(x.shape, device="cuda") < 0.16) & (x != 0)
     loss = torch.nn.functional.cross_entropy(layer(table(x.masked_fill(masked, 999)))[masked], x[masked])
     loss.backward()

@@ -44,15 +44,8 @@ _AS_FORMULA = {  # why scaled_dot_product_attention runs as a formula
     ),
 }
 _NOT_COMPILED = ("LBFGS", "SparseAdam")  # torch.optim's that torch.compile does not take
-_IN_LISTS = (
-    "ASGD",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-)  # torch.optim's, without a fused kernel
+# torch.optim's that work in lists, without a fused kernel
+_IN_LISTS = ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 _KINDS = {"pageable": False, "pinned": True}
 
 

@@ -33,8 +33,8 @@ def find_loop(events: Iterable[Event]) -> Loop | None:
     found, all_calls = [], sum(event.calls for event in forward)
     for seen in inside.values():
         done = [(site.line, *(kernel.name for kernel in event.kernels)) for site, event in seen]
-        rounds = _count_rounds(done)
-        rounds = rounds if rounds >= _FEWEST else _count_branching(done)
+        if (rounds := _count_rounds(done)) < _FEWEST:
+            rounds = _count_branching(done)
         calls: Counter[Site] = Counter()
         for site, event in seen:
             calls[site] += event.calls

@@ -39,9 +39,9 @@ class Observed:
     events in 16 bits, `frozen` those without the gradients of so many `untrained` weights, which no optimizer has, and
     without so many that are `dropped` before an optimizer uses them, which the backward passes in these lines give;
     `frozen_halved` those with both changes. `loop` is the one that calls most of its forward pass, `updates` are those
-    over weights. `graphed` says that torch.compile
-    replays CUDA graphs. `trainer` is the library that makes the steps, one of `TRAINERS`, or "". `padding` is the
-    share of the tokens that are padding, `padding_pairs` that of the pairs of a text's tokens that hold some.
+    over weights. `graphed` says that torch.compile replays CUDA graphs. `trainer` is the library that makes the steps,
+    one of `TRAINERS`, or "". `padding` is the share of the tokens that are padding, `padding_pairs` that of the pairs
+    of a text's tokens that hold some.
     """
 
     events: tuple[Event, ...] = ()

@@ -136,7 +136,7 @@ class Graphs:
         """A sentence for each line that builds one of those others."""
         return tuple(
             f"{format_bytes(size)} are kept at {site.place} for a backward pass that never comes: "
-            "with torch.no_grad(): around it saves them, and hardly any time"
+            "with torch.no_grad(): around it saves them"
             for site, size in self._never_used()
             if site in self._results.needed
         )

@@ -98,7 +98,7 @@ class ScriptRecorder(Recorder):
         self.worked: dict[Site, float] = {}  # seconds of the script's own work on the CPU in the last step, by line
         self.own = OwnWork(lambda site: self.work.note_host(OWN, site))
         self.pinned = WeakTensorKeyDictionary()  # real tensors that a script has pinned
-        self.sent: deque[torch.Tensor] = deque(maxlen=_SENT)  # the last real tensors that moved to the GPU
+        self.sent: deque[torch.Tensor] = deque(maxlen=_SENT)  # the last that moved to the GPU and may be texts
         self.received = WeakTensorKeyDictionary()  # real tensors that something was copied into from the GPU
         self.unknown = WeakTensorKeyDictionary()  # real tensors with something in them that nobody knows
         self.repeated = Repeated(self)
@@ -372,14 +372,20 @@ class ScriptRecorder(Recorder):
             if not non_blocking:
                 self.work.wait(own=True)
             return
-        self.sent.append(real)
+        if real.dim() == 2 and not real.is_floating_point():
+            self.sent.append(real)
         self.work.note_copy(sum(part.nbytes for part in tensors_of([real])), self.is_pinned(real), non_blocking)
 
     def _numbers_looked_up(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Those of a batch of the same shape where some are masked on the GPU, and nobody knows which."""
+        """Those of a batch of the same shape where some are masked on the GPU, and nobody knows which.
+
+        Labels of -100, and a mask of zeros and ones, have that shape, too.
+        """
+        if (known := super()._numbers_looked_up(tokens)) is not None:
+            return known
         alike = (real for real in reversed(self.sent) if real.shape == tokens.shape and real.dtype == tokens.dtype)
-        known = super()._numbers_looked_up(tokens)
-        return next(alike, None) if known is None else known
+        with on_real_tensors():
+            return next((real for real in alike if real.numel() and real.min() >= 0 and real.max() > 1), None)
 
 
 class _Placer(Translator):

@@ -45,9 +45,9 @@ class Event(NamedTuple):
     event is seen by the timeline alone: it is part of no segment. `optimizer` is, in an update, its name and whether
     its step is fused. `evaluating` says that a module is set to evaluate, and that nothing is trained until it is set
     back, `packed` that a recurrent layer gets no padding, `again` that checkpointing computes it anew. Of the calls,
-    `traced` are the traceback that anomaly mode keeps. `blocking` says that the CPU waits
-    since all launches block, `formula` why scaled_dot_product_attention runs it in place of a fused kernel, and
-    in which format it was given its arguments.
+    `traced` are the traceback that anomaly mode keeps. `blocking` says that the CPU waits since all launches block,
+    `formula` why scaled_dot_product_attention runs it in place of a fused kernel, and in which format it was given its
+    arguments.
     """
 
     kind: str
